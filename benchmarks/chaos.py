@@ -1,0 +1,331 @@
+"""A real fleet under faults: nats-server, two environment workers, two inference workers and the learner, as processes.
+
+    python benchmarks/chaos.py --seed 1 --seconds 120 --quiet 60 --json
+
+From a seed, members are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and terminated while they train the starter policy; what
+ended is started again. Then comes a quiet time, the learner stops, every episode gets its outcome, a last learner evaluates the
+checkpointed policy on held-out tasks, the workers drain, and the log is audited. Exits with 1 if an invariant is broken:
+unbalanced books, an episode without an outcome or trained twice, a process left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import anyio
+import msgspec
+import structlog
+
+from benchmarks.chaos_faults import MEAN_SECONDS, plan_faults
+from benchmarks.chaos_fleet import ChaosFleet
+from benchmarks.chaos_recovery import Entry, Heard, Recovery, percentiles
+from fleetbus.audit import audit_run
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.load import dump_configuration
+from fleetbus.config.settings import (
+    Configuration,
+    EvaluationSettings,
+    LearnerSettings,
+    LimitSettings,
+    LogSettings,
+    NatsSettings,
+    RunSettings,
+)
+from fleetbus.core.audit_findings import Report
+from fleetbus.episodes import decoded
+from schemas import (
+    MESSAGES,
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeRequested,
+    Heartbeat,
+    MalformedMessage,
+    Message,
+    Subjects,
+    WorkerStarted,
+    decode,
+)
+from schemas.message import decode_any
+from workers.up.book import Book, Summary
+
+RUN = "chaos"
+PLACES = {"environment": 2, "inference": 2, "learner": 1}
+LEARNING_RATE = 2.5e-4
+"""A quarter of the default, as batches are."""
+
+START_SECONDS = 60.0
+LEARNER_STOP_SECONDS = 30.0
+LAST_EVALUATION_SECONDS = 120.0
+DRAIN_SECONDS = 5.0
+STOP_SECONDS = 15.0
+
+Plan = argparse.Namespace
+
+
+def configuration(url: str, folder: Path, plan: Plan) -> Configuration:
+    """Small batches, frequent checkpoints, no last step: the run is stopped from outside."""
+    return Configuration(
+        run=RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed),
+        nats=NatsSettings(url=url),
+        limits=LimitSettings(episode=60, grace=10, drain=DRAIN_SECONDS),
+        learner=LearnerSettings(steps=100_000, groups=plan.groups, learning_rate=plan.learning_rate, checkpoint_every=2),
+        evaluation=EvaluationSettings(episodes=plan.evaluate, greedy=False),
+        log=LogSettings(level="info"),
+    )
+
+
+class Chaos:
+    """One run, from the first process to the audit."""
+
+    def __init__(self, bus: Bus, fleet: ChaosFleet, plan: Plan, settings: Configuration) -> None:
+        self._bus = bus
+        self._fleet = fleet
+        self._plan = plan
+        self._limits = settings.limits
+        self._subjects = Subjects(RUN)
+        self._heard: list[Heard] = []
+        self._late_to_stop: list[str] = []
+
+    async def run(self) -> dict[str, Any]:
+        """Everything; what the run amounted to."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._listen)
+            for member in self._fleet.members:
+                tasks.start_soon(member.keep_running)
+            await self._everybody_started()
+            self._say("the fleet is at work")
+            await self._fleet.suffer(plan_faults(self._plan.seed, self._plan.seconds, mean_seconds=self._plan.mean))
+            self._say(f"{len(self._fleet.struck)} faults; quiet now")
+            await anyio.sleep(self._plan.quiet)
+            await self._retire("learner", LEARNER_STOP_SECONDS)
+            self._say("the learner has stopped")
+            if self._plan.evaluate:
+                await self._evaluate_at_the_end(tasks)
+            await self._all_finished()
+            self._say("every episode has an outcome, or its time is up")
+            await self._retire("environment", STOP_SECONDS)
+            await self._retire("inference", STOP_SECONDS)
+            tasks.cancel_scope.cancel()
+        return await self._report()
+
+    async def _everybody_started(self) -> None:
+        """Every place has said hello; raises `TimeoutError`."""
+        waiting = {member.name or member.role for member in self._fleet.members}
+        with anyio.fail_after(START_SECONDS):
+            async with self._bus.read([self._subjects.life("*", "*")]) as reader:
+                started: set[str] = set()
+                while len(started) < len(waiting):
+                    started |= {hello.worker for _, hello in decoded(WorkerStarted, [await reader.receive()])}
+
+    async def _listen(self) -> None:
+        async with self._bus.listen(self._subjects.heartbeats) as heartbeats:
+            while True:
+                subject, payload = await heartbeats.receive()
+                try:
+                    self._heard.append(Heard(time.time_ns(), decode(Heartbeat, payload, subject=subject)))
+                except MalformedMessage:
+                    continue
+
+    async def _retire(self, role: str, within_seconds: float) -> None:
+        async with anyio.create_task_group() as tasks:
+            for member in self._fleet.of(role):
+
+                async def retire(member: Any = member) -> None:
+                    if not await member.retire(within_seconds):
+                        self._late_to_stop.append(member.name)
+
+                tasks.start_soon(retire)
+
+    async def _evaluate_at_the_end(self, tasks: anyio.abc.TaskGroup) -> None:
+        """A further learner whose last step is the checkpointed one has nothing to train: it evaluates and finishes."""
+        stored = [entry async for entry in self._bus.scan([self._subjects.train("default")])]
+        checkpoints = [message for entry in stored if isinstance(message := _message(entry.payload), CheckpointStored)]
+        if not checkpoints:
+            return
+        member = self._fleet.member("learner", "learner-last", "--learner-steps", str(checkpoints[-1].step), final=True)
+        self._fleet.members.append(member)
+        tasks.start_soon(member.keep_running)
+        with anyio.move_on_after(LAST_EVALUATION_SECONDS):
+            await member.gone.wait()
+            return
+        await self._retire("learner", LEARNER_STOP_SECONDS)
+
+    async def _all_finished(self) -> None:
+        """Every request has a result: environment workers alone see to it once the deadline has passed."""
+        open_requests: set[str] = set()
+        position = 1
+        with anyio.move_on_after(self._limits.episode + self._limits.grace + STOP_SECONDS):
+            while True:
+                async for entry in self._bus.scan([self._subjects.tasks(), self._subjects.episodes], start=position):
+                    position = entry.sequence + 1
+                    match _message(entry.payload):
+                        case EpisodeRequested(episode_id=episode):
+                            open_requests.add(episode)
+                        case EpisodeFinished(episode_id=episode):
+                            open_requests.discard(episode)
+                if not open_requests:
+                    return
+                await anyio.sleep(0.5)
+
+    async def _report(self) -> dict[str, Any]:
+        stored = [entry async for entry in self._bus.scan([self._subjects.log])]
+        log = [Entry(entry.time_ns, entry.subject, message) for entry in stored if (message := _message(entry.payload))]
+        audit = await audit_run(self._bus, self._subjects)
+        book = Book()
+        for entry in log:
+            book.apply(entry.message)
+        summary = book.summary(run=RUN, seed=self._plan.seed, wall_seconds=0.0)
+        figures = _figures(log, audit, summary)
+        self._fleet.write_history()
+        return {
+            "seed": self._plan.seed,
+            "seconds": self._plan.seconds,
+            "quiet": self._plan.quiet,
+            "faults": _by_role(self._fleet),
+            "faults_skipped": self._fleet.skipped,
+            "unplanned_exits": [f"{each.name}: {each.status}" for each in self._fleet.ended if not each.planned],
+            "late_to_stop": self._late_to_stop,
+            **figures,
+            "recovery_seconds": _recovery(Recovery(log, self._fleet.struck, self._heard)),
+            "left_behind": await self._fleet.survivors(),
+        }
+
+    def _say(self, line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def _message(payload: bytes) -> Message | None:
+    try:
+        return decode_any(MESSAGES, payload)
+    except MalformedMessage:
+        return None
+
+
+def _figures(log: Iterable[Entry], audit: Report, summary: Summary) -> dict[str, Any]:
+    requested = {entry.message.episode_id for entry in log if isinstance(entry.message, EpisodeRequested)}
+    results = [entry.message for entry in log if isinstance(entry.message, EpisodeFinished)]
+    found = {finding.kind: finding.count for finding in audit.findings}
+    return {
+        "optimizer_steps": summary.optimizer_steps,
+        "steps_trained_in_all": audit.steps,
+        "lineages": len(audit.lineages),
+        "success_start": summary.success_start,
+        "success_end": summary.success_end,
+        "success_by_step": summary.success_by_step,
+        "episodes": dict(Counter(result.outcome for result in results)),
+        "error_classes": dict(Counter(result.error_class for result in results if result.error_class)),
+        "attempts_per_episode": dict(sorted(Counter(result.attempts for result in results).items())),
+        "without_outcome": len(requested - {result.episode_id for result in results}),
+        "trained_twice": found.get("trained_twice", 0),
+        "audit_balanced": audit.balanced,
+        "audit_findings": {finding.kind: [finding.count, *finding.ids[:5]] for finding in audit.findings},
+        "books": msgspec.to_builtins(audit.books),
+    }
+
+
+def _recovery(recovery: Recovery) -> dict[str, dict[str, float | int | None]]:
+    """``undisturbed``: after kills during whose recovery no other member of the role, nor the server, was struck or away."""
+    return {
+        "environment": percentiles(recovery.environment()),
+        "environment_undisturbed": percentiles(recovery.environment(undisturbed=True)),
+        "inference": percentiles(recovery.inference()),
+        "inference_undisturbed": percentiles(recovery.inference(undisturbed=True)),
+        "learner": percentiles(recovery.learner()),
+        "learner_undisturbed": percentiles(recovery.learner(undisturbed=True)),
+        "server": percentiles(recovery.server()),
+    }
+
+
+def _by_role(fleet: ChaosFleet) -> dict[str, dict[str, int]]:
+    counts: dict[str, Counter[str]] = {}
+    for fault in fleet.struck:
+        counts.setdefault(fault.role, Counter())[fault.kind] += 1
+    return {role: dict(kinds) for role, kinds in sorted(counts.items())}
+
+
+@asynccontextmanager
+async def fleet_folder(keep: str | None) -> AsyncIterator[Path]:
+    """A folder for stores and logs, gone at the end unless one is named."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="fleetbus-chaos-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+    else:
+        Path(keep).mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+        yield Path(keep)
+
+
+async def run_chaos(plan: Plan) -> dict[str, Any]:
+    """The report of one run; raises `TimeoutError` if it does not end in time."""
+    limit = plan.seconds + plan.quiet + START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
+    async with fleet_folder(plan.folder) as folder, run_server(folder / "nats", monitor_port=None) as server:
+        settings = configuration(server.url, folder, plan)
+        (folder / "config.json").write_bytes(dump_configuration(settings))
+        with anyio.fail_after(limit):
+            async with connect(server.url, run=RUN, role="test", worker="chaos") as bus:
+                await bus.declare(plan_run(RUN))
+                fleet = ChaosFleet(bus, Subjects(RUN), server, folder, PLACES)
+                return await Chaos(bus, fleet, plan, settings).run()
+
+
+async def until_told(plan: Plan) -> dict[str, Any]:
+    """As `run_chaos`; a signal ends everything."""
+    report: dict[str, Any] = {}
+    async with anyio.create_task_group() as tasks:
+
+        async def obey() -> None:
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    tasks.cancel_scope.cancel()
+
+        tasks.start_soon(obey)
+        report = await run_chaos(plan)
+        tasks.cancel_scope.cancel()
+    return report
+
+
+def parse() -> Plan:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=120, help="how long faults happen")
+    parser.add_argument("--quiet", type=float, default=60, help="how long none happens afterwards")
+    parser.add_argument("--mean", type=float, default=MEAN_SECONDS, help="mean seconds between faults of workers")
+    parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--evaluate", type=int, default=128, help="held-out episodes at the start and at the end; 0: none")
+    parser.add_argument("--folder", help="keep stores and logs there")
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    plan = parser.parse_args()
+    if plan.folder and (Path(plan.folder) / "nats").exists():
+        parser.error(f"{plan.folder} holds a run already: name another folder")
+    return plan
+
+
+def is_sound(report: dict[str, Any]) -> bool:
+    """The invariants that hold whatever is struck."""
+    wrong = report["without_outcome"] or report["trained_twice"] or report["left_behind"]
+    return bool(report["audit_balanced"]) and not wrong
+
+
+if __name__ == "__main__":
+    options = parse()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    outcome = anyio.run(until_told, options, backend_options={"use_uvloop": True})
+    if not outcome:
+        sys.exit(130)
+    print(json.dumps(outcome, indent=None if options.json else 2))
+    sys.exit(0 if is_sound(outcome) else 1)

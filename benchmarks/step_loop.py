@@ -1,0 +1,245 @@
+"""How fast the step loop is: a real environment worker and a real inference worker through a real server, beside the floor.
+
+    python benchmarks/step_loop.py --json
+
+The environment answers at once and the sampler returns fixed tokens, so what is measured is fleetbus: claims, sessions,
+observations, actions, leases, acks. The floor (`benchmarks/bare_loop.py`) runs on the same machine just before each
+measurement. ``ratio`` is fleetbus's steps per second over the floor's. Latency is from the environment's answer to its next
+action; CPU is the environment worker's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import anyio
+import structlog
+import uvloop
+
+from benchmarks.bare_loop import CONTENT_BYTES, TEXT_BYTES, TOKENS, measure_floor
+from benchmarks.plan import Plan, latency_fields, parse_plan, temporary_server
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, RunSettings
+from fleetbus.episodes import decoded, episode_entry
+from schemas import (
+    Action,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    PolicyPublished,
+    Subjects,
+    Task,
+    VersionSpan,
+    WorkerStarted,
+    encode,
+)
+from workers.environment.base import Start, Step, Verdict
+from workers.environment.scripted import ScriptedEnvironment
+from workers.inference.base import Generation, GenerationRequest
+from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+
+RUN = "steploop"
+SLOTS = 128
+WARM = "warm"
+
+
+class MeasuredEnvironment(ScriptedEnvironment):
+    """Writes down how long each action took to come."""
+
+    latencies: ClassVar[list[float]] = []
+    cpu_before: ClassVar[float] = 0.0
+
+    async def open(self, task: Task) -> None:
+        if not task.key.startswith(WARM) and not self.cpu_before:
+            MeasuredEnvironment.latencies.clear()
+            MeasuredEnvironment.cpu_before = time.process_time()
+        await super().open(task)
+
+    async def reset(self) -> Start:
+        await super().reset()
+        self._asked = time.perf_counter()
+        return Start(messages=(ChatMessage(role="user", content="y" * CONTENT_BYTES),))
+
+    async def step(self, action: Action) -> Step:
+        self.latencies.append(time.perf_counter() - self._asked)
+        step = await super().step(action)
+        self._asked = time.perf_counter()
+        return step if step.terminated else Step(messages=(ChatMessage(role="user", content="y" * CONTENT_BYTES),))
+
+    async def verify(self) -> Verdict:
+        return Verdict(reward=1.0)
+
+
+class FixedSampler(ScriptedSampler):
+    """Answers with the same tokens, made once."""
+
+    _ids: ClassVar = [7] * TOKENS
+    _logprobs: ClassVar = [-1.0] * TOKENS
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        spans = (VersionSpan(version=self.version, start=0, stop=TOKENS),)
+        return Generation(ids=self._ids, logprobs=self._logprobs, finish_reason="stop", versions=spans)
+
+
+class FixedTemplate(ScriptedTemplate):
+    """A prompt delta of fixed length and a text of fixed length: tokenising is not what is measured."""
+
+    _delta: ClassVar = [5] * 40
+    _text = "x" * TEXT_BYTES
+
+    def proceed(self, last_sampled: object, messages: object) -> list[int]:
+        return list(self._delta)
+
+    def text(self, ids: object) -> str:
+        return self._text
+
+
+def configuration(sessions: int) -> Configuration:
+    return Configuration(
+        run=RunSettings(name=RUN),
+        environment=EnvironmentSettings(slots=max(sessions, 1)),
+        inference=InferenceSettings(slots=SLOTS, max_length=1 << 20),
+    )
+
+
+async def serve(role: str, url: str, sessions: int, report: str) -> None:
+    """One worker process; the environment's writes its latencies and CPU when it has drained."""
+    from workers.environment.worker import run_environment
+    from workers.inference.worker import run_inference
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
+    drain = anyio.Event()
+    async with connect(url, run=RUN, role=role, worker=role) as bus, anyio.create_task_group() as group:
+        group.start_soon(_drain_at_end_of_input, drain)
+        if role == "inference":
+            await run_inference(
+                bus,
+                configuration=configuration(sessions),
+                name=role,
+                drain=drain,
+                sampler=FixedSampler(),
+                template=FixedTemplate(),
+            )
+        else:
+            await run_environment(bus, configuration=configuration(sessions), name=role, drain=drain, make=MeasuredEnvironment)
+            cpu_seconds = time.process_time() - MeasuredEnvironment.cpu_before
+            measured = {"latencies": MeasuredEnvironment.latencies, "cpu_seconds": cpu_seconds}
+            await anyio.Path(report).write_text(json.dumps(measured))
+        group.cancel_scope.cancel()
+
+
+async def _drain_at_end_of_input(drain: anyio.Event) -> None:
+    await anyio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+    drain.set()
+
+
+@asynccontextmanager
+async def worker_process(role: str, url: str, sessions: int, report: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, __file__, "--serve", role, "--url", url, "--sessions", str(sessions), "--report", str(report)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        await anyio.to_thread.run_sync(process.wait, 30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def measure(url: str, plan: Plan, report: Path) -> dict[str, float]:
+    """Fleetbus under one plan: ask for the episodes, wait for their results."""
+    subjects = Subjects(RUN)
+    async with connect(url, run=RUN, role="test", worker="driver") as bus:
+        await bus.declare(plan_run(RUN, lanes=2, max_bytes=2 << 30))
+        policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
+        await bus.publish(subjects.policy("default"), encode(policy))
+        async with (
+            worker_process("inference", url, plan.sessions, report),
+            worker_process("environment", url, plan.sessions, report),
+        ):
+            await _started(bus, subjects)
+            await _play(bus, subjects, Plan(1, 20), WARM)
+            wall = await _play(bus, subjects, plan, "step")
+    measured = json.loads(await anyio.Path(report).read_text())
+    fields = latency_fields(measured["latencies"], wall_seconds=wall, cpu_seconds=measured["cpu_seconds"])
+    return {"sessions": plan.sessions} | fields
+
+
+async def _started(bus: Bus, subjects: Subjects) -> None:
+    """Both workers have said hello."""
+    seen: set[str] = set()
+    async with bus.read([subjects.life("*", "*")]) as reader:
+        while seen < {"environment", "inference"}:
+            seen |= {started.role for _, started in decoded(WorkerStarted, [await reader.receive()])}
+
+
+async def _play(bus: Bus, subjects: Subjects, plan: Plan, prefix: str) -> float:
+    """Seconds from the first request to the last result."""
+    start = await bus.last_sequence() + 1
+    started = time.perf_counter()
+    async with bus.read([subjects.episodes], start=start) as reader, anyio.create_task_group() as group:
+        for index in range(plan.sessions):
+            group.start_soon(_request, bus, subjects, f"{prefix}{plan.sessions}x{index}", plan.turns)
+        finished = 0
+        while finished < plan.sessions:
+            entry = episode_entry(await reader.receive())
+            if isinstance(entry, EpisodeFinished):
+                finished += 1
+                assert entry.outcome == "completed", entry
+    return time.perf_counter() - started
+
+
+async def _request(bus: Bus, subjects: Subjects, episode: str, turns: int) -> None:
+    request = EpisodeRequested(
+        episode_id=episode,
+        group_id=episode,
+        sample_index=0,
+        split="train",
+        task=Task(key=episode, config={"turns": turns}),
+        policy="default",
+        max_turns=turns,
+        max_tokens=1 << 20,
+        deadline_ns=bus.now_ns() + 600 * 10**9,
+    )
+    await bus.publish(subjects.task("default", episode), encode(request), expected_last=0)
+
+
+async def main(plans: list[Plan], as_json: bool) -> None:
+    for plan in plans:
+        async with temporary_server() as url:
+            (floor,) = await measure_floor(url, [plan])
+        async with temporary_server() as url:
+            with tempfile.TemporaryDirectory() as folder:
+                ours = await measure(url, plan, Path(folder) / "report.json")
+        floor_rate = floor["steps_per_second"]
+        row = ours | {"bare_steps_per_second": floor_rate, "ratio": round(ours["steps_per_second"] / floor_rate, 3)}
+        print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--sessions", default="1,64,256")
+    parser.add_argument("--turns", default="400,60,20")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--report", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        uvloop.run(serve(options.serve, options.url, int(options.sessions), options.report))
+    else:
+        uvloop.run(main(parse_plan(options.sessions, options.turns), options.json))

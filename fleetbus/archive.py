@@ -1,0 +1,73 @@
+"""Reading an archive, alone or as one with the log: entries in order of sequence, each once.
+
+The recorder (`workers.recorder`) writes archives; audit and recordings read them. Reading never changes a file, so it may go on
+while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from pathlib import Path
+
+from fleetbus.archive_format import ArchiveDamaged, TornRecord, first_sequence, read_entries, read_header, segment_files
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.errors import UserError
+from fleetbus.ports import Ports
+from schemas import Subjects
+
+ENTRIES_AT_A_TIME = 1024
+"""Read per call in a thread; bounds what waits in memory."""
+
+
+def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Iterator[Stored]:
+    """The archived entries from sequence ``start`` on; blocking.
+
+    Raises `UserError` when there is no archive or it is of another run, `ArchiveDamaged` when a segment is not whole.
+    """
+    segments = segment_files(folder)
+    if not segments:
+        raise UserError(f"{folder} holds no archive: give the folder that `fleetbus recorder --archive` writes to")
+    following = [first_sequence(segment) for segment in segments[1:]]
+    for index, segment in enumerate(segments):
+        if index < len(following) and following[index] <= start:
+            continue
+        for entry in _read_segment(segment, run, newest=index == len(following)):
+            if entry.sequence >= start:
+                yield entry
+
+
+async def scan_whole(bus: Bus, subjects: Subjects, folder: Path | None, *, ports: Ports | None = None) -> AsyncIterator[Stored]:
+    """Archive and log as one, to the end of the log; without a folder the log alone."""
+    last = 0
+    if folder is not None:
+        async for entry in scan_archive(folder, run=subjects.run, ports=ports):
+            last = entry.sequence
+            yield entry
+        if last > await bus.last_sequence():
+            raise UserError(f"{folder} goes beyond the log: it is the archive of another run with the name {subjects.run}")
+    async for entry in bus.scan([subjects.log], start=last + 1):
+        yield entry
+
+
+async def scan_archive(folder: Path, *, run: str | None = None, ports: Ports | None = None) -> AsyncIterator[Stored]:
+    """As `read_archive`, without blocking the event loop."""
+    offload = (ports or Ports()).offload
+    entries = read_archive(folder, run=run)
+    while batch := await offload(_take, entries):
+        for entry in batch:
+            yield entry
+
+
+def _take(entries: Iterator[Stored]) -> list[Stored]:
+    return list(islice(entries, ENTRIES_AT_A_TIME))
+
+
+def _read_segment(segment: Path, run: str | None, *, newest: bool) -> Iterator[Stored]:
+    with segment.open("rb") as file:
+        try:
+            read_header(file, segment, run)
+            yield from read_entries(file)
+        except TornRecord as torn:
+            if not newest:
+                raise ArchiveDamaged(f"{segment} is damaged at byte {torn.offset}: restore it from a copy") from torn

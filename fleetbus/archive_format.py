@@ -1,0 +1,118 @@
+"""The bytes of an archive: segment files of checked records, the first of which says what run they are of. Blocking.
+
+A segment is `MAGIC`, then records: length (u4), CRC-32 of the payload (u4), payload; all little-endian. The first payload is a
+`SegmentHeader`, every further one an `ArchivedEntry`, both msgpack. A record is whole or it does not count.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.bus.base import Stored
+from fleetbus.errors import UserError
+
+FORMAT = 1
+MAGIC = b"fbarchiv"
+SUFFIX = ".fbarchive"
+MAX_RECORD_BYTES = 8 << 20
+"""A length beyond this is damage: a message has 1 MiB at most."""
+
+_PREFIX = struct.Struct("<II")
+
+
+class ArchiveDamaged(UserError):
+    """A segment does not hold what was written to it: restore it from a copy."""
+
+
+class TornRecord(Exception):
+    """The file ends within a record, or the record's check sum is wrong; ``offset`` is where it begins."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(f"no whole record at byte {offset}")
+        self.offset = offset
+
+
+class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The run that a segment is of, the version of the format, the sequence of the segment's first entry."""
+
+    run: str
+    format: int
+    first: int
+
+
+class ArchivedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of the log."""
+
+    sequence: int
+    time_ns: int
+    subject: str
+    payload: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(SegmentHeader).decode
+_decode_entry = msgspec.msgpack.Decoder(ArchivedEntry).decode
+
+
+def segment_path(folder: Path, first: int) -> Path:
+    """The segment that begins with that sequence; names sort like sequences."""
+    return folder / f"{first:020d}{SUFFIX}"
+
+
+def segment_files(folder: Path) -> list[Path]:
+    """All segments in order."""
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+
+
+def first_sequence(segment: Path) -> int:
+    return int(segment.stem)
+
+
+def encode_segment_start(run: str, first: int) -> bytes:
+    """What stands before the first entry of a segment."""
+    return MAGIC + _record(_encode(SegmentHeader(run=run, format=FORMAT, first=first)))
+
+
+def encode_entry(entry: Stored) -> bytes:
+    """The record of one entry."""
+    return _record(_encode(ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)))
+
+
+def read_header(file: BufferedReader, segment: Path, run: str | None) -> None:
+    """Read up to the first entry; raises `TornRecord`, or `UserError` for another run or format."""
+    if file.read(len(MAGIC)) != MAGIC:
+        raise TornRecord(0)
+    header = _decode_header(_read_record(file))
+    if header.format != FORMAT:
+        raise UserError(f"{segment} has format {header.format}; this fleetbus reads {FORMAT}: upgrade it")
+    if run is not None and header.run != run:
+        raise UserError(f"{segment.parent} is the archive of run {header.run}, not of {run}: give another --archive")
+
+
+def read_entries(file: BufferedReader) -> Iterator[Stored]:
+    """The entries from here to the end of the file; raises `TornRecord`."""
+    while file.peek(1):
+        entry = _decode_entry(_read_record(file))
+        yield Stored(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
+
+
+def _record(payload: bytes) -> bytes:
+    return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _read_record(file: BufferedReader) -> bytes:
+    offset = file.tell()
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        raise TornRecord(offset)
+    length, check = _PREFIX.unpack(prefix)
+    payload = file.read(length) if length <= MAX_RECORD_BYTES else b""
+    if len(payload) < length or not payload or zlib.crc32(payload) != check:
+        raise TornRecord(offset)
+    return payload

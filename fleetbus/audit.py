@@ -1,0 +1,77 @@
+"""Reads a run's log, and its archive if there is one, into the audit of `fleetbus.core.audit`.
+
+Above it is the command line and whoever tests a fleet; it only reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fleetbus.archive import scan_archive, scan_whole
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.core.audit import Audit
+from fleetbus.core.audit_findings import Report
+from fleetbus.errors import UserError
+from schemas import (
+    Action,
+    AttemptReleased,
+    AttemptStarted,
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeRequested,
+    EvaluationFinished,
+    LineageStarted,
+    MalformedMessage,
+    Message,
+    Observation,
+    PolicyPublished,
+    StepTrained,
+    Subjects,
+    TrainingFinished,
+)
+from schemas.message import decode_any
+
+_MESSAGES: dict[str, tuple[type[Message], ...]] = {
+    "task": (EpisodeRequested,),
+    "obs": (Observation,),
+    "act": (Action,),
+    "episode": (AttemptStarted, AttemptReleased, EpisodeFinished),
+    "policy": (PolicyPublished, LineageStarted),
+    "train": (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished),
+}
+"""What an audit looks into, by the kind of subject."""
+
+
+async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None) -> Report:
+    """The books of a run as of now. Raises `UserError` for a log that was trimmed when no archive is given."""
+    audit = await _audited(scan_whole(bus, subjects, archive))
+    if audit.missing and archive is None:
+        raise UserError(
+            f"{audit.missing} entries of the log of run {subjects.run} were trimmed: give --archive with the recorder's folder"
+        )
+    return audit.report()
+
+
+async def audit_archive(subjects: Subjects, archive: Path) -> Report:
+    """The books of a run as far as its archive goes, without any server."""
+    return (await _audited(scan_archive(archive, run=subjects.run))).report()
+
+
+async def _audited(entries: AsyncIterator[Stored]) -> Audit:
+    audit = Audit()
+    async for entry in entries:
+        enter(audit, entry)
+    return audit
+
+
+def enter(audit: Audit, entry: Stored) -> None:
+    """Enter one entry of the log."""
+    expected = _MESSAGES.get(entry.subject.split(".", 3)[2])
+    if expected is None:
+        audit.enter(entry.sequence, entry.subject, None)
+        return
+    try:
+        audit.enter(entry.sequence, entry.subject, decode_any(expected, entry.payload, subject=entry.subject))
+    except MalformedMessage:
+        audit.enter_malformed(entry.sequence, entry.subject)

@@ -1,0 +1,176 @@
+"""What workers know of the bus: one protocol, implemented over NATS (`fleetbus.bus.nats`) and in memory (`.memory`).
+
+Above it are the workers; below it one connection. The contract suite `tests/contract/test_bus.py` holds both implementations
+to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been stored: callers
+rely on compare-and-set, never on the duplicate window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from fleetbus.bus.streams import RunPlan
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a stream. ``time_ns`` is the server's clock (Unix nanoseconds) when it was stored."""
+
+    subject: str
+    payload: bytes
+    sequence: int
+    time_ns: int
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream's acknowledgement; ``duplicate`` means that the message id was seen before and nothing new was stored."""
+
+    sequence: int
+    duplicate: bool = False
+
+
+class Delivery(Protocol):
+    """One message from a durable consumer. It comes again after the consumer's ``ack_wait`` unless acked or extended.
+
+    `ack`, `nak` and `extend` are sent, not confirmed: a server that is killed may forget them. They never raise when the
+    connection is down (redelivery covers it), and cancellation does not interrupt them.
+    """
+
+    @property
+    def message(self) -> Stored: ...
+    @property
+    def delivered(self) -> int:
+        """How often it was delivered, 1 the first time; a killed server may count from 1 again."""
+
+    async def ack(self) -> None: ...
+    async def nak(self, delay_seconds: float = 0.0) -> None: ...
+    async def extend(self) -> None: ...
+
+
+class Subscription(Protocol):
+    """A continuous pull from one durable consumer, limited by credits: never more deliveries than were granted.
+
+    After a reconnect the remaining credits are asked for again on a new inbox. Receive from one task only.
+    """
+
+    @property
+    def credits(self) -> int:
+        """Credits granted and not yet used by a delivery."""
+
+    def grant(self, credits: int = 1) -> None:
+        """Allow that many more deliveries; returns at once."""
+
+    async def receive(self) -> Delivery:
+        """The next delivery; waits without limit. Cancelling it loses nothing."""
+
+
+class Reader(Protocol):
+    """Entries of the log in order of sequence, without gaps or repeats, following it live across reconnects."""
+
+    async def receive(self) -> Stored:
+        """The next matching entry; waits without limit. Cancelling it loses nothing."""
+
+
+class Request(Protocol):
+    """A call from `Bus.request`, waiting for its answer."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def payload(self) -> bytes: ...
+    async def respond(self, payload: bytes) -> None: ...
+
+
+class Server(Protocol):
+    """Requests for one subject, in order of arrival; at most ``limit`` wait, further ones are answered by nobody."""
+
+    async def receive(self) -> Request: ...
+
+
+class Listener(Protocol):
+    """Core messages. When more than ``limit`` wait, the oldest are dropped and counted in `dropped`."""
+
+    dropped: int
+
+    async def receive(self) -> tuple[str, bytes]:
+        """Subject and payload of the next message."""
+
+
+class ConsumerFloor(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a durable consumer got: everything of its ``filter`` up to ``ack_floor`` is acked. What is un-acked may begin
+    far behind that floor, which stands still while the consumer is idle."""
+
+    name: str
+    filter: str
+    ack_floor: int
+
+
+class Bus(Protocol):
+    """One connection of one worker to the streams of one run."""
+
+    def now_ns(self) -> int:
+        """The server's clock in Unix nanoseconds, as far as it can be known here (monotonic between corrections)."""
+
+    async def declare(self, plan: RunPlan) -> None:
+        """Create streams and consumers as planned, or leave them as they are if they exist; repeating is harmless."""
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        message_id: str | None = None,
+        expected_last: int | None = None,
+        timeout: float = 30.0,
+    ) -> Published:
+        """Store a message and wait for the stream's ack, sending it again under the same id until ``timeout`` seconds.
+
+        ``expected_last`` is the sequence that must be the last one on this very subject (0: none yet).
+        Raises `SequenceConflict`, `LogFull` or `PublishUnanswered`. After a resend a conflict may be one's own first try.
+        """
+
+    def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
+        """Pull from the durable consumer of that name, beginning with that many credits."""
+
+    def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
+        """Follow the log from sequence ``start`` on, filtered by subjects (wildcards allowed), without acking anything."""
+
+    def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Stored]:
+        """As `read`, but ends at what was the end of the log when it was called."""
+
+    async def last(self, subject: str) -> Stored | None:
+        """The last entry on one literal subject of any stream of the run, or None."""
+
+    async def history(self, subjects: Sequence[str]) -> list[Stored]:
+        """All entries on the given literal subjects, merged by sequence (batched direct gets)."""
+
+    async def last_sequence(self) -> int:
+        """Sequence of the last entry of the log, 0 when it is empty."""
+
+    async def usage(self) -> tuple[int, int]:
+        """Bytes stored in the log and the limit (0: none)."""
+
+    async def duplicate_window_seconds(self) -> float:
+        """How long the log remembers message ids."""
+
+    async def consumer_floors(self) -> list[ConsumerFloor]:
+        """The durable consumers of the log, by name."""
+
+    async def next_entry(self, subject: str, *, start: int) -> Stored | None:
+        """The first entry of the log with a sequence of ``start`` or more on a subject (wildcards allowed), or None."""
+
+    async def purge(self, subject: str, *, below: int) -> None:
+        """Remove the log's entries on a subject (wildcards allowed) with a sequence below this one, whoever needs them."""
+
+    async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
+        """Call whoever serves ``subject``; raises `NoResponders` at once or `RequestUnanswered` after ``timeout`` seconds."""
+
+    def serve(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Server]: ...
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """A core message: to whoever listens now, stored nowhere, lost when the connection is down."""
+
+    def listen(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Listener]: ...

@@ -1,0 +1,239 @@
+"""One client of the in-memory server: the promises of `fleetbus.bus.base.Bus`, with the faults that the server is told to make.
+
+Above it is one worker; below it are server, link, streams and consumers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from fleetbus.bus.base import ConsumerFloor, Listener, Published, Reader, Server, Stored, Subscription
+from fleetbus.bus.memory_calls import MemoryListener, MemoryServerInlet, PendingAnswer
+from fleetbus.bus.memory_link import Link
+from fleetbus.bus.memory_pull import MemoryReader, MemoryScan, MemorySubscription
+from fleetbus.bus.memory_stream import MemoryStream
+from fleetbus.bus.memory_subjects import any_matcher, matcher
+from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
+from fleetbus.errors import BusError, NoResponders, PublishUnanswered, RequestUnanswered
+from schemas import Subjects
+
+if TYPE_CHECKING:
+    from fleetbus.bus.memory import MemoryServer
+
+MAX_PAYLOAD_BYTES = 1 << 20
+"""``max_payload`` of a nats-server by default; it counts the headers of a message, too."""
+
+HEADER_BYTES = 128
+RESEND_SECONDS = 2.0
+API_TIMEOUT_SECONDS = 30.0
+
+
+class MemoryBus:
+    """See `fleetbus.bus.base.Bus`."""
+
+    def __init__(self, server: MemoryServer, link: Link, run: str, worker: str, number: int) -> None:
+        self._server = server
+        self._number = number
+        self._link = link
+        self._log = log_stream(run)
+        self._lanes = lane_stream(run)
+        self._subjects = Subjects(run)
+        self._worker = worker
+        self._count = 0
+
+    def disconnect(self) -> None:
+        """Cut this client off: what it says is lost, what it is sent is lost, its leases run out."""
+        self._link.change(connected=False)
+
+    def reconnect(self) -> None:
+        """End what `disconnect` began; pulls and readers go on."""
+        self._link.change(connected=True)
+
+    def now_ns(self) -> int:
+        return self._server.now_ns()
+
+    async def declare(self, plan: RunPlan) -> None:
+        await self._reach("declare")
+        self._server.declare(plan)
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        message_id: str | None = None,
+        expected_last: int | None = None,
+        timeout: float = 30.0,
+    ) -> Published:
+        if len(payload) + HEADER_BYTES > MAX_PAYLOAD_BYTES:
+            raise BusError(f"{subject}: {len(payload)} bytes and headers exceed the server's limit of {MAX_PAYLOAD_BYTES}")
+        give_up_at = anyio.current_time() + timeout
+        identifier = message_id or self._new_id()
+        await anyio.lowlevel.checkpoint()
+        while await self._link.wait(give_up_at - anyio.current_time()):
+            breaks = self._link.breaks
+            published = await self._try_to_publish(subject, payload, identifier, expected_last)
+            if published is not None:
+                return published
+            left = give_up_at - anyio.current_time()
+            await self._link.wait_for_break_to_end(breaks, min(RESEND_SECONDS, left))
+            if anyio.current_time() >= give_up_at:
+                break
+        raise PublishUnanswered(f"{subject}: no ack within {timeout:g} s")
+
+    def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
+        found = self._server.consumer(self._log, consumer)
+        subscription = MemorySubscription(found, consumer, self._link, self._server.faults, self._worker, credits)
+        return _entered(subscription)
+
+    @asynccontextmanager
+    async def read(self, subjects: Sequence[str], *, start: int = 1) -> AsyncGenerator[Reader]:
+        reader = MemoryReader(self._stream_of(subjects), any_matcher(subjects), start, self._link)
+        async with _entered(reader):
+            yield reader
+
+    def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Stored]:
+        return MemoryScan(self._reach, self._stream_of(subjects), any_matcher(subjects), start)
+
+    async def last(self, subject: str) -> Stored | None:
+        await self._reach(subject)
+        return self._stream_of((subject,)).last(subject)
+
+    async def history(self, subjects: Sequence[str]) -> list[Stored]:
+        await self._reach("history")
+        stream = self._stream_of(subjects)
+        entries = [entry for subject in dict.fromkeys(subjects) for entry in stream.on_subject(subject)]
+        return sorted(entries, key=lambda entry: entry.sequence)
+
+    async def last_sequence(self) -> int:
+        await self._reach("last sequence")
+        return self._server.stream(self._log).last_sequence
+
+    async def usage(self) -> tuple[int, int]:
+        await self._reach("usage")
+        stream = self._server.stream(self._log)
+        return stream.size_bytes, stream.plan.max_bytes
+
+    async def duplicate_window_seconds(self) -> float:
+        await self._reach("duplicate window")
+        return self._server.stream(self._log).plan.duplicate_window_seconds
+
+    async def consumer_floors(self) -> list[ConsumerFloor]:
+        await self._reach("consumer floors")
+        return [
+            ConsumerFloor(name=consumer.plan.name, filter=consumer.plan.filter, ack_floor=consumer.ack_floor)
+            for consumer in self._server.consumers(self._log)
+        ]
+
+    async def next_entry(self, subject: str, *, start: int) -> Stored | None:
+        await self._reach(subject)
+        return self._server.stream(self._log).next(matcher(subject), start)
+
+    async def purge(self, subject: str, *, below: int) -> None:
+        await self._reach("purge")
+        self._server.stream(self._log).purge(below, matcher(subject))
+
+    async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
+        give_up_at = anyio.current_time() + timeout
+        await anyio.lowlevel.checkpoint()
+        answer = PendingAnswer(self._link)
+        if await self._link.wait(timeout) and await self._travel(subject):
+            if not self._server.switchboard.send(subject, payload, answer.respond):
+                raise NoResponders(f"nobody serves {subject}")
+        await answer.wait(give_up_at - anyio.current_time())
+        if answer.payload is None:
+            raise RequestUnanswered(f"{subject}: no answer within {timeout:g} s")
+        return answer.payload
+
+    @asynccontextmanager
+    async def serve(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Server]:
+        inlet = MemoryServerInlet(self._link, limit)
+        self._server.switchboard.subscribe(inlet, subject, self._link, inlet.on_message)
+        try:
+            yield inlet
+        finally:
+            self._server.switchboard.unsubscribe(inlet, subject)
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        if self._link.up and await self._travel(subject):
+            self._server.switchboard.send(subject, payload)
+        await anyio.lowlevel.checkpoint()
+
+    @asynccontextmanager
+    async def listen(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Listener]:
+        listener = MemoryListener(limit)
+        self._server.switchboard.subscribe(listener, subject, self._link, listener.on_message)
+        try:
+            yield listener
+        finally:
+            self._server.switchboard.unsubscribe(listener, subject)
+
+    async def _try_to_publish(
+        self, subject: str, payload: bytes, identifier: str, expected_last: int | None
+    ) -> Published | None:
+        """One try; None if it or its answer was lost on the way."""
+        fault = self._server.faults.publishing(self._worker, subject)
+        breaks = self._link.breaks
+        await self._pass(fault.seconds_before)
+        if fault.lost == "message" or self._link.breaks != breaks:
+            return None
+        stream = self._server.stream_for(subject)
+        try:
+            published = stream.store(subject, payload, identifier, expected_last, self._server.now_ns())
+        except BusError:
+            if fault.lost == "answer":
+                return None
+            raise
+        await self._pass(fault.seconds_after)
+        return None if fault.lost == "answer" or self._link.breaks != breaks else published
+
+    async def _pass(self, seconds: float) -> None:
+        if seconds > 0:
+            await anyio.sleep(seconds)
+        else:
+            await anyio.lowlevel.checkpoint()
+
+    async def _travel(self, subject: str) -> bool:
+        """Let a core message be under way; False if it is lost."""
+        breaks = self._link.breaks
+        seconds = self._server.faults.calling(self._worker, subject)
+        if seconds:
+            await anyio.sleep(seconds)
+        return seconds is not None and self._link.breaks == breaks
+
+    async def _reach(self, what: str) -> None:
+        await anyio.lowlevel.checkpoint()
+        if not await self._link.wait(API_TIMEOUT_SECONDS):
+            raise RequestUnanswered(f"the server did not answer {what} within {API_TIMEOUT_SECONDS:g} s")
+
+    def _stream_of(self, subjects: Sequence[str]) -> MemoryStream:
+        for name, pattern in ((self._log, self._subjects.log), (self._lanes, self._subjects.lanes)):
+            if all(subject.startswith(pattern[:-1]) for subject in subjects):
+                return self._server.stream(name)
+        raise BusError(f"no single stream of this run stores {', '.join(subjects)}")
+
+    def _new_id(self) -> str:
+        self._count += 1
+        return f"{self._worker}-{self._number}-{self._count}"
+
+
+class _Entered(Protocol):
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+
+
+E = TypeVar("E", bound=_Entered)
+
+
+@asynccontextmanager
+async def _entered(thing: E) -> AsyncGenerator[E]:
+    thing.enter()
+    try:
+        yield thing
+    finally:
+        thing.leave()

@@ -1,0 +1,116 @@
+"""Core messages in memory: who is subscribed to what, requests that wait for answers, listeners that drop.
+
+Above it are the workers; below it the server's switchboard. Nothing here is stored, and nothing here runs by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+
+from fleetbus.bus.base import Request
+from fleetbus.bus.memory_link import Link
+from fleetbus.bus.memory_subjects import SubjectIndex
+
+Respond = Callable[[bytes], None]
+OnMessage = Callable[[str, bytes, Respond | None], None]
+
+
+class Switchboard:
+    """Who is subscribed to what."""
+
+    def __init__(self) -> None:
+        self._subscriptions: SubjectIndex[tuple[Link, OnMessage]] = SubjectIndex()
+
+    def subscribe(self, key: object, subject: str, link: Link, on_message: OnMessage) -> None:
+        self._subscriptions.add(subject, key, (link, on_message))
+
+    def unsubscribe(self, key: object, subject: str) -> None:
+        self._subscriptions.remove(subject, key)
+
+    def send(self, subject: str, payload: bytes, respond: Respond | None = None) -> int:
+        """Give a message to all who are subscribed and connected; returns how many they are."""
+        receivers = [heard for link, heard in self._subscriptions.find(subject) if link.up]
+        for heard in receivers:
+            heard(subject, payload, respond)
+        return len(receivers)
+
+
+class PendingAnswer:
+    """The caller's side of one request: the first answer counts."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._arrived = anyio.Event()
+        self.payload: bytes | None = None
+
+    def respond(self, payload: bytes) -> None:
+        if self.payload is None and self._link.up:
+            self.payload = payload
+            self._arrived.set()
+
+    async def wait(self, timeout: float) -> None:
+        with anyio.move_on_after(timeout):
+            await self._arrived.wait()
+
+
+class MemoryRequest:
+    """See `fleetbus.bus.base.Request`."""
+
+    __slots__ = ("_link", "_respond", "payload", "subject")
+
+    def __init__(self, subject: str, payload: bytes, respond: Respond | None, link: Link) -> None:
+        self.subject = subject
+        self.payload = payload
+        self._respond = respond
+        self._link = link
+
+    async def respond(self, payload: bytes) -> None:
+        if self._respond is not None and self._link.up:
+            self._respond(payload)
+
+
+class MemoryServerInlet:
+    """See `fleetbus.bus.base.Server`."""
+
+    def __init__(self, link: Link, limit: int) -> None:
+        self._link = link
+        self._limit = limit
+        self._waiting: deque[MemoryRequest] = deque()
+        self._wake = anyio.Event()
+
+    async def receive(self) -> Request:
+        await anyio.lowlevel.checkpoint()
+        while not self._waiting:
+            self._wake = anyio.Event()
+            await self._wake.wait()
+        return self._waiting.popleft()
+
+    def on_message(self, subject: str, payload: bytes, respond: Respond | None) -> None:
+        if len(self._waiting) < self._limit:
+            self._waiting.append(MemoryRequest(subject, payload, respond, self._link))
+            self._wake.set()
+
+
+class MemoryListener:
+    """See `fleetbus.bus.base.Listener`."""
+
+    def __init__(self, limit: int) -> None:
+        self.dropped = 0
+        self._waiting: deque[tuple[str, bytes]] = deque(maxlen=limit)
+        self._wake = anyio.Event()
+
+    async def receive(self) -> tuple[str, bytes]:
+        await anyio.lowlevel.checkpoint()
+        while not self._waiting:
+            self._wake = anyio.Event()
+            await self._wake.wait()
+        return self._waiting.popleft()
+
+    def on_message(self, subject: str, payload: bytes, respond: Respond | None) -> None:
+        self.dropped += len(self._waiting) == self._waiting.maxlen
+        self._waiting.append((subject, payload))
+        self._wake.set()

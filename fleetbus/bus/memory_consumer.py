@@ -1,0 +1,142 @@
+"""One durable consumer in memory: what is new, what is leased, what is due again, and who has credits.
+
+Leases expire when somebody looks: every call says what time it is, and those who wait ask `next_due` how long. So there is no
+task and no timer here. Above it are the subscriptions; below it the stream.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import Protocol
+
+from fleetbus.bus.base import Stored
+from fleetbus.bus.memory_stream import MemoryStream
+from fleetbus.bus.memory_subjects import matcher
+from fleetbus.bus.streams import ConsumerPlan
+
+REMEMBERED_ACKS = 4096
+"""How far back a killed server may forget acks."""
+
+
+class Puller(Protocol):
+    """A subscription as its consumer sees it."""
+
+    def wants(self) -> bool:
+        """True if it has a credit and can be reached."""
+
+    def deliver(self, entry: Stored, delivered: int, now: float) -> bool:
+        """Take a leased entry; True if the consumer shall deliver it once more, as if the lease were over."""
+
+
+class _Lease:
+    __slots__ = ("deadline", "delivered")
+
+    def __init__(self, deadline: float, delivered: int) -> None:
+        self.deadline = deadline
+        self.delivered = delivered
+
+
+class MemoryConsumer:
+    """Leases of one consumer, in seconds of `anyio.current_time`."""
+
+    def __init__(self, plan: ConsumerPlan, stream: MemoryStream) -> None:
+        self.plan = plan
+        self._stream = stream
+        self._new: deque[int] = deque(stream.matching(matcher(plan.filter)))
+        self._again: dict[int, int] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._expiries: list[tuple[float, int]] = []
+        self._acked: deque[int] = deque(maxlen=REMEMBERED_ACKS)
+        self._delivered = 0
+        self._pullers: deque[Puller] = deque()
+
+    @property
+    def ack_floor(self) -> int:
+        """Where all that was delivered is acked; it stands still while nothing is."""
+        pending = [*self._leases, *self._again]
+        return min(pending) - 1 if pending else self._delivered
+
+    def add(self, sequence: int) -> None:
+        """Take note of a new entry whose subject matches the filter."""
+        self._new.append(sequence)
+
+    def join(self, puller: Puller) -> None:
+        self._pullers.append(puller)
+
+    def leave(self, puller: Puller) -> None:
+        self._pullers.remove(puller)
+
+    def next_due(self) -> float:
+        """When the next lease ends or a delayed message is due; infinity if none is."""
+        return self._expiries[0][0] if self._expiries else float("inf")
+
+    def dispatch(self, now: float) -> None:
+        """Hand out what there is to those who have credits, in turn; what is due again goes first."""
+        self._expire(now)
+        while (self._again or self._new) and (puller := self._next_puller()) is not None:
+            if self._again:
+                sequence = next(iter(self._again))
+                delivered = self._again.pop(sequence) + 1
+            else:
+                sequence, delivered = self._new.popleft(), 1
+                self._delivered = sequence
+            entry = self._stream.get(sequence)
+            if entry is None:
+                continue
+            self._lease(sequence, delivered, now + self.plan.ack_wait_seconds)
+            if puller.deliver(entry, delivered, now):
+                self._end(sequence)
+
+    def ack(self, sequence: int) -> None:
+        if self._leases.pop(sequence, None) is not None or self._again.pop(sequence, None) is not None:
+            self._acked.append(sequence)
+
+    def nak(self, sequence: int, delay_seconds: float, now: float) -> None:
+        lease = self._leases.get(sequence)
+        if lease is None:
+            return
+        if delay_seconds > 0:
+            self._lease(sequence, lease.delivered, now + delay_seconds)
+        else:
+            self._end(sequence)
+
+    def extend(self, sequence: int, now: float) -> None:
+        lease = self._leases.get(sequence)
+        if lease is not None:
+            lease.deadline = now + self.plan.ack_wait_seconds
+
+    def forget(self, acks: int) -> None:
+        """What a kill of the server does: the last ``acks`` acks are forgotten, all leases end, counting begins anew."""
+        forgotten = [self._acked.pop() for _ in range(min(acks, len(self._acked)))]
+        self._new = deque(sorted({*forgotten, *self._leases, *self._again, *self._new}))
+        self._delivered = min(self._delivered, self._new[0] - 1) if self._new else self._delivered
+        self._leases.clear()
+        self._again.clear()
+        self._expiries.clear()
+
+    def _lease(self, sequence: int, delivered: int, deadline: float) -> None:
+        self._leases[sequence] = _Lease(deadline, delivered)
+        heapq.heappush(self._expiries, (deadline, sequence))
+
+    def _end(self, sequence: int) -> None:
+        self._again[sequence] = self._leases.pop(sequence).delivered
+
+    def _expire(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] <= now:
+            _, sequence = heapq.heappop(self._expiries)
+            lease = self._leases.get(sequence)
+            if lease is None:
+                continue
+            if lease.deadline <= now:
+                self._end(sequence)
+            else:
+                heapq.heappush(self._expiries, (lease.deadline, sequence))
+
+    def _next_puller(self) -> Puller | None:
+        for _ in range(len(self._pullers)):
+            puller = self._pullers[0]
+            self._pullers.rotate(-1)
+            if puller.wants():
+                return puller
+        return None

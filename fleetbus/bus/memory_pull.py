@@ -1,0 +1,210 @@
+"""A client's side of pulling and reading in memory: credits, deliveries on their way, and the order of the log.
+
+Above it are the workers; below it consumer and stream. Nothing here runs by itself: a waiting receiver sets its own alarm for
+the next lease that ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import anyio
+import anyio.lowlevel
+
+from fleetbus.bus.base import Delivery, Stored
+from fleetbus.bus.memory_consumer import MemoryConsumer
+from fleetbus.bus.memory_faults import Faults
+from fleetbus.bus.memory_link import Link
+from fleetbus.bus.memory_stream import MemoryStream
+from fleetbus.bus.memory_subjects import Matcher
+from fleetbus.errors import BusError
+
+
+class MemoryDelivery:
+    """See `fleetbus.bus.base.Delivery`."""
+
+    __slots__ = ("_subscription", "delivered", "message")
+
+    def __init__(self, subscription: MemorySubscription, message: Stored, delivered: int) -> None:
+        self._subscription = subscription
+        self.message = message
+        self.delivered = delivered
+
+    async def ack(self) -> None:
+        consumer = self._subscription.consumer_for_ack()
+        if consumer is not None:
+            consumer.ack(self.message.sequence)
+
+    async def nak(self, delay_seconds: float = 0.0) -> None:
+        self.nak_now(delay_seconds)
+
+    async def extend(self) -> None:
+        consumer = self._subscription.consumer_for_ack()
+        if consumer is not None:
+            consumer.extend(self.message.sequence, anyio.current_time())
+
+    def nak_now(self, delay_seconds: float = 0.0) -> None:
+        consumer = self._subscription.consumer_for_ack()
+        if consumer is not None:
+            now = anyio.current_time()
+            consumer.nak(self.message.sequence, delay_seconds, now)
+            consumer.dispatch(now)
+
+
+class MemorySubscription:
+    """See `fleetbus.bus.base.Subscription`. ``consumer`` None means that there is no such consumer."""
+
+    def __init__(
+        self, consumer: MemoryConsumer | None, name: str, link: Link, faults: Faults, worker: str, credits: int
+    ) -> None:
+        self._consumer = consumer
+        self._name = name
+        self._link = link
+        self._faults = faults
+        self._worker = worker
+        self._open = credits
+        self._arrived: deque[MemoryDelivery] = deque()
+        self._travelling: list[tuple[float, int, MemoryDelivery]] = []
+        self._departed = 0
+        self._wake = anyio.Event()
+
+    @property
+    def credits(self) -> int:
+        return self._open + len(self._travelling) + len(self._arrived)
+
+    def grant(self, credits: int = 1) -> None:
+        self._open += credits
+        self.dispatch()
+
+    async def receive(self) -> Delivery:
+        await anyio.lowlevel.checkpoint()
+        if self._consumer is None:
+            raise BusError(f"consumer {self._name} does not exist: create the run first")
+        while True:
+            now = anyio.current_time()
+            if self._link.up:
+                self._consumer.dispatch(now)
+            while self._travelling and self._travelling[0][0] <= now:
+                self._arrived.append(heapq.heappop(self._travelling)[2])
+            if self._arrived:
+                return self._arrived.popleft()
+            self._wake = anyio.Event()
+            with anyio.move_on_after(self._next_due() - now):
+                await self._wake.wait()
+
+    def dispatch(self) -> None:
+        """Take what the consumer has for whoever has credits."""
+        if self._consumer is not None and self._link.up:
+            self._consumer.dispatch(anyio.current_time())
+
+    def wants(self) -> bool:
+        return self._open > 0 and self._link.up
+
+    def deliver(self, entry: Stored, delivered: int, now: float) -> bool:
+        fault = self._faults.delivering(self._worker, self._name, entry.subject)
+        if not fault.lost:
+            self._open -= 1
+            self._departed += 1
+            delivery = MemoryDelivery(self, entry, delivered)
+            if fault.seconds > 0:
+                heapq.heappush(self._travelling, (now + fault.seconds, self._departed, delivery))
+            else:
+                self._arrived.append(delivery)
+            self._wake.set()
+        return fault.repeated
+
+    def consumer_for_ack(self) -> MemoryConsumer | None:
+        """The consumer if a word to it arrives."""
+        if not self._link.up or self._faults.loses_ack(self._worker, self._name):
+            return None
+        return self._consumer
+
+    def enter(self) -> None:
+        self._link.on_up[self] = self.dispatch
+        if self._consumer is not None:
+            self._consumer.join(self)
+            self.dispatch()
+
+    def leave(self) -> None:
+        """Stop pulling and hand back what nobody took."""
+        del self._link.on_up[self]
+        if self._consumer is None:
+            return
+        self._consumer.leave(self)
+        for delivery in [*self._arrived, *(each[2] for each in self._travelling)]:
+            delivery.nak_now()
+
+    def _next_due(self) -> float:
+        travelling = self._travelling[0][0] if self._travelling else float("inf")
+        if self._consumer is None or not self._link.up:
+            return travelling
+        return min(travelling, self._consumer.next_due())
+
+
+class MemoryReader:
+    """See `fleetbus.bus.base.Reader`."""
+
+    def __init__(self, stream: MemoryStream, matches: Matcher, start: int, link: Link) -> None:
+        self._stream = stream
+        self._matches = matches
+        self._next = max(start, 1)
+        self._link = link
+        self._wake = anyio.Event()
+
+    async def receive(self) -> Stored:
+        await anyio.lowlevel.checkpoint()
+        while True:
+            if self._link.up and (entry := self._advance()) is not None:
+                return entry
+            self._wake = anyio.Event()
+            await self._wake.wait()
+
+    def enter(self) -> None:
+        self._stream.on_stored[self] = self._on_stored
+        self._link.on_up[self] = self._on_up
+
+    def leave(self) -> None:
+        del self._stream.on_stored[self]
+        del self._link.on_up[self]
+
+    def _advance(self) -> Stored | None:
+        while self._next <= self._stream.last_sequence:
+            entry = self._stream.get(self._next)
+            self._next += 1
+            if entry is not None and self._matches(entry.subject):
+                return entry
+        return None
+
+    def _on_stored(self, entry: Stored) -> None:
+        if not self._wake.is_set() and self._matches(entry.subject):
+            self._wake.set()
+
+    def _on_up(self) -> None:
+        self._wake.set()
+
+
+class MemoryScan:
+    """Iterates over the entries up to the end of the log as it was at the first step; holds nothing, so it needs no closing."""
+
+    def __init__(self, reach: Callable[[str], Awaitable[None]], stream: MemoryStream, matches: Matcher, start: int) -> None:
+        self._reach = reach
+        self._stream = stream
+        self._matches = matches
+        self._next = max(start, 1)
+        self._end: int | None = None
+
+    def __aiter__(self) -> MemoryScan:
+        return self
+
+    async def __anext__(self) -> Stored:
+        await self._reach("scan")
+        if self._end is None:
+            self._end = self._stream.last_sequence
+        while self._next <= self._end:
+            entry = self._stream.get(self._next)
+            self._next += 1
+            if entry is not None and self._matches(entry.subject):
+                return entry
+        raise StopAsyncIteration

@@ -1,0 +1,200 @@
+"""The bus over NATS: one object per worker that keeps the promises of `fleetbus.bus.base`, out of the parts beside it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any
+
+import anyio
+
+from fleetbus.bus.base import Bus, ConsumerFloor, Listener, Published, Reader, Server, Stored, Subscription
+from fleetbus.bus.nats import calls
+from fleetbus.bus.nats.api import ApiRefused
+from fleetbus.bus.nats.clock import ServerClock
+from fleetbus.bus.nats.connection import Connection, open_connection
+from fleetbus.bus.nats.declare import declare
+from fleetbus.bus.nats.direct import get_histories, get_last, get_next
+from fleetbus.bus.nats.keeping import list_floors, purge
+from fleetbus.bus.nats.protocol import parse_time_ns
+from fleetbus.bus.nats.publisher import Publisher
+from fleetbus.bus.nats.puller import open_subscription
+from fleetbus.bus.nats.reader import open_reader
+from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
+from fleetbus.errors import BusError, RequestUnanswered
+from schemas import Subjects
+
+log = logging.getLogger(__name__)
+
+CLOCK_EVERY_SECONDS = 10.0
+CLOCK_SAMPLES = 4
+"""Measurements at the start and after a reconnect."""
+
+CLOCK_LIMIT_SECONDS = 1.0
+
+
+class NatsBus:
+    """See `fleetbus.bus.base.Bus`."""
+
+    def __init__(self, connection: Connection, run: str) -> None:
+        self._connection = connection
+        self._log = log_stream(run)
+        self._lanes = lane_stream(run)
+        subjects = Subjects(run)
+        self._log_prefix = subjects.log.removesuffix(">")
+        self._lane_prefix = subjects.lanes.removesuffix(">")
+        self._publisher = Publisher(connection)
+        self._clock = ServerClock()
+        self._clock_due = anyio.Event()
+        connection.restored[self] = self._reset_clock
+
+    def now_ns(self) -> int:
+        return self._clock.now_ns()
+
+    async def declare(self, plan: RunPlan) -> None:
+        await declare(self._connection.api, plan)
+        await self.measure_clock()
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        message_id: str | None = None,
+        expected_last: int | None = None,
+        timeout: float = 30.0,
+    ) -> Published:
+        return await self._publisher.publish(
+            subject, payload, message_id=message_id, expected_last=expected_last, timeout=timeout
+        )
+
+    def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
+        return open_subscription(self._connection, self._log, consumer, credits)
+
+    def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
+        return open_reader(self._connection, self._stream_of(subjects), subjects, start)
+
+    async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Stored]:
+        stream = self._stream_of(subjects)
+        end = (await self._stream_info(stream))["state"]["last_seq"]
+        if end < start:
+            return
+        async with open_reader(self._connection, stream, subjects, start) as reader:
+            while (entry := await reader.receive_until(end)) is not None:
+                yield entry
+
+    async def last(self, subject: str) -> Stored | None:
+        return await get_last(self._connection, self._stream_of((subject,)), subject)
+
+    async def history(self, subjects: Sequence[str]) -> list[Stored]:
+        return await get_histories(self._connection, self._stream_of(subjects), subjects)
+
+    async def last_sequence(self) -> int:
+        return int((await self._stream_info(self._log))["state"]["last_seq"])
+
+    async def usage(self) -> tuple[int, int]:
+        info = await self._stream_info(self._log)
+        return int(info["state"]["bytes"]), max(int(info["config"]["max_bytes"]), 0)
+
+    async def duplicate_window_seconds(self) -> float:
+        return float((await self._stream_info(self._log))["config"]["duplicate_window"]) / 1e9
+
+    async def consumer_floors(self) -> list[ConsumerFloor]:
+        return await list_floors(self._connection.api, self._log)
+
+    async def next_entry(self, subject: str, *, start: int) -> Stored | None:
+        return await get_next(self._connection, self._log, subject, start)
+
+    async def purge(self, subject: str, *, below: int) -> None:
+        await purge(self._connection.api, self._log, subject, below)
+
+    async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
+        return await calls.request(self._connection, subject, payload, timeout)
+
+    def serve(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Server]:
+        return calls.open_server(self._connection, subject, limit)
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        await calls.broadcast(self._connection, subject, payload)
+
+    def listen(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Listener]:
+        return calls.open_listener(self._connection, subject, limit)
+
+    async def keep_clock(self) -> None:
+        """Measure the server's clock now and then; runs beside the bus."""
+        while True:
+            with anyio.move_on_after(CLOCK_EVERY_SECONDS):
+                await self._clock_due.wait()
+            samples = CLOCK_SAMPLES if self._clock_due.is_set() else 1
+            self._clock_due = anyio.Event()
+            await self.measure_clock(samples)
+
+    async def measure_clock(self, samples: int = CLOCK_SAMPLES) -> None:
+        """Learn the server's time. Without a stream, or without an answer, what is known so far has to do."""
+        for _ in range(samples):
+            sent = time.monotonic_ns()
+            try:
+                answer = await self._connection.api.ask(f"STREAM.INFO.{self._log}", timeout=CLOCK_LIMIT_SECONDS)
+            except (RequestUnanswered, ApiRefused) as error:
+                log.debug("nats: the server's clock was not measured: %s", error)
+                return
+            self._clock.learn(sent, time.monotonic_ns(), parse_time_ns(answer["ts"]))
+
+    def _reset_clock(self) -> None:
+        self._clock.forget()
+        self._clock_due.set()
+
+    async def _stream_info(self, stream: str) -> dict[str, Any]:
+        return await self._connection.api.ask(f"STREAM.INFO.{stream}")
+
+    def _stream_of(self, subjects: Sequence[str]) -> str:
+        if all(subject.startswith(self._log_prefix) for subject in subjects):
+            return self._log
+        if all(subject.startswith(self._lane_prefix) for subject in subjects):
+            return self._lanes
+        raise BusError(f"no single stream of this run stores {', '.join(subjects)}")
+
+
+def inbox_prefix(role: str) -> str:
+    """Where answers to a worker of this role arrive. It needs to subscribe and to publish below it: its own round trips, by
+    which a dead connection is noticed, are messages to itself."""
+    return f"_INBOX_{role}"
+
+
+@asynccontextmanager
+async def connect(
+    url: str,
+    *,
+    run: str,
+    role: str = "worker",
+    worker: str = "",
+    reconnect: bool = True,
+    nkey_seed: Path | None = None,
+    credentials: Path | None = None,
+    tls: SSLContext | None = None,
+) -> AsyncGenerator[Bus]:
+    """A bus for the length of the block.
+
+    ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. Raises `UserError` if
+    no server answers within about 3 s or the credentials are refused, and `BusClosed` in the block when the connection is
+    gone for good (with ``reconnect`` False: as soon as it is lost).
+    """
+    options: dict[str, Any] = {}
+    if nkey_seed is not None:
+        options["nkeys_seed"] = str(nkey_seed)
+    if credentials is not None:
+        options["user_credentials"] = str(credentials)
+    if tls is not None:
+        options["tls"] = tls
+    name = f"fleetbus {run} {role} {worker}".strip()
+    async with open_connection(
+        url, name=name, inbox_prefix=inbox_prefix(role), reconnect=reconnect, options=options
+    ) as connection:
+        bus = NatsBus(connection, run)
+        await bus.measure_clock()
+        connection.tasks.start_soon(bus.keep_clock, name="nats clock")
+        yield bus

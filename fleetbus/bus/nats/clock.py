@@ -1,0 +1,34 @@
+"""The server's clock as seen from here: the local monotonic clock plus an offset measured by question and answer.
+
+The error is at most half the round trip; of the recent measurements the one with the shortest trip counts. Never steps back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+KEPT_SAMPLES = 8
+
+
+class ServerClock:
+    """Starts from the local wall clock until the server has been heard."""
+
+    def __init__(self) -> None:
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        self._samples: deque[tuple[int, int]] = deque(maxlen=KEPT_SAMPLES)
+        self._last_ns = 0
+
+    def now_ns(self) -> int:
+        """Unix nanoseconds."""
+        self._last_ns = max(self._last_ns, time.monotonic_ns() + self._offset_ns)
+        return self._last_ns
+
+    def forget(self) -> None:
+        """Another server may answer from now on; the next measurement replaces all earlier ones."""
+        self._samples.clear()
+
+    def learn(self, sent_ns: int, received_ns: int, server_ns: int) -> None:
+        """The server said ``server_ns`` between two instants of `time.monotonic_ns`."""
+        self._samples.append((received_ns - sent_ns, server_ns - (sent_ns + received_ns) // 2))
+        self._offset_ns = min(self._samples)[1]

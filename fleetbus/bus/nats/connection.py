@@ -1,0 +1,213 @@
+"""One supervised connection: opened with a time limit, watched, reconnected, and closed for good when the worker leaves.
+
+nats-py's callbacks only set events; a task of the connection's own group waits for them, so that whatever happens out there
+ends up in the host task. Above it are the parts of the bus; below it the wire.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from nats.errors import Error as NatsError
+
+from fleetbus.bus.nats.api import JetStreamApi
+from fleetbus.bus.nats.exchange import Exchanges
+from fleetbus.bus.nats.protocol import publish_command
+from fleetbus.bus.nats.wire import WireClient
+from fleetbus.errors import BusClosed, UserError
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 3.0
+"""How long the first connect tries."""
+
+WATCH_EVERY_SECONDS = 2.0
+ROUND_TRIP_LIMITS_SECONDS = (2.5, 0.5)
+
+CLOSE_LIMIT_SECONDS = 2.0
+MINIMUM_VERSION = (2, 11)
+_RECONNECT_WAIT_SECONDS = (0.15, 0.35)
+
+
+class Connection:
+    """What the parts of the bus share. ``restored`` are called in order after every reconnect."""
+
+    def __init__(self, tasks: TaskGroup, inbox_prefix: str) -> None:
+        self.tasks = tasks
+        self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
+        self.wire = WireClient(self._crashed)
+        self.restored: dict[object, Callable[[], None]] = {}
+        self._events = anyio.Event()
+        self._reconnected = False
+        self._closed = False
+        self._refused: Exception | None = None
+        self._crash: Exception | None = None
+        self._inboxes = 0
+        self.first_error: Exception | None = None
+        self.open = False
+        self.exchanges: Exchanges
+        self.api: JetStreamApi
+
+    def start(self) -> None:
+        """Begin to answer and to watch; call it once the wire is connected."""
+        self.open = True
+        self.exchanges = Exchanges(self.wire, self.inbox)
+        self.api = JetStreamApi(self.exchanges)
+        self.restored[self.exchanges] = self.exchanges.repeat_all
+        self.tasks.start_soon(self._supervise, name="nats supervisor")
+        self.tasks.start_soon(self._watch, name="nats watchdog")
+
+    def new_inbox(self) -> str:
+        """A subject that nobody else uses and that no `Exchanges` listens to."""
+        self._inboxes += 1
+        return f"{self.inbox}-{self._inboxes:x}"
+
+    async def round_trip(self, timeout: float) -> None:
+        """Wait until the server has processed everything sent before; raises `TimeoutError`."""
+        reply = self.exchanges.new_reply()
+        await self.exchanges.ask(reply, publish_command(reply, "", b""), timeout=timeout)
+
+    # What nats-py calls; each only takes note.
+
+    async def on_error(self, error: Exception) -> None:
+        text = str(error).lower()
+        # A forbidden subject is no answer at all to whoever waits for one; this line is all that tells.
+        log.log(logging.WARNING if "permissions violation" in text else logging.DEBUG, "nats: %s", error or type(error))
+        if "authorization violation" in text:
+            self._refused = error
+            self._events.set()
+            if not self.open:
+                raise UserError("the NATS server refused the credentials: check the key or the user") from error
+        self.first_error = self.first_error or error
+
+    async def on_disconnected(self) -> None:
+        log.debug("nats: connection lost")
+
+    async def on_reconnected(self) -> None:
+        self._reconnected = True
+        self._events.set()
+
+    async def on_closed(self) -> None:
+        self._closed = True
+        self._events.set()
+
+    def _crashed(self, error: Exception) -> None:
+        self._crash = error
+        self._events.set()
+
+    async def _supervise(self) -> None:
+        while True:
+            await self._events.wait()
+            self._events = anyio.Event()
+            if self._crash is not None:
+                raise self._crash
+            if self._refused is not None:
+                raise BusClosed("the NATS server refuses the credentials") from self._refused
+            if self._closed:
+                raise BusClosed("the connection to the NATS server is closed for good")
+            if self._reconnected:
+                self._reconnected = False
+                log.info("nats: reconnected")
+                for restore in list(self.restored.values()):
+                    restore()
+
+    async def _watch(self) -> None:
+        """Cut a connection that claims to be up and brings nothing back."""
+        while True:
+            await anyio.sleep(WATCH_EVERY_SECONDS)
+            if self.wire.ready and not await self._alive():
+                log.warning("nats: no answer from the server for %g s, reconnecting", sum(ROUND_TRIP_LIMITS_SECONDS))
+                await self.wire.force_reconnect()
+
+    async def _alive(self) -> bool:
+        # A time limit can run out while this process was blocked and the answer lies unread; the second trip tells.
+        for limit in ROUND_TRIP_LIMITS_SECONDS:
+            try:
+                await self.round_trip(limit)
+            except TimeoutError:
+                continue
+            return True
+        return not self.wire.ready
+
+    async def close(self) -> None:
+        """Give what was sent last a moment to arrive, then close; bounded, and not to be cancelled."""
+        self.open = False
+        with anyio.CancelScope(shield=True):
+            if self.wire.ready:
+                with suppress(TimeoutError):
+                    await self.round_trip(CLOSE_LIMIT_SECONDS / 2)
+            self.exchanges.close()
+            with anyio.move_on_after(CLOSE_LIMIT_SECONDS / 2):
+                await self.wire.shut()
+            self.wire.sever()
+
+
+@asynccontextmanager
+async def open_connection(
+    url: str, *, name: str, inbox_prefix: str, reconnect: bool, options: dict[str, Any]
+) -> AsyncGenerator[Connection]:
+    """A connection for the length of the block; raises `UserError` if no server answers, `BusClosed` if it is lost for good.
+
+    ``url`` may list several servers, separated by commas; ``options`` are nats-py's own (keys, TLS).
+    """
+    async with _flat_task_group() as tasks:
+        connection = Connection(tasks, inbox_prefix)
+        await _connect(connection, url, name=name, inbox_prefix=inbox_prefix, allow_reconnect=reconnect, **options)
+        connection.start()
+        try:
+            yield connection
+        finally:
+            tasks.cancel_scope.cancel()
+            await connection.close()
+
+
+async def _connect(connection: Connection, url: str, **options: Any) -> None:
+    wire = connection.wire
+    try:
+        with anyio.fail_after(PATIENCE_SECONDS):
+            await wire.connect(
+                [each.strip() for each in url.split(",")],
+                error_cb=connection.on_error,
+                disconnected_cb=connection.on_disconnected,
+                reconnected_cb=connection.on_reconnected,
+                closed_cb=connection.on_closed,
+                connect_timeout=2,
+                reconnect_time_wait=random.uniform(*_RECONNECT_WAIT_SECONDS),
+                max_reconnect_attempts=-1,
+                ping_interval=5,
+                max_outstanding_pings=2,
+                **options,
+            )
+    except (TimeoutError, OSError, NatsError) as error:
+        reason = connection.first_error or error
+        raise UserError(f"no NATS server answers at {_without_secrets(url)}: start one, or check --nats") from reason
+    finally:
+        if not wire.ready:
+            wire.sever()
+    version = tuple(int(part) for part in re.findall(r"\d+", wire._server_info.get("version", "0.0"))[:2])
+    if version < MINIMUM_VERSION:
+        raise UserError(f"the NATS server at {_without_secrets(url)} is older than 2.11: upgrade it")
+
+
+def _without_secrets(url: str) -> str:
+    return re.sub(r"//[^/@,]*@", "//", url)
+
+
+@asynccontextmanager
+async def _flat_task_group() -> AsyncGenerator[TaskGroup]:
+    """A task group whose only error comes out as itself, so that the caller's ``except`` still fits."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) == 1:
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+        raise

@@ -1,0 +1,149 @@
+"""Direct gets: single entries and whole histories of literal subjects, without any consumer.
+
+Today's runs have one server, whose direct gets see exactly what is committed. On a replicated stream any replica may answer, so
+an entry that was acked a moment ago may still be missing from the answer: compare-and-set then refuses the writer, who reads
+again. Above it is the bus; below it the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from fleetbus.bus.base import Stored
+from fleetbus.bus.nats.connection import Connection
+from fleetbus.bus.nats.protocol import (
+    NO_RESPONDERS,
+    check_subject,
+    header_fields,
+    parse_time_ns,
+    publish_command,
+    status_of,
+    status_text,
+)
+from fleetbus.errors import BusError, RequestUnanswered
+
+BATCH_MESSAGES = 256
+BATCH_BYTES = 8 << 20
+"""Of one batch; the server stops earlier and says how much is left."""
+
+_TRIES = 8
+_TRY_SECONDS = 4.0
+_MISSING_PAUSE_SECONDS = 0.25
+_NOT_FOUND = 404
+_END_OF_BATCH = 204
+_encode = msgspec.json.Encoder().encode
+
+
+def _stored(payload: bytes, headers: bytes | None) -> Stored:
+    fields = header_fields(headers)
+    return Stored(
+        subject=fields["Nats-Subject"],
+        payload=payload,
+        sequence=int(fields["Nats-Sequence"]),
+        time_ns=parse_time_ns(fields["Nats-Time-Stamp"]),
+    )
+
+
+async def get_last(connection: Connection, stream: str, subject: str) -> Stored | None:
+    """The last entry on a literal subject, None if there is none."""
+    payload, headers = await connection.api.ask_raw(f"DIRECT.GET.{stream}.{check_subject(subject)}", b"")
+    return _found(subject, payload, headers)
+
+
+def _found(subject: str, payload: bytes, headers: bytes | None) -> Stored | None:
+    status = status_of(headers)
+    if status == _NOT_FOUND:
+        return None
+    if status:
+        raise BusError(f"{subject}: the server answered {status} {status_text(headers or b'')}")
+    return _stored(payload, headers)
+
+
+async def get_next(connection: Connection, stream: str, subject: str, start: int) -> Stored | None:
+    """The first entry from sequence ``start`` on whose subject matches, None if there is none."""
+    question = {"seq": start, "next_by_subj": check_subject(subject)}
+    payload, headers = await connection.api.ask_raw(f"DIRECT.GET.{stream}", _encode(question))
+    return _found(subject, payload, headers)
+
+
+async def get_history(connection: Connection, stream: str, subject: str) -> list[Stored]:
+    """All entries on a literal subject in order, in as many batches as it takes."""
+    collector = _Collector(check_subject(subject))
+    failures = 0
+    while not collector.complete:
+        before = collector.next_sequence
+        collector.more = False
+        if not await _get_batch(connection, stream, collector):
+            failures += 1
+        elif collector.next_sequence > before:
+            failures = 0
+        if failures > _TRIES:
+            raise RequestUnanswered(f"{subject}: its history could not be read")
+    return collector.entries
+
+
+async def _get_batch(connection: Connection, stream: str, collector: _Collector) -> bool:
+    question = {
+        "next_by_subj": collector.subject,
+        "seq": collector.next_sequence,
+        "batch": BATCH_MESSAGES,
+        "max_bytes": BATCH_BYTES,
+    }
+    exchanges = connection.exchanges
+    reply = exchanges.new_reply()
+    command = publish_command(f"$JS.API.DIRECT.GET.{stream}", reply, _encode(question))
+    try:
+        _, headers = await exchanges.ask(reply, command, timeout=_TRY_SECONDS, take=collector.take)
+    except TimeoutError:
+        return False
+    status = status_of(headers)
+    if status == NO_RESPONDERS:
+        await anyio.sleep(_MISSING_PAUSE_SECONDS)
+        return False
+    if status not in (_END_OF_BATCH, _NOT_FOUND):
+        raise BusError(f"{collector.subject}: the server answered {status} {status_text(headers or b'')}")
+    collector.complete = not collector.more
+    return True
+
+
+class _Collector:
+    """Takes the messages of batches as they arrive; after a lost answer the next batch goes on behind the last one taken."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.entries: list[Stored] = []
+        self.next_sequence = 1
+        self.more = False
+        self.complete = False
+
+    def take(self, payload: bytes, headers: bytes | None) -> bool:
+        status = status_of(headers)
+        if status:
+            self.more = status == _END_OF_BATCH and int(header_fields(headers).get("Nats-Num-Pending", 0)) > 0
+            return True
+        entry = _stored(payload, headers)
+        if entry.sequence >= self.next_sequence:
+            self.entries.append(entry)
+            self.next_sequence = entry.sequence + 1
+        return False
+
+
+async def get_histories(connection: Connection, stream: str, subjects: Sequence[str]) -> list[Stored]:
+    """All entries on several literal subjects, merged by sequence; the subjects are asked for at the same time."""
+    found: list[Stored] = []
+
+    async def collect(subject: str) -> None:
+        found.extend(await get_history(connection, stream, subject))
+
+    distinct = list(dict.fromkeys(subjects))
+    if len(distinct) == 1:
+        await collect(distinct[0])
+        return found
+    async with anyio.create_task_group() as tasks:
+        for subject in distinct:
+            tasks.start_soon(collect, subject)
+    found.sort(key=lambda entry: entry.sequence)
+    return found

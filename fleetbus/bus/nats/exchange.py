@@ -1,0 +1,141 @@
+"""Questions and answers over one wildcard inbox: every ack, reply and API answer of a connection arrives here.
+
+An `Exchange` is one command that waits for its answer. Those that may be repeated are sent again when no answer comes, and at
+once after a reconnect. One timer serves them all. Above it are the publisher, the API and the calls; below it the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import anyio.lowlevel
+
+from fleetbus.bus.nats.wire import WireClient
+from fleetbus.errors import BusClosed
+
+Answer = tuple[bytes, bytes | None]
+"""Payload and raw header block of an answer."""
+
+RESEND_SECONDS = 2.0
+"""After this long without an answer a repeatable command is sent again."""
+
+RESEND_SECONDS_AFTER_RECONNECT = 0.5
+"""The same for a command that a reconnect has just sent again: the server may still be coming up."""
+
+
+class Exchange:
+    """One command under way. ``resend_seconds`` 0 means that it is sent once."""
+
+    __slots__ = ("command", "future", "give_up_at", "resend_at", "resend_seconds", "sent", "take")
+
+    def __init__(self, command: bytes, future: asyncio.Future[Answer], resend_seconds: float, give_up_at: float) -> None:
+        self.command = command
+        self.future = future
+        self.resend_seconds = resend_seconds
+        self.resend_at = give_up_at
+        self.give_up_at = give_up_at
+        self.sent = False
+        self.take: Callable[[bytes, bytes | None], bool] | None = None
+        """For several answers: called with each one, returns True for the last."""
+
+
+class Exchanges:
+    """The table of what waits for an answer, by the last token of its reply subject."""
+
+    def __init__(self, wire: WireClient, inbox: str) -> None:
+        self._wire = wire
+        self._loop = asyncio.get_running_loop()
+        self._prefix = f"{inbox}."
+        self._skip = len(self._prefix)
+        self._count = 0
+        self._waiting: dict[bytes, Exchange] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = float("inf")
+        self._closed = False
+        wire.open_route(self._prefix + "*", self._on_answer)
+
+    def new_reply(self) -> str:
+        """A reply subject for one exchange."""
+        self._count += 1
+        return f"{self._prefix}{self._count:x}"
+
+    async def ask(
+        self,
+        reply: str,
+        command: bytes,
+        *,
+        timeout: float,
+        resend_seconds: float = 0.0,
+        take: Callable[[bytes, bytes | None], bool] | None = None,
+    ) -> Answer:
+        """Send ``command``, whose reply subject is ``reply``, and wait for the answer; raises `TimeoutError` or `BusClosed`.
+
+        While the connection is down it waits to be sent, within the same ``timeout`` seconds.
+        """
+        if self._closed:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the connection's own tasks end by their cancellation
+            raise BusClosed("the connection is closed")
+        now = self._loop.time()
+        exchange = Exchange(command, self._loop.create_future(), resend_seconds, now + timeout)
+        exchange.take = take
+        token = reply[self._skip :].encode()
+        self._waiting[token] = exchange
+        try:
+            self._send(exchange, now, resend_seconds)
+            return await exchange.future
+        finally:
+            del self._waiting[token]
+
+    def repeat_all(self) -> None:
+        """After a reconnect: send again whatever may be repeated or was never sent."""
+        now = self._loop.time()
+        for exchange in self._waiting.values():
+            if exchange.resend_seconds or not exchange.sent:
+                self._send(exchange, now, min(exchange.resend_seconds, RESEND_SECONDS_AFTER_RECONNECT))
+
+    def close(self) -> None:
+        """End what still waits, here or in a task outside the connection's block, with `BusClosed`."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for exchange in self._waiting.values():
+            if not exchange.future.done():
+                exchange.future.set_exception(BusClosed("the connection was closed"))
+
+    def _send(self, exchange: Exchange, now: float, resend_seconds: float) -> None:
+        if self._wire.ready and not (exchange.sent and self._wire.stalled):
+            self._wire.send(exchange.command)
+            exchange.sent = True
+        if resend_seconds:
+            exchange.resend_at = min(now + resend_seconds, exchange.give_up_at)
+        if exchange.resend_at < self._timer_due:
+            self._arm(exchange.resend_at)
+
+    def _arm(self, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = self._loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        now = self._loop.time()
+        self._timer = None
+        self._timer_due = float("inf")
+        for exchange in self._waiting.values():
+            if exchange.future.done():
+                continue
+            if exchange.give_up_at <= now:
+                exchange.future.set_exception(TimeoutError())
+            elif exchange.resend_at <= now:
+                self._send(exchange, now, exchange.resend_seconds)
+        due = min((each.resend_at for each in self._waiting.values() if not each.future.done()), default=None)
+        if due is not None:
+            self._arm(due)
+
+    def _on_answer(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        exchange = self._waiting.get(subject[self._skip :])
+        if exchange is None or exchange.future.done():
+            return
+        if exchange.take is None or exchange.take(payload, headers):
+            exchange.future.set_result((payload, headers))

@@ -1,0 +1,100 @@
+"""Storing messages: the hottest path of the system. One message, one ack, at most a window of them under way.
+
+The ack comes back through the connection's one inbox, so a publish costs no subscription, and it is sent again under the same
+id until it is answered. Above it is the bus; below it the exchange.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import anyio
+import msgspec
+
+from fleetbus.bus.base import Published
+from fleetbus.bus.nats.api import refusal_of_publish
+from fleetbus.bus.nats.connection import Connection
+from fleetbus.bus.nats.exchange import RESEND_SECONDS, Answer
+from fleetbus.bus.nats.protocol import (
+    NO_RESPONDERS,
+    check_subject,
+    header_block,
+    publish_with_headers_command,
+    status_of,
+)
+from fleetbus.bus.nats.window import Window
+from fleetbus.errors import BusError, PublishUnanswered
+
+OUTSTANDING_PUBLISHES = 256
+OUTSTANDING_BYTES = 32 << 20
+
+_PAUSES_SECONDS = (0.25, 0.25)
+"""A stream that is missing may be electing its leader: asked again twice, as other clients do."""
+
+
+class _Refusal(msgspec.Struct):
+    err_code: int = 0
+    description: str = ""
+
+
+class _Ack(msgspec.Struct):
+    seq: int = 0
+    duplicate: bool = False
+    error: _Refusal | None = None
+
+
+_decode = msgspec.json.Decoder(_Ack).decode
+
+
+class Publisher:
+    """Publishes to the streams of one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._exchanges = connection.exchanges
+        self._wire = connection.wire
+        self._window = Window(OUTSTANDING_PUBLISHES, OUTSTANDING_BYTES)
+        self._own_id = secrets.token_hex(6)
+        self._count = 0
+
+    async def publish(
+        self, subject: str, payload: bytes, *, message_id: str | None, expected_last: int | None, timeout: float
+    ) -> Published:
+        """See `fleetbus.bus.base.Bus.publish`."""
+        check_subject(subject)
+        headers = header_block(message_id or self._new_id(), expected_last)
+        size = len(headers) + len(payload)
+        if size > self._wire.max_payload:  # sent, it would cost the connection
+            raise BusError(f"{subject}: {size} bytes with headers exceed the server's limit of {self._wire.max_payload}")
+        if not self._window.try_enter(size):
+            try:
+                await self._window.enter(size, timeout)
+            except TimeoutError:
+                raise PublishUnanswered(f"{subject}: no place among the unanswered publishes for {timeout:g} s") from None
+        try:
+            payload, status = await self._send(subject, headers, payload, timeout)
+        finally:
+            self._window.leave(size)
+        if status_of(status) == NO_RESPONDERS:
+            raise BusError(f"{subject}: no stream stores this subject; create the run first (fleetbus init)")
+        ack = _decode(payload)
+        if ack.error is not None:
+            raise refusal_of_publish(subject, expected_last, ack.error.err_code, ack.error.description)
+        return Published(sequence=ack.seq, duplicate=ack.duplicate)
+
+    async def _send(self, subject: str, headers: bytes, payload: bytes, timeout: float) -> Answer:
+        reply = self._exchanges.new_reply()
+        command = publish_with_headers_command(subject, reply, headers, payload)
+        try:
+            answer = await self._exchanges.ask(reply, command, timeout=timeout, resend_seconds=RESEND_SECONDS)
+            for pause in _PAUSES_SECONDS:
+                if status_of(answer[1]) != NO_RESPONDERS:
+                    break
+                await anyio.sleep(pause)
+                answer = await self._exchanges.ask(reply, command, timeout=timeout, resend_seconds=RESEND_SECONDS)
+        except TimeoutError:
+            raise PublishUnanswered(f"{subject}: no ack within {timeout:g} s") from None
+        return answer
+
+    def _new_id(self) -> str:
+        self._count += 1
+        return f"{self._own_id}-{self._count:x}"

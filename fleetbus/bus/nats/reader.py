@@ -1,0 +1,183 @@
+"""Following the log in order: an ephemeral consumer without acks, made anew after the last entry seen whenever anything is odd.
+
+Odd is a gap in the consumer's own numbering, a reconnect, a silence, a consumer that is gone. Above it is the bus; below it
+one `PullLine` and the API. It never skips and never repeats an entry.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+
+from fleetbus.bus.base import Stored
+from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
+from fleetbus.bus.nats.connection import Connection
+from fleetbus.bus.nats.inlet import Inlet
+from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
+from fleetbus.bus.nats.pull import PullLine
+from fleetbus.errors import BusError, RequestUnanswered
+
+log = logging.getLogger(__name__)
+
+WINDOW_CREDITS = 512
+"""Entries that may wait here before the reader takes them."""
+
+INACTIVE_SECONDS = 60.0
+"""The server removes a reader's consumer that nobody pulls from for this long."""
+
+_CHECK_EVERY_SECONDS = 1.0
+_RETRY_SECONDS = 0.5
+
+
+class NatsReader:
+    """See `fleetbus.bus.base.Reader`."""
+
+    def __init__(self, connection: Connection, stream: str, subjects: Sequence[str], start: int) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._subjects = [check_subject(subject) for subject in subjects]
+        self._next = max(start, 1)
+        self._consumer = ""
+        self._consumer_sequence = 0
+        self._line = PullLine(connection, self._on_message, self._on_trouble)
+        self._line.add(WINDOW_CREDITS)
+        self._inlet: Inlet[Stored] = Inlet()
+        self._odd = anyio.Event()
+        self._pending = -1
+
+    async def receive(self) -> Stored:
+        entry = await self._inlet.take()
+        self._line.add(1)
+        return entry
+
+    async def receive_until(self, end: int) -> Stored | None:
+        """The next matching entry, or None once there is none left with a sequence up to ``end``."""
+        while not self._inlet.items:
+            if self._next > end or self._pending == 0:
+                return None
+            with anyio.move_on_after(_CHECK_EVERY_SECONDS):
+                await self._inlet.wait()
+                continue
+            await self._count_pending()
+        return await self.receive() if self._inlet.items[0].sequence <= end else None
+
+    def interrupt(self) -> None:
+        """Make the consumer anew: what it sent last may be lost."""
+        self._odd.set()
+
+    async def follow(self) -> None:
+        """Keep a consumer attached; runs beside the reader."""
+        while self._inlet.failure is None:
+            self._odd = anyio.Event()
+            if not await self._attach():
+                await anyio.sleep(_RETRY_SECONDS)
+                continue
+            while not self._odd.is_set() and not self._line.silent():
+                with anyio.move_on_after(_CHECK_EVERY_SECONDS):
+                    await self._odd.wait()
+            log.debug("nats: reading %s anew from %d", self._stream, self._next)
+            self._drop_consumer()
+
+    def leave(self) -> None:
+        self._drop_consumer()
+
+    async def _attach(self) -> bool:
+        name = f"read_{secrets.token_hex(8)}"
+        try:
+            answer = await self._connection.api.ask(f"CONSUMER.CREATE.{self._stream}.{name}", self._question(name))
+        except ApiRefused as refused:
+            if refused.code == STREAM_NOT_FOUND:
+                self._inlet.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
+            else:
+                self._inlet.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
+            return False
+        except RequestUnanswered:
+            return False
+        self._consumer = name
+        self._consumer_sequence = 0
+        self._note_pending(answer["num_pending"])
+        self._line.attach(self._stream, name)
+        return True
+
+    def _question(self, name: str) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._next,
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(INACTIVE_SECONDS * 1e9),
+        }
+        if len(self._subjects) == 1:
+            config["filter_subject"] = self._subjects[0]
+        elif self._subjects:
+            config["filter_subjects"] = self._subjects
+        return {"stream_name": self._stream, "config": config, "action": "create"}
+
+    async def _count_pending(self) -> None:
+        """The log may have been trimmed below us, so that what was promised never comes."""
+        if not self._consumer or self._inlet.items:
+            return
+        consumer = self._consumer
+        try:
+            answer = await self._connection.api.ask(f"CONSUMER.INFO.{self._stream}.{consumer}")
+        except (ApiRefused, RequestUnanswered):
+            self.interrupt()
+            return
+        if consumer == self._consumer and answer["delivered"]["consumer_seq"] == self._consumer_sequence:
+            self._note_pending(answer["num_pending"])
+
+    def _note_pending(self, pending: int) -> None:
+        self._pending = pending
+        if not pending:
+            self._inlet.wake()
+
+    def _on_message(self, subject: bytes, reply: bytes, payload: bytes) -> None:
+        arrival = parse_ack_subject(reply)
+        if arrival.consumer_sequence != self._consumer_sequence + 1:
+            self._line.detach()
+            self.interrupt()
+            return
+        self._consumer_sequence += 1
+        self._next = arrival.stream_sequence + 1
+        self._pending = arrival.pending
+        self._inlet.put(
+            Stored(subject=subject.decode(), payload=payload, sequence=arrival.stream_sequence, time_ns=arrival.time_ns)
+        )
+
+    def _on_trouble(self, text: str) -> None:
+        self.interrupt()
+
+    def _drop_consumer(self) -> None:
+        self._line.detach()
+        if self._consumer:
+            command = publish_command(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", "", b"")
+            self._connection.wire.send_or_drop(command)
+            self._consumer = ""
+
+
+@asynccontextmanager
+async def open_reader(connection: Connection, stream: str, subjects: Sequence[str], start: int) -> AsyncGenerator[NatsReader]:
+    """Read ``stream`` for the length of the block."""
+    reader = NatsReader(connection, stream, subjects, start)
+    scope = anyio.CancelScope()
+
+    async def follow() -> None:
+        with scope:
+            await reader.follow()
+
+    connection.tasks.start_soon(follow, name=f"nats read {stream}")
+    connection.restored[reader] = reader.interrupt
+    try:
+        yield reader
+    finally:
+        del connection.restored[reader]
+        scope.cancel()
+        reader.leave()

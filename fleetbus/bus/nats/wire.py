@@ -1,0 +1,184 @@
+"""One socket to a server: nats-py's client, with the parts replaced that do not survive cancellation or a stuck peer.
+
+nats-py keeps the connection (TLS, keys, reconnecting, parsing). Sending never waits here: a command joins the outgoing buffer
+and is written at the next turn of the loop, in order, so there is nothing to cancel. Incoming messages go straight to a plain
+function per subscription. It uses private members of nats-py 2.16, which is why the release is pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.errors import AuthorizationError, Error
+
+from fleetbus.bus.nats.protocol import subscribe_command, unsubscribe_command
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
+"""Called with subject, reply subject, payload and raw header block of one message; must not block and must not raise."""
+
+MAX_BUFFERED_BYTES = 32 << 20
+"""Outgoing bytes beyond which acks and core messages are dropped: the peer has stopped reading."""
+
+STALLED_BYTES = 1 << 20
+
+
+class _Kick:
+    """Stands in for the future that nats-py's flusher completes after writing; nobody waits for it."""
+
+    def done(self) -> bool:
+        return True
+
+
+_KICK = _Kick()
+
+
+class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
+    """A nats-py client that dispatches to plain functions and sends without waiting.
+
+    ``on_crash`` hears of an exception that a handler raised, which is a bug in this package.
+    """
+
+    def __init__(self, on_crash: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._on_crash = on_crash
+        self._handlers: dict[int, Handler] = {}
+        self._passing: set[int] = set()
+
+    @property
+    def ready(self) -> bool:
+        """True while commands that are sent now can reach the server."""
+        return bool(self._status == Client.CONNECTED)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """What waits here and in the transport for the peer to read on."""
+        writer = getattr(self._transport, "_io_writer", None)
+        buffered = 0 if writer is None else writer.transport.get_write_buffer_size()
+        return int(self._pending_data_size + buffered)
+
+    @property
+    def stalled(self) -> bool:
+        """True while so much waits to be written that sending it again would only add to it."""
+        return self.unwritten_bytes > STALLED_BYTES
+
+    def send(self, command: bytes) -> None:
+        """Queue a command for the socket; call it only while `ready`."""
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if self._flush_queue.empty():
+            self._flush_queue.put_nowait(_KICK)
+
+    def send_or_drop(self, command: bytes) -> bool:
+        """As `send`, for what may get lost: False if the connection is down or the peer has stopped reading."""
+        if not self.ready or self.unwritten_bytes > MAX_BUFFERED_BYTES:
+            return False
+        self.send(command)
+        return True
+
+    def open_route(self, subject: str, handler: Handler, *, passing: bool = False) -> int:
+        """Subscribe; returns the number for `close_route`. A ``passing`` one ends with the connection it was made on."""
+        self._sid += 1
+        identifier: int = self._sid
+        self._handlers[identifier] = handler
+        if passing:
+            self._passing.add(identifier)
+        else:
+            self._subs[identifier] = Subscription(self, identifier, subject)
+        if self.ready:
+            self.send(subscribe_command(subject, identifier))
+        return identifier
+
+    def redirect_route(self, identifier: int, handler: Handler) -> None:
+        """Stop the subscription at the server; what is still under way goes to ``handler`` until `close_route`."""
+        if identifier in self._handlers:
+            self._handlers[identifier] = handler
+            self._unsubscribe(identifier)
+
+    def close_route(self, identifier: int) -> None:
+        """Unsubscribe; what is still under way is dropped."""
+        if self._handlers.pop(identifier, None) is not None:
+            self._unsubscribe(identifier)
+            self._passing.discard(identifier)
+
+    def _unsubscribe(self, identifier: int) -> None:
+        self._subs.pop(identifier, None)
+        self.send_or_drop(unsubscribe_command(identifier))
+
+    async def shut(self) -> None:
+        """Close for good. What is still to be written is lost if the connection is down."""
+        if not self.ready:
+            self._drop_outgoing()
+        try:
+            await self.close()
+        except OSError as error:
+            log.debug("nats: the connection broke while it was closed: %s", error)
+
+    def sever(self) -> None:
+        """End the connection at once, without waiting for a peer that may never read what is still to be written."""
+        self._abort()
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task, self._reconnection_task):
+            if task is not None:
+                task.cancel()
+
+    def _abort(self) -> None:
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            with suppress(AttributeError):  # asyncio's transports forget their loop once they are closed, and then stumble
+                writer.transport.abort()
+
+    def _drop_outgoing(self) -> None:
+        self._pending.clear()
+        self._pending_data_size = 0
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        handler = self._handlers.get(sid)
+        if handler is None:
+            return
+        try:
+            handler(subject, reply, data, headers)
+        except Exception as error:  # nats-py would log it and stop reading for good; the supervisor raises it instead
+            self._on_crash(error)
+
+    async def _process_pong(self) -> None:
+        # A ping whose waiter was cancelled still gets its pong; setting a cancelled future would end the read loop.
+        if self._pongs:
+            waiter = self._pongs.pop(0)
+            if not waiter.done():
+                waiter.set_result(True)
+            self._pings_outstanding = 0
+
+    async def _process_err(self, err_msg: str) -> None:
+        # nats-py closes for good on most errors; a server that shuts down or cuts a slow reader is worth coming back to.
+        error = _server_error(err_msg)
+        if "permissions violation" in err_msg:
+            await self._error_cb(error)
+        else:
+            self._err = error
+            await self._error_cb(error)
+            await self._process_op_err(error)
+
+    async def _connect_to_server(self, s: Any) -> None:
+        self._abort()  # an earlier attempt that got no greeting would leave its socket open
+        await super()._connect_to_server(s)
+
+    async def _attempt_reconnect(self) -> None:
+        # Whatever was meant for the old connection must not be written to the new one: pull requests on inboxes that nobody
+        # reads any more would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
+        self._abort()
+        self._drop_outgoing()
+        for identifier in self._passing:
+            self._handlers.pop(identifier, None)
+        self._passing.clear()
+        await super()._attempt_reconnect()
+
+
+def _server_error(text: str) -> Exception:
+    error: Exception = AuthorizationError() if "authorization violation" in text else Error(f"nats: {text}")
+    return error

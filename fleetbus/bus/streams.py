@@ -1,0 +1,114 @@
+"""Streams and consumers as data: what `fleetbus up` and `fleetbus init` create, and what workers bind to by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from schemas import ANY_LANE, Subjects
+
+TASK_LEASE_SECONDS = 10.0
+"""``ack_wait`` of requests: a dead environment worker's episodes are elsewhere after this."""
+
+OBSERVATION_LEASE_SECONDS = 3.0
+"""``ack_wait`` of observations: a stopped inference worker swallows what it pulled until then."""
+
+ACTION_LEASE_SECONDS = 2.0
+"""``ack_wait`` of actions on an environment lane."""
+
+
+class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One file-backed stream. ``max_bytes`` 0 is unlimited; ``max_per_subject`` 0 keeps everything."""
+
+    name: str
+    subjects: tuple[str, ...]
+    max_bytes: int = 0
+    max_per_subject: int = 0
+    duplicate_window_seconds: float = 120.0
+
+
+class ConsumerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One durable pull consumer of the log: explicit ack, no limit on pending acks (credits are the only limit)."""
+
+    name: str
+    filter: str
+    ack_wait_seconds: float
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a run needs on the server: its log, its lane leases, the consumers of the log."""
+
+    run: str
+    log: StreamPlan
+    lanes: StreamPlan
+    consumers: tuple[ConsumerPlan, ...]
+
+
+def log_stream(run: str) -> str:
+    return f"fb_{run}"
+
+
+def lane_stream(run: str) -> str:
+    return f"fblane_{run}"
+
+
+def tasks_consumer(pool: str) -> str:
+    return f"task_{pool}"
+
+
+def observations_consumer(policy: str, lane: str) -> str:
+    return f"obs_{policy}_{lane}"
+
+
+def actions_consumer(lane: str) -> str:
+    return f"act_{lane}"
+
+
+def environment_lanes(count: int) -> tuple[str, ...]:
+    return tuple(f"e{index}" for index in range(count))
+
+
+def inference_lanes(count: int) -> tuple[str, ...]:
+    return tuple(f"i{index}" for index in range(count))
+
+
+def plan_run(
+    run: str,
+    *,
+    pools: Sequence[str] = ("default",),
+    policies: Sequence[str] = ("default",),
+    lanes: int = 16,
+    max_bytes: int = 4 << 30,
+    duplicate_window_seconds: float = 120.0,
+) -> RunPlan:
+    """The plan of one run: ``lanes`` environment lanes, and as many inference lanes per policy."""
+    subjects = Subjects(run)
+    consumers = [
+        ConsumerPlan(name=tasks_consumer(pool), filter=subjects.tasks(pool), ack_wait_seconds=TASK_LEASE_SECONDS)
+        for pool in pools
+    ]
+    consumers += [
+        ConsumerPlan(
+            name=observations_consumer(policy, lane),
+            filter=subjects.observations(policy, lane),
+            ack_wait_seconds=OBSERVATION_LEASE_SECONDS,
+        )
+        for policy in policies
+        for lane in (ANY_LANE, *inference_lanes(lanes))
+    ]
+    consumers += [
+        ConsumerPlan(name=actions_consumer(lane), filter=subjects.actions(lane), ack_wait_seconds=ACTION_LEASE_SECONDS)
+        for lane in environment_lanes(lanes)
+    ]
+    return RunPlan(
+        run=run,
+        log=StreamPlan(
+            name=log_stream(run),
+            subjects=(subjects.log,),
+            max_bytes=max_bytes,
+            duplicate_window_seconds=duplicate_window_seconds,
+        ),
+        lanes=StreamPlan(name=lane_stream(run), subjects=(subjects.lanes,), max_per_subject=1),
+        consumers=tuple(consumers),
+    )

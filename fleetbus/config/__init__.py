@@ -1,0 +1,1 @@
+"""Settings: one definition for TOML, flags and environment variables."""

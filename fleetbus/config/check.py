@@ -1,0 +1,43 @@
+"""What must hold between settings, beyond the limits of each one. Pure."""
+
+from __future__ import annotations
+
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from schemas.subjects import BadName, check_name
+
+
+def check_configuration(configuration: Configuration) -> None:
+    """Raise `UserError` for the first rule that does not hold; its line names the settings to change."""
+    _check_names(configuration)
+    _check_lanes(configuration)
+    learner, episode, inference = configuration.learner, configuration.episode, configuration.inference
+    if learner.min_group_size > learner.group_size:
+        raise UserError(
+            f"learner.min_group_size = {learner.min_group_size} exceeds learner.group_size = {learner.group_size}: "
+            "no group could ever be trained"
+        )
+    if episode.max_episode_tokens > inference.max_length:
+        raise UserError(
+            f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_length = "
+            f"{inference.max_length}: raise inference.max_length or lower the episode's limit"
+        )
+
+
+def _check_names(configuration: Configuration) -> None:
+    run = configuration.run
+    for setting, name in (("run.name", run.name), ("run.policy", run.policy), ("run.pool", run.pool)):
+        try:
+            check_name(setting, name)
+        except BadName as error:
+            raise UserError(str(error)) from error
+
+
+def _check_lanes(configuration: Configuration) -> None:
+    lanes = configuration.nats.lanes
+    for setting, workers in (
+        ("environment.workers", configuration.environment.workers),
+        ("inference.workers", configuration.inference.workers),
+    ):
+        if workers > lanes:
+            raise UserError(f"{setting} = {workers} exceeds nats.lanes = {lanes}: raise nats.lanes, each worker holds one")

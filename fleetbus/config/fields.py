@@ -1,0 +1,106 @@
+"""Every setting as one flat list, read off the Structs in `fleetbus.config.settings`: its names, its type, its help.
+
+Above it are `load` (values from files, variables and flags) and the command line (which makes flags of it). Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from fleetbus.config.settings import Configuration, Settings
+
+VARIABLE_PREFIX = "FLEETBUS_"
+
+
+class NotAllowed(ValueError):
+    """A value that its setting does not take; the message says what it takes."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One key of one table. ``annotation`` is the type with its limits, ``base`` the type without them."""
+
+    table: str
+    key: str
+    annotation: Any
+    base: Any
+    limits: msgspec.Meta
+    default: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}.{self.key}"
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.table}-{self.key}".replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return f"{VARIABLE_PREFIX}{self.table}_{self.key}".upper()
+
+    @property
+    def description(self) -> str:
+        return self.limits.description or self.key.replace("_", " ").capitalize()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it takes, empty if it takes other things."""
+        return typing.get_args(self.base) if typing.get_origin(self.base) is Literal else ()
+
+    def allowed(self) -> str:
+        """What it takes, in words: ``a whole number, at least 1``."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[self.base]
+        return ", ".join([kind, *_bounds(self.limits)])
+
+    def convert(self, value: object, *, text: bool) -> Any:
+        """``value`` as this setting's type; ``text`` if it came as a string that spells it. Raises `NotAllowed`."""
+        try:
+            converted = msgspec.convert(value, self.annotation, strict=not text)
+        except msgspec.ValidationError as error:
+            raise NotAllowed(self.allowed()) from error
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise NotAllowed(self.allowed())
+        return converted
+
+
+def _bounds(limits: msgspec.Meta) -> list[str]:
+    words = (("above", limits.gt), ("at least", limits.ge), ("below", limits.lt), ("at most", limits.le))
+    return [f"{word} {bound}" for word, bound in words if bound is not None]
+
+
+def _split(annotation: Any) -> tuple[Any, msgspec.Meta]:
+    if typing.get_origin(annotation) is not Annotated:
+        return annotation, msgspec.Meta()
+    base, *rest = typing.get_args(annotation)
+    return base, next((item for item in rest if isinstance(item, msgspec.Meta)), msgspec.Meta())
+
+
+def _table_settings(table: str, struct: type[Settings]) -> dict[str, Setting]:
+    annotations = typing.get_type_hints(struct, include_extras=True)
+    settings = {}
+    for field in msgspec.structs.fields(struct):
+        base, limits = _split(annotations[field.name])
+        settings[field.name] = Setting(
+            table=table, key=field.name, annotation=annotations[field.name], base=base, limits=limits, default=field.default
+        )
+    return settings
+
+
+@cache
+def tables() -> Mapping[str, Mapping[str, Setting]]:
+    """The settings of every table, by table and key, in the order of their definition."""
+    hints = typing.get_type_hints(Configuration)
+    return {table: _table_settings(table, hints[table]) for table in Configuration.__struct_fields__}
+
+
+def all_settings() -> list[Setting]:
+    """Every setting, table by table."""
+    return [setting for table in tables().values() for setting in table.values()]

@@ -1,0 +1,178 @@
+"""The effective configuration: defaults < the run's earlier configuration < TOML file < ``FLEETBUS_*`` variables < flags.
+
+Whatever is wrong is one `UserError` that names where it stands, the key, the value and what is allowed. Reads files, nothing
+else; the caller says which variables and flags there are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.config.check import check_configuration
+from fleetbus.config.fields import VARIABLE_PREFIX, NotAllowed, Setting, all_settings, tables
+from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.errors import UserError
+
+DEFAULT_FILE = "fleetbus.toml"
+"""Read from the working folder when no file is named."""
+
+NOT_SETTINGS = frozenset({"FLEETBUS_NATS_SERVER"})
+"""Variables with our prefix that configure something else: here, which nats-server program is started."""
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@,\s]*@")
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration, and for each setting that somebody gave, where it came from (``fleetbus.toml: learner.steps``)."""
+
+    configuration: Configuration
+    given: dict[str, str]
+
+
+class _Given(msgspec.Struct, frozen=True):
+    value: Any
+    origin: str
+
+
+def load_configuration(
+    *,
+    file: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    earlier: Callable[[RunSettings], Mapping[str, Any] | None] | None = None,
+) -> Loaded:
+    """Merge the sources. ``flags`` are by setting name (``learner.steps``), strings or converted; ``earlier`` finds the
+    tables that the same run was last started with, once its name and folder are known. Raises `UserError`."""
+    given: dict[str, _Given] = {}
+    if file is not None:
+        given.update(_from_tables(read_tables(file), file.name))
+    given.update(_from_variables(variables or {}))
+    given.update(_from_flags(flags or {}))
+    configuration = _assemble(given)
+    if earlier and (tables_before := earlier(configuration.run)):
+        configuration = _assemble({**_from_tables(tables_before, "the run's config.json"), **given})
+    check_configuration(configuration)
+    return Loaded(configuration=configuration, given={name: item.origin for name, item in given.items()})
+
+
+def default_file(folder: Path) -> Path | None:
+    """``fleetbus.toml`` in ``folder``, if there is one."""
+    file = folder / DEFAULT_FILE
+    return file if file.is_file() else None
+
+
+def read_tables(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file, or of a ``.json`` file written by `dump_configuration`. Raises `UserError`."""
+    try:
+        content = file.read_bytes()
+        decoded = msgspec.json.decode(content) if file.suffix == ".json" else tomllib.loads(content.decode())
+    except OSError as error:
+        raise UserError(f"cannot read the configuration {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file.name} cannot be parsed: {error}") from error
+    if not isinstance(decoded, dict):
+        raise UserError(f"{file.name} holds no tables")
+    return decoded
+
+
+def dump_configuration(configuration: Configuration) -> bytes:
+    """The configuration as JSON that `read_tables` reads, without passwords in URLs."""
+    tables = msgspec.to_builtins(configuration)
+    tables["nats"]["url"] = without_credentials(configuration.nats.url)
+    return msgspec.json.format(msgspec.json.encode(tables), indent=2) + b"\n"
+
+
+def without_credentials(url: str) -> str:
+    """``url`` (or several, comma separated) without user names, passwords and tokens."""
+    return _CREDENTIALS.sub("", url)
+
+
+def _from_tables(content: Mapping[str, Any], file: str) -> dict[str, _Given]:
+    found: dict[str, _Given] = {}
+    for table, values in content.items():
+        if table not in tables():
+            raise UserError(f"{file}: unknown table [{_shown(table)}]; {_nearest_table(table)}")
+        if not isinstance(values, Mapping):
+            raise UserError(f"{file}: {table} is a table: write [{table}] with keys below it")
+        for key, value in values.items():
+            setting = _setting(table, key, file)
+            found[setting.name] = _convert(setting, value, f"{file}: {setting.name}", text=False)
+    return found
+
+
+def _from_variables(variables: Mapping[str, str]) -> dict[str, _Given]:
+    by_variable = {setting.variable: setting for setting in all_settings()}
+    found: dict[str, _Given] = {}
+    for variable, value in variables.items():
+        if not variable.startswith(VARIABLE_PREFIX) or variable in NOT_SETTINGS:
+            continue
+        if setting := by_variable.get(variable):
+            found[setting.name] = _convert(setting, value, variable, text=True)
+        else:
+            _refuse_variable(variable, by_variable)
+    return found
+
+
+def _refuse_variable(variable: str, known: Iterable[str]) -> None:
+    """Refuse what must be a mistake: a known table's prefix, or a name close to a setting's. Others may be anybody's."""
+    of_a_table = variable.startswith(tuple(f"{VARIABLE_PREFIX}{table.upper()}_" for table in tables()))
+    near = difflib.get_close_matches(variable, list(known), n=1, cutoff=0.6 if of_a_table else 0.9)
+    if near:
+        raise UserError(f"unknown variable {variable}; did you mean {near[0]}?")
+    if of_a_table:
+        raise UserError(f"unknown variable {variable}; `fleetbus up --help` lists the settings")
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
+    by_name = {setting.name: setting for setting in all_settings()}
+    return {
+        name: _convert(by_name[name], value, by_name[name].flag, text=isinstance(value, str)) for name, value in flags.items()
+    }
+
+
+def _setting(table: str, key: str, file: str) -> Setting:
+    settings = tables()[table]
+    if key in settings:
+        return settings[key]
+    near = (
+        difflib.get_close_matches(key, list(settings), n=1, cutoff=0.8)
+        or [setting.name for setting in all_settings() if setting.key == key]
+        or difflib.get_close_matches(key, list(settings), n=1, cutoff=0.6)
+    )
+    hint = f"did you mean {near[0]}?" if near else "it has " + ", ".join(settings)
+    raise UserError(f"{file}: unknown key {_shown(key)} in [{table}]; {hint}")
+
+
+def _nearest_table(name: str) -> str:
+    if near := difflib.get_close_matches(name, list(tables()), n=1, cutoff=0.6):
+        return f"did you mean [{near[0]}]?"
+    if keys := [setting for setting in all_settings() if setting.key == name]:
+        return f"did you mean {keys[0].key} in [{keys[0].table}]?"
+    return "the tables are " + ", ".join(tables())
+
+
+def _convert(setting: Setting, value: Any, origin: str, *, text: bool) -> _Given:
+    try:
+        return _Given(setting.convert(value, text=text), origin)
+    except NotAllowed as error:
+        raise UserError(f"{origin} = {_shown(value)} is not allowed: it takes {error}") from error
+
+
+def _shown(value: Any) -> str:
+    shown = without_credentials(value) if isinstance(value, str) and value.isprintable() else repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _assemble(given: Mapping[str, _Given]) -> Configuration:
+    values: dict[str, dict[str, Any]] = {table: {} for table in tables()}
+    for name, item in given.items():
+        table, _, key = name.partition(".")
+        values[table][key] = item.value
+    return msgspec.convert(values, Configuration)

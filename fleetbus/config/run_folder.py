@@ -1,0 +1,79 @@
+"""Where the files of a run lie: ``<run.folder>/<run.name>/``. Paths only, and the configuration of the run's last start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.config.load import read_tables
+from fleetbus.config.settings import RunSettings
+
+
+class RunFolder(msgspec.Struct, frozen=True):
+    """The files of one run below ``path``."""
+
+    path: Path
+
+    @property
+    def store(self) -> Path:
+        """JetStream's folder when `up` starts the server."""
+        return self.path / "nats"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def weights(self) -> Path:
+        """Published versions of the policy."""
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """What `from_pretrained` loads, written when training finishes."""
+        return self.path / "model"
+
+    @property
+    def configuration(self) -> Path:
+        """The effective configuration, without secrets; what role processes are started with."""
+        return self.path / "config.json"
+
+    @property
+    def identity(self) -> Path:
+        """What the run is: model, tasks, environment, seed."""
+        return self.path / "run.json"
+
+    @property
+    def server(self) -> Path:
+        """Where the run's own server can be reached, while `up` runs."""
+        return self.path / "server.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the `up` that drives the run."""
+        return self.path / "lock"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "reward.png"
+
+
+def run_folder(run: RunSettings) -> RunFolder:
+    """The folder of a run, whether it exists or not."""
+    return RunFolder(Path(run.folder) / run.name)
+
+
+def earlier_configuration(run: RunSettings) -> dict[str, Any] | None:
+    """The tables that the run was last started with on this machine, or None."""
+    file = run_folder(run).configuration
+    return read_tables(file) if file.is_file() else None

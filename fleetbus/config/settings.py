@@ -1,0 +1,148 @@
+"""Everything that can be configured, defined once: TOML tables, command-line flags and ``FLEETBUS_*`` variables come from here.
+
+A field ``steps`` of the table ``learner`` is ``[learner] steps = 50`` in TOML, ``--learner-steps 50`` on the command line and
+``FLEETBUS_LEARNER_STEPS=50`` in the environment. The annotation's ``description`` is its help. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every table."""
+
+
+class RunSettings(Settings, frozen=True, kw_only=True):
+    """What is trained, and where its files live."""
+
+    name: Annotated[str, Meta(description="Name of the run; the same name again resumes it")] = "default"
+    folder: Annotated[str, Meta(description="Folder that holds a folder per run")] = ".fleetbus/runs"
+    seed: Annotated[int, Meta(description="Seed of tasks, sampling and training")] = 1
+    model: Annotated[str, Meta(description="Hugging Face model folder (default: the starter policy that ships)")] = ""
+    tasks: Annotated[str, Meta(description="Tasks file in Fleet JSON (default: the warehouse tasks)")] = ""
+    environment: Annotated[str, Meta(description="Environment: warehouse, mcp:module:factory, stdio:command, module:Class")] = (
+        "warehouse"
+    )
+    policy: Annotated[str, Meta(description="Name of the policy")] = "default"
+    pool: Annotated[str, Meta(description="Name of the pool of environment workers")] = "default"
+
+
+class NatsSettings(Settings, frozen=True, kw_only=True):
+    """The broker and the log."""
+
+    url: Annotated[str, Meta(description="Server to use; empty: `up` starts one of its own")] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port of the server that `up` starts; 0: a free one")] = 0
+    lanes: Annotated[int, Meta(ge=1, le=1024, description="Lanes declared per role: the most workers of one role")] = 16
+    max_bytes: Annotated[int, Meta(ge=1 << 20, description="Limit of the log in bytes")] = 4 << 30
+    admission: Annotated[float, Meta(gt=0, le=1, description="Share of the log that new requests may fill")] = 0.7
+
+
+class EpisodeSettings(Settings, frozen=True, kw_only=True):
+    """How one episode is played."""
+
+    temperature: Annotated[float, Meta(ge=0, description="Sampling temperature in training")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling")] = 1.0
+    max_tokens: Annotated[int, Meta(ge=1, description="Most tokens of one turn")] = 64
+    max_turns: Annotated[int, Meta(ge=1, description="Most turns of one episode")] = 5
+    max_episode_tokens: Annotated[int, Meta(ge=1, description="Most tokens of one episode, prompt included")] = 1024
+
+
+class LimitSettings(Settings, frozen=True, kw_only=True):
+    """Time limits, in seconds; every one is enforced and shows up as the outcome's error class."""
+
+    open: Annotated[float, Meta(gt=0, description="Opening the environment")] = 120.0
+    reset: Annotated[float, Meta(gt=0, description="Beginning the episode")] = 120.0
+    tool_call: Annotated[float, Meta(gt=0, description="One tool call")] = 60.0
+    step: Annotated[float, Meta(gt=0, description="One step, all its tool calls included")] = 120.0
+    action: Annotated[float, Meta(gt=0, description="Waiting for an action")] = 300.0
+    verify: Annotated[float, Meta(gt=0, description="Grading the episode")] = 120.0
+    close: Annotated[float, Meta(gt=0, description="Closing the environment")] = 30.0
+    idle: Annotated[float, Meta(gt=0, description="Between calls, counted from the end of the last one")] = 1800.0
+    episode: Annotated[float, Meta(gt=0, description="The whole episode, from its request")] = 3600.0
+    grace: Annotated[float, Meta(gt=0, description="After the deadline, until the requester closes the episode itself")] = 30.0
+    drain: Annotated[float, Meta(gt=0, description="Finishing or handing back what a stopping worker has")] = 60.0
+    late: Annotated[float, Meta(gt=0, description="After this an action counts as late and the log is asked")] = 1.0
+
+
+class EnvironmentSettings(Settings, frozen=True, kw_only=True):
+    """Environment workers."""
+
+    workers: Annotated[int, Meta(ge=1, description="Environment workers that `up` starts")] = 1
+    slots: Annotated[int, Meta(ge=1, description="Episodes at a time per worker")] = 64
+    max_attempts: Annotated[int, Meta(ge=1, description="Take-overs without a goodbye before an episode counts as poison")] = 3
+    max_hops: Annotated[int, Meta(ge=1, description="Re-routings of one observation before its episode ends")] = 3
+    prompt: Annotated[
+        Literal["auto", "compact", "fleet", "template"],
+        Meta(description="How the policy is told of its tools; auto: compact for the warehouse, fleet elsewhere"),
+    ] = "auto"
+    observation_bytes: Annotated[int, Meta(ge=1024, description="Longest text of one observation")] = 32_768
+
+
+class InferenceSettings(Settings, frozen=True, kw_only=True):
+    """Inference workers."""
+
+    workers: Annotated[int, Meta(ge=1, description="Inference workers that `up` starts")] = 1
+    engine: Annotated[Literal["torch"], Meta(description="Engine")] = "torch"
+    batch: Annotated[int, Meta(ge=1, description="Sequences that are decoded together")] = 32
+    slots: Annotated[int, Meta(ge=2, description="Observations held at a time, half of them from the worker's own lane")] = 64
+    max_length: Annotated[int, Meta(ge=16, description="Longest token history")] = 1024
+    threads: Annotated[int, Meta(ge=1, description="Threads of the engine")] = 1
+
+
+class LearnerSettings(Settings, frozen=True, kw_only=True):
+    """The learner."""
+
+    steps: Annotated[int, Meta(ge=1, description="Batches to train")] = 60
+    groups: Annotated[int, Meta(ge=1, description="Groups per batch")] = 16
+    group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
+    min_group_size: Annotated[int, Meta(ge=2, description="Fewest graded episodes for a group to be trained")] = 2
+    advantage: Annotated[Literal["grpo", "dr_grpo", "rloo", "maxrl"], Meta(description="Advantage estimator")] = "grpo"
+    max_staleness: Annotated[int, Meta(ge=0, description="Most versions between sampling and training")] = 1
+    late: Annotated[Literal["drop", "keep"], Meta(description="What happens to groups that are too stale")] = "drop"
+    learning_rate: Annotated[float, Meta(gt=0, description="Highest learning rate")] = 3e-4
+    learning_rate_final: Annotated[float, Meta(ge=0, description="Share of the learning rate left at the last step")] = 0.2
+    clip_low: Annotated[float, Meta(gt=0, description="Lower clip of the ratio")] = 0.2
+    clip_high: Annotated[float, Meta(gt=0, description="Upper clip of the ratio")] = 0.28
+    dual_clip: Annotated[
+        float, Meta(ge=0, description="Bound of the ratio where the advantage is negative; 0: none, else more than 1")
+    ] = 3.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="Steps over which the learning rate rises")] = 10
+    gradient_clip: Annotated[float, Meta(gt=0, description="Largest norm of the gradient")] = 1.0
+    minibatches: Annotated[int, Meta(ge=1, description="Optimizer steps per batch")] = 1
+    micro_batch: Annotated[int, Meta(ge=1, description="Sequences per forward pass")] = 16
+    threads: Annotated[int, Meta(ge=1, description="Threads of the trainer")] = 1
+    checkpoint_every: Annotated[int, Meta(ge=1, description="Steps between checkpoints")] = 10
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept")] = 3
+    keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
+
+
+class EvaluationSettings(Settings, frozen=True, kw_only=True):
+    """Held-out evaluation: before the first step and after the last."""
+
+    episodes: Annotated[int, Meta(ge=0, description="Held-out episodes per evaluation; 0: none")] = 256
+    greedy: Annotated[bool, Meta(description="Also evaluate greedily at the end")] = True
+
+
+class LogSettings(Settings, frozen=True, kw_only=True):
+    """Logs on standard error and in the run's folder."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severity that is logged")] = "info"
+    format: Annotated[Literal["console", "json"], Meta(description="Lines for people, or one JSON object per line")] = "console"
+
+
+class Configuration(Settings, frozen=True, kw_only=True):
+    """The whole configuration; one TOML table per field."""
+
+    run: RunSettings = RunSettings()
+    nats: NatsSettings = NatsSettings()
+    episode: EpisodeSettings = EpisodeSettings()
+    limits: LimitSettings = LimitSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
+    inference: InferenceSettings = InferenceSettings()
+    learner: LearnerSettings = LearnerSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    log: LogSettings = LogSettings()

@@ -1,0 +1,70 @@
+"""Control of workers by request: drain, cancel episodes, and the question whether a worker lives and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus, Request
+from schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, WorkerRole, decode, encode
+
+log = structlog.get_logger()
+
+
+class Control:
+    """Serves ``fbctl`` for one worker, under its own name and under ``all``.
+
+    ``cancel`` gets episode ids and returns those that it cancelled; ``busy_with`` lists what is in work.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        *,
+        role: WorkerRole,
+        worker: str,
+        drain: anyio.Event,
+        cancel: Callable[[Sequence[str]], Sequence[str]],
+        busy_with: Callable[[], Sequence[str]],
+    ) -> None:
+        self._bus = bus
+        self._role = role
+        self._worker = worker
+        self._subjects = (subjects.control(role, worker), subjects.control(role, "all"))
+        self._drain = drain
+        self._cancel = cancel
+        self._busy_with = busy_with
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            for subject in self._subjects:
+                group.start_soon(self._serve, subject)
+
+    async def _serve(self, subject: str) -> None:
+        async with self._bus.serve(subject) as server:
+            while True:
+                await self._answer(await server.receive())
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            wanted = decode(ControlRequested, request.payload, subject=request.subject)
+        except MalformedMessage as malformed:
+            log.warning("control request ignored", reason=str(malformed))
+            return
+        busy = tuple(self._busy_with())
+        detail = ""
+        if wanted.command == "drain":
+            self._drain.set()
+        elif wanted.command == "cancel":
+            detail = ",".join(self._cancel(wanted.episodes))
+        answer = ControlAnswered(
+            worker=self._worker,
+            role=self._role,
+            done=wanted.command != "cancel" or bool(detail),
+            detail=detail,
+            busy_with=busy if wanted.command == "ping" else (),
+        )
+        await request.respond(encode(answer))

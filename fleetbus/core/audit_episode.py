@@ -1,0 +1,140 @@
+"""The audit of one episode: its claims, observed turns, Actions and result, folded in log order. Pure.
+
+Turns are kept until the result is checked; what stays after it is a few numbers, so that memory grows with episodes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from fleetbus.core.audit_findings import Findings
+from fleetbus.core.history import Turn, fold_history
+from schemas import (
+    GRADED,
+    Action,
+    AttemptReleased,
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodeRequested,
+    Observation,
+    Outcome,
+    Split,
+)
+from schemas.tokens import TOKEN_BYTES, token_count
+
+MAX_TURNS = 1 << 16
+"""Turns beyond this are taken for nonsense: nobody can have observed them."""
+
+
+class EpisodeAudit(msgspec.Struct, kw_only=True):
+    """What is known of one episode so far. ``observed`` has a bit per turn, by attempt; ``tokens`` are (prompt, sampled) token
+    counts of an Action by its position."""
+
+    episode_id: str
+    requested: int = 0
+    split: Split = "train"
+    policy: str = ""
+    attempts: int = 0
+    released: int = 0
+    holding: bool = False
+    result_sequence: int = 0
+    outcome: Outcome | None = None
+    claims: list[AttemptStarted] = []
+    observed: dict[int, int] = {}
+    turns: list[Turn] = []
+    tokens: dict[int, tuple[int, int]] = {}
+
+    def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
+        if self.requested:
+            findings.add("requested_twice", self.episode_id, sequence)
+            return
+        self.requested = sequence
+        self.split = request.split
+        self.policy = request.policy
+
+    def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
+        if self.result_sequence:
+            findings.add("claim_after_result", self.episode_id, sequence)
+            return
+        if claim.attempt != self.attempts + 1:
+            findings.add("claim_out_of_order", self.episode_id, sequence)
+        self.attempts += 1
+        self.holding = True
+        self.claims.append(claim)
+
+    def on_release(self, sequence: int, goodbye: AttemptReleased, findings: Findings) -> None:
+        if not self.holding or goodbye.attempt != self.claims[-1].attempt:
+            findings.add("release_not_newest", self.episode_id, sequence)
+            return
+        self.holding = False
+        self.released += 1
+
+    def on_observation(self, sequence: int, observation: Observation, findings: Findings) -> None:
+        attempt = observation.attempt
+        if not 1 <= attempt <= self.attempts:
+            findings.add("observed_unclaimed", self.episode_id, sequence)
+        self.observed[attempt] = self.observed.get(attempt, 0) | _bit(observation.turn)
+
+    def on_action(self, sequence: int, lane: str, action: Action, published: Collection[int], findings: Findings) -> None:
+        """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
+        if not self.observed.get(action.attempt, 0) & _bit(action.turn):
+            findings.add("action_unobserved", self.episode_id, sequence)
+        if any(span.version not in published for span in action.versions):
+            findings.add("version_unpublished", self.episode_id, sequence)
+        if self.result_sequence:
+            return
+        turn = (action.attempt, action.turn)
+        if any((other.action.attempt, other.action.turn) == turn for other in self.turns):
+            findings.add("action_repeated", self.episode_id, sequence)
+        self.tokens[sequence] = (token_count(action.prompt_delta), token_count(action.sampled))
+        self.turns.append(Turn(sequence=sequence, lane=lane, action=_bare(action)))
+
+    def on_result(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
+        if self.result_sequence:
+            findings.add("second_result", self.episode_id, sequence)
+            return
+        self.result_sequence = sequence
+        self.outcome = result.outcome
+        if result.attempt != (self.claims[-1].attempt if self.claims else 0):
+            findings.add("result_not_newest", self.episode_id, sequence)
+        if (result.reward is not None) != (result.outcome in GRADED):
+            findings.add("reward_not_of_outcome", self.episode_id, sequence)
+        self._check_actions(sequence, result, findings)
+        self.claims, self.turns, self.tokens = [], [], {}
+
+    def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
+        """A result may stop before the end of its history: an Action came when nobody waited for it any more."""
+        if any(reference.sequence not in self.tokens for reference in result.actions):
+            findings.add("action_missing", self.episode_id, sequence)
+            return
+        history = fold_history(self.claims, self.turns)[: len(result.actions)]
+        if tuple(turn.reference for turn in history) != result.actions:
+            findings.add("actions_not_history", self.episode_id, sequence)
+        counts = [self.tokens[reference.sequence] for reference in result.actions]
+        tokens = sum(prompt + sampled for prompt, sampled in counts)
+        if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:
+            findings.add("loss_mask_length", self.episode_id, sequence)
+        elif int.from_bytes(result.loss_mask, "little") & ~_sampled_bits(counts):
+            findings.add("loss_mask_unsampled", self.episode_id, sequence)
+
+
+def _bit(turn: int) -> int:
+    return 1 << turn if 0 <= turn < MAX_TURNS else 0
+
+
+def _bare(action: Action) -> Action:
+    """The Action without its contents, except that it keeps a token if it has any: without one it is no turn of a history."""
+    return Action(
+        episode_id=action.episode_id, attempt=action.attempt, turn=action.turn, text="", sampled=action.sampled[:TOKEN_BYTES]
+    )
+
+
+def _sampled_bits(counts: Sequence[tuple[int, int]]) -> int:
+    """A loss mask that trains every sampled token, as an integer."""
+    bits = position = 0
+    for prompt, sampled in counts:
+        bits |= ((1 << sampled) - 1) << position + prompt
+        position += prompt + sampled
+    return bits

@@ -1,0 +1,139 @@
+"""What an audit can find and what it reports: kinds of imbalance with the ids they concern, and the books. Pure data."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_IDS = 100
+"""Ids that are kept per kind; all are counted."""
+
+KINDS: dict[str, str] = {
+    "entries_missing": "positions of the log that hold nothing and that no archive holds",
+    "misfiled": "entries that speak of another episode than their subject",
+    "requested_twice": "episodes with more than one request",
+    "never_requested": "episodes that were claimed, finished or settled without a request",
+    "claim_out_of_order": "claims whose attempt does not follow the one before",
+    "claim_after_result": "claims on episodes that had a result",
+    "release_not_newest": "goodbyes by an attempt that did not hold the episode",
+    "second_result": "episodes with more than one result",
+    "result_not_newest": "results that are not of the newest attempt",
+    "observed_unclaimed": "turns observed by an attempt that was never claimed",
+    "action_unobserved": "actions for a turn that was never observed",
+    "action_repeated": "turns of one attempt with more than one action",
+    "version_unpublished": "actions of a policy version that was not published by then",
+    "action_missing": "results that name an action that does not exist",
+    "actions_not_history": "results whose actions are not the history of their claims",
+    "loss_mask_length": "results whose loss mask is not as long as their actions have tokens",
+    "loss_mask_unsampled": "results that would train tokens that the policy did not sample",
+    "reward_not_of_outcome": "graded results without a reward, or others with one",
+    "version_repeated": "policy versions that were published again",
+    "lineage_replaced": "steps trained by a lineage after another had taken over",
+    "step_out_of_order": "steps of the surviving lineage that do not follow the one before",
+    "trained_twice": "episodes trained more than once",
+    "excluded_twice": "episodes excluded more than once",
+    "trained_and_excluded": "episodes that were trained and excluded",
+    "excluded_without_reason": "episodes excluded without a reason",
+    "trained_without_result": "episodes trained without a graded result before",
+    "evaluation_settled": "evaluation episodes that training consumed",
+    "books_open": "sums that differ: requested, and trained + excluded + evaluation + in flight",
+}
+"""Every kind of imbalance, and what it means."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of imbalance. ``ids`` are the first ones (episodes, versions, steps or positions), ``sequence`` where the
+    first was seen (0: nowhere in particular)."""
+
+    kind: str
+    meaning: str
+    count: int
+    ids: tuple[str, ...]
+    sequence: int = 0
+
+
+class Findings:
+    """Collects offending ids by kind."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, dict[str, None]] = {}
+        self._counts: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}
+
+    def add(self, kind: str, identifier: str, sequence: int = 0) -> None:
+        ids = self._ids.setdefault(kind, {})
+        if identifier in ids:
+            return
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        self._sequences.setdefault(kind, sequence)
+        if len(ids) < MAX_IDS:
+            ids[identifier] = None
+
+    def found(self) -> tuple[Finding, ...]:
+        """One finding per kind, in the order of `KINDS`."""
+        return tuple(
+            Finding(
+                kind=kind,
+                meaning=meaning,
+                count=self._counts[kind],
+                ids=tuple(self._ids[kind]),
+                sequence=self._sequences[kind],
+            )
+            for kind, meaning in KINDS.items()
+            if kind in self._counts
+        )
+
+
+class Books(msgspec.Struct, frozen=True, kw_only=True):
+    """Every request in exactly one place: requested = trained + excluded + evaluation + in flight.
+
+    In flight are ``waiting`` (nobody has claimed it), ``running`` and ``finished`` (it has a result that training has not
+    settled). ``void`` were trained by a lineage that was cut, and are counted elsewhere by what became of them.
+    """
+
+    requested: int = 0
+    trained: int = 0
+    excluded: dict[str, int] = msgspec.field(default_factory=dict)
+    evaluation: int = 0
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    void: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.waiting + self.running + self.finished
+
+    @property
+    def accounted(self) -> int:
+        return self.trained + sum(self.excluded.values()) + self.evaluation + self.in_flight
+
+
+class Attempts(msgspec.Struct, frozen=True, kw_only=True):
+    """Every claim in exactly one place."""
+
+    started: int = 0
+    finished: int = 0
+    released: int = 0
+    superseded: int = 0
+    in_flight: int = 0
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of an audit of the entries up to ``last_sequence``. ``malformed`` entries count and change nothing."""
+
+    last_sequence: int
+    entries: int
+    malformed: int
+    books: Books
+    attempts: Attempts
+    outcomes: dict[str, int]
+    observations: int
+    actions: int
+    versions: int
+    steps: int
+    lineages: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def balanced(self) -> bool:
+        return not self.findings

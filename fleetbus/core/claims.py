@@ -1,0 +1,78 @@
+"""What ``episode.<episode>`` says: who holds the episode, how often it was lost, how it ended (delivery rules 1, 2, 9). Pure.
+
+The newest claim is the fencing token. A claim without a goodbye means that whoever ran the episode was lost with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from schemas import AttemptReleased, AttemptStarted, EpisodeFinished
+from schemas.episode import ClaimReason
+
+EpisodeEntry = AttemptStarted | AttemptReleased | EpisodeFinished
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one episode: a fold of its subject. ``last_sequence`` is what the next entry has to expect."""
+
+    last_sequence: int = 0
+    claims: tuple[AttemptStarted, ...] = ()
+    claim_sequence: int = 0
+    released: bool = False
+    losses: int = 0
+    result: EpisodeFinished | None = None
+
+    @property
+    def newest(self) -> AttemptStarted | None:
+        return self.claims[-1] if self.claims else None
+
+    @property
+    def attempts(self) -> int:
+        return len(self.claims)
+
+    @property
+    def next_reason(self) -> ClaimReason:
+        """Why the next attempt would start."""
+        if not self.claims:
+            return "fresh"
+        return "handed_back" if self.released else "taken_over"
+
+    def is_poison(self, max_attempts: int) -> bool:
+        """True if it was lost with its worker ``max_attempts`` times; hand-backs do not count."""
+        return self.result is None and self.losses >= max_attempts
+
+    def held_by(self, nonce: str) -> bool:
+        """True if the newest claim is the one with this nonce and nothing ended or released it."""
+        newest = self.newest
+        return newest is not None and newest.nonce == nonce and self.result is None and not self.released
+
+
+def fold_episode(entries: Iterable[tuple[int, EpisodeEntry | None]]) -> Standing:
+    """The standing after ``entries`` (sequence, message) in log order; the first result is final.
+
+    A message of None stands for an entry that could not be read: it counts as the last one, and says nothing.
+    """
+    standing = Standing()
+    released = 0
+    for sequence, entry in entries:
+        if standing.result is not None:
+            break
+        match entry:
+            case AttemptStarted():
+                claims = (*standing.claims, entry)
+                standing = Standing(
+                    last_sequence=sequence, claims=claims, claim_sequence=sequence, losses=len(claims) - released
+                )
+            case AttemptReleased():
+                released += 1
+                standing = msgspec.structs.replace(
+                    standing, last_sequence=sequence, released=True, losses=standing.attempts - released
+                )
+            case None:
+                standing = msgspec.structs.replace(standing, last_sequence=sequence)
+            case finished:
+                standing = msgspec.structs.replace(standing, last_sequence=sequence, result=finished)
+    return standing

@@ -1,0 +1,50 @@
+"""Groups of episodes of one task: who is still out, and what a finished group is worth. Pure.
+
+A group is keyed by its id, never by position: episodes without a verdict leave it and take no part in its mean.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas import GRADED, EpisodeFinished, Exclusion
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """One group while its episodes come in; ``size`` episodes were requested."""
+
+    group_id: str
+    size: int
+    results: dict[str, EpisodeFinished] = msgspec.field(default_factory=dict)
+
+    def add(self, result: EpisodeFinished) -> None:
+        self.results.setdefault(result.episode_id, result)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.results) >= self.size
+
+    @property
+    def graded(self) -> list[EpisodeFinished]:
+        """Results that enter advantages, by episode id, so that order of arrival never matters."""
+        usable = [result for result in self.results.values() if result.outcome in GRADED and result.reward is not None]
+        return sorted((result for result in usable if result.actions), key=lambda result: result.episode_id)
+
+    @property
+    def excluded(self) -> list[Exclusion]:
+        """Results that never enter advantages, with their outcome as the reason."""
+        graded = {result.episode_id for result in self.graded}
+        return [
+            Exclusion(episode_id=episode, reason=result.outcome if result.outcome not in GRADED else "no_tokens")
+            for episode, result in sorted(self.results.items())
+            if episode not in graded
+        ]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Policy versions of all graded tokens."""
+        return tuple(sorted({version for result in self.graded for version in result.policy_versions}))
+
+    def discard(self, reason: str) -> list[Exclusion]:
+        """Exclusions of the whole group: ``reason`` for graded results, their own outcome for the others."""
+        return [Exclusion(episode_id=result.episode_id, reason=reason) for result in self.graded] + self.excluded

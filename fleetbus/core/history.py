@@ -1,0 +1,70 @@
+"""The token history of an episode as a fold of its claims and Actions (delivery rule 3). Pure.
+
+history(n) is history(n-1) cut at the turn where attempt n resumed, followed by attempt n's own Actions. Only this fold says
+which Actions are trained; everybody who needs an episode's tokens - inference, environment, learner, audit - uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from schemas import Action, ActionReference, AttemptStarted
+from schemas.tokens import EMPTY_HISTORY, extend_history, token_count, unpack_ids
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One Action of a history and where it stands in the log."""
+
+    sequence: int
+    lane: str
+    action: Action
+
+    @property
+    def reference(self) -> ActionReference:
+        return ActionReference(sequence=self.sequence, lane=self.lane, turn=self.action.turn)
+
+
+def fold_history(claims: Sequence[AttemptStarted], actions: Iterable[Turn]) -> tuple[Turn, ...]:
+    """The turns that the newest claim's attempt stands on, turn 0 first, without gaps.
+
+    ``claims`` in log order. Actions without tokens (failed, or no room left) are no part of any history.
+    """
+    by_attempt: dict[int, dict[int, Turn]] = {}
+    for turn in actions:
+        if turn.action.sampled:
+            by_attempt.setdefault(turn.action.attempt, {}).setdefault(turn.action.turn, turn)
+    history: list[Turn] = []
+    for claim in claims:
+        del history[claim.resumed_at_turn :]
+        own = by_attempt.get(claim.attempt, {})
+        while (following := own.get(len(history))) is not None:
+            history.append(following)
+    return tuple(history)
+
+
+def history_hash(turns: Iterable[Turn]) -> bytes:
+    """The chained hash of a history, as Observations and Actions carry it."""
+    digest = EMPTY_HISTORY
+    for turn in turns:
+        digest = extend_history(digest, turn.action.prompt_delta, turn.action.sampled)
+    return digest
+
+
+def history_ids(turns: Iterable[Turn]) -> list[int]:
+    """All token ids of a history in order."""
+    ids: list[int] = []
+    for turn in turns:
+        ids += unpack_ids(turn.action.prompt_delta)
+        ids += unpack_ids(turn.action.sampled)
+    return ids
+
+
+def loss_mask(turns: Iterable[Turn]) -> list[bool]:
+    """True for every sampled token of a history, False for every prompt token."""
+    mask: list[bool] = []
+    for turn in turns:
+        mask += [False] * token_count(turn.action.prompt_delta)
+        mask += [True] * token_count(turn.action.sampled)
+    return mask

@@ -1,0 +1,56 @@
+"""Which requests are settled, and the floor below which all are (delivery rule 8). Pure.
+
+A request is settled when its episode was trained or excluded with a recorded reason. A checkpoint carries `floor` and
+`settled_above`; a learner that resumes reads the log from the floor and leaves those ids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Ledger:
+    """Requests by log position."""
+
+    def __init__(self, floor: int = 1, settled: Iterable[str] = ()) -> None:
+        self._start = floor
+        self._settled = set(settled)
+        self._open: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}
+
+    def requested(self, episode_id: str, sequence: int) -> bool:
+        """Enter a request; False if it is settled or known already."""
+        if episode_id in self._sequences:
+            return False
+        self._sequences[episode_id] = sequence
+        if episode_id in self._settled:
+            return False
+        self._open[episode_id] = sequence
+        return True
+
+    def settle(self, episode_id: str) -> None:
+        """The episode is trained or excluded; raises `ValueError` when it is settled already or was never requested."""
+        if episode_id not in self._open:
+            raise ValueError(f"episode {episode_id} is settled already, or was never requested")
+        del self._open[episode_id]
+        self._settled.add(episode_id)
+
+    def is_open(self, episode_id: str) -> bool:
+        return episode_id in self._open
+
+    @property
+    def open_ids(self) -> tuple[str, ...]:
+        return tuple(self._open)
+
+    @property
+    def floor(self) -> int:
+        """Lowest log position of a request that is not settled; one after the last request when all are."""
+        if self._open:
+            return min(self._open.values())
+        return max(self._sequences.values(), default=self._start - 1) + 1
+
+    @property
+    def settled_above(self) -> tuple[str, ...]:
+        """Settled ids whose request stands at or above the floor."""
+        floor = self.floor
+        return tuple(episode for episode, sequence in self._sequences.items() if sequence >= floor and episode in self._settled)

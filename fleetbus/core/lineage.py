@@ -1,0 +1,31 @@
+"""Which training counts: a fold of the `LineageStarted` entries of one ``train.<name>`` (delivery rule 8). Pure.
+
+Every learner that begins or takes over starts a lineage from a step of an earlier one; what that one trained after the step is
+void. Resume, audit and trimming all ask here, so that they never disagree on what was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from schemas import LineageStarted
+
+
+def surviving_steps(lineages: Sequence[LineageStarted]) -> dict[str, float]:
+    """The last step of each lineage that counts: the newest has no limit, each parent ends where its child began."""
+    if not lineages:
+        return {}
+    by_name = {started.lineage: started for started in lineages}
+    started: LineageStarted | None = lineages[-1]
+    limit = float("inf")
+    surviving: dict[str, float] = {}
+    while started is not None and started.lineage not in surviving:
+        surviving[started.lineage] = limit
+        limit = min(limit, started.parent_step)
+        started = by_name.get(started.parent)
+    return surviving
+
+
+def survives(surviving: Mapping[str, float], lineage: str, step: int) -> bool:
+    """True if the step of that lineage counts; steps of a lineage that nobody started do not."""
+    return step <= surviving.get(lineage, -1.0)

@@ -1,0 +1,112 @@
+"""Policy-gradient objectives: a loss per sampled token, and how losses become one number. Pure.
+
+Above is a trainer. Arrays are NumPy's or torch's, shape [B, T]: B sequences, T places for sampled tokens, ``mask`` 1.0 where
+there is one. ``logprobs`` are the current policy's and carry the gradient, ``old_logprobs`` the ones that the ratio is taken to
+(the sampler's, or the trainer's before the update), ``advantages`` have one value per token. Losses are to be minimised;
+values at masked-out places are finite as long as the inputs are, and the reductions ignore them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fleetbus.core.arrays import Array, namespace, stop_gradient
+
+
+def ppo_clip(
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Array:
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = pi / pi_old`` per token (PPO, arXiv 1707.06347).
+
+    ``high`` above ``low`` is clip-higher (DAPO, arXiv 2503.14476). ``dual`` (above 1) bounds the loss of tokens with negative
+    advantage by ``-dual A`` (dual clip, arXiv 1912.09729).
+    """
+    return _clipped(token_ratio(logprobs, old_logprobs), advantages, low, high, dual)
+
+
+def gspo(
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Array:
+    """`ppo_clip` with the sequence's ratio, ``s = exp(mean over its tokens of log(pi / pi_old))``, in place of the token's; the
+    gradient reaches each token through ``sg(s) pi / sg(pi)`` (GSPO, arXiv 2507.18071). Meant for `sequence_mean` and small
+    clips."""
+    xp = namespace(logprobs)
+    sequence = stop_gradient(_sequence_mean((logprobs - old_logprobs) * mask, mask))
+    return _clipped(xp.exp(sequence[:, None] + (logprobs - stop_gradient(logprobs))), advantages, low, high, dual)
+
+
+def cispo(
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Array:
+    """``-sg(clip(r, 1 - low, 1 + high)) A log pi``: the weight is clipped, the gradient of no token is lost (CISPO, MiniMax-M1,
+    arXiv 2506.13585). ``dual`` has no meaning here."""
+    weight = _clip(token_ratio(logprobs, old_logprobs), 1.0 - low, 1.0 + high)
+    return -stop_gradient(weight) * advantages * logprobs
+
+
+OBJECTIVES: dict[str, Callable[..., Array]] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}
+"""Objectives by the name that a configuration gives."""
+
+
+def token_ratio(logprobs: Array, old_logprobs: Array) -> Array:
+    """``pi / pi_old`` per token."""
+    return namespace(logprobs).exp(logprobs - old_logprobs)
+
+
+def outside_clip(ratio: Array, advantages: Array, *, low: float, high: float) -> Array:
+    """True where `ppo_clip` gives a token no gradient: its ratio has already moved past the clip in the wanted direction."""
+    return ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))
+
+
+def token_mean(losses: Array, mask: Array, *, tokens: float) -> Array:
+    """``sum(losses) / tokens``: each token of the batch weighs the same (DAPO). ``tokens`` is the number of sampled tokens of
+    the whole batch, of which ``losses`` may be a part, so that the parts add up."""
+    return namespace(losses).sum(losses * mask) / tokens
+
+
+def sequence_mean(losses: Array, mask: Array, *, sequences: float) -> Array:
+    """The mean over sequences of the mean over a sequence's tokens (GRPO, GSPO); ``sequences`` counts the whole batch."""
+    return namespace(losses).sum(_sequence_mean(losses * mask, mask)) / sequences
+
+
+def constant_mean(losses: Array, mask: Array, *, sequences: float, length: float) -> Array:
+    """``sum(losses) / (sequences * length)`` with a constant ``length``: no bias by the length of a sequence (Dr. GRPO)."""
+    return namespace(losses).sum(losses * mask) / (sequences * length)
+
+
+def _clipped(ratio: Array, advantages: Array, low: float, high: float, dual: float | None) -> Array:
+    xp = namespace(ratio)
+    losses = xp.maximum(-ratio * advantages, -_clip(ratio, 1.0 - low, 1.0 + high) * advantages)
+    if dual is None:
+        return losses
+    return xp.where(advantages < 0, xp.minimum(losses, -dual * advantages), losses)
+
+
+def _clip(values: Array, low: float, high: float) -> Array:
+    return namespace(values).clip(values, low, high)
+
+
+def _sequence_mean(masked: Array, mask: Array) -> Array:
+    xp = namespace(masked)
+    return xp.sum(masked, -1) / _clip(xp.sum(mask, -1), 1.0, float("inf"))

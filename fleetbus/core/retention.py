@@ -1,0 +1,94 @@
+"""Which observations and actions of the log nobody needs any more: a fold of the log for whoever trims it. Pure.
+
+An episode is settled when training consumed or excluded it by a step that the newest surviving checkpoint covers, so that a
+learner that resumes there never asks for it; an evaluation episode, when it has a result. Everything else is kept.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetbus.core.lineage import survives, surviving_steps
+from schemas import CheckpointStored, EpisodeFinished, EpisodeRequested, LineageStarted, Message, StepTrained
+
+CONTENT = frozenset({"obs", "act"})
+"""Kinds of subjects that are trimmed; everything else stays in the log for good."""
+
+
+class _Step(msgspec.Struct, frozen=True, kw_only=True):
+    lineage: str
+    step: int
+    episodes: tuple[str, ...]
+
+
+class _Training:
+    """Steps of one ``train.<name>`` that no checkpoint covers yet."""
+
+    def __init__(self) -> None:
+        self._lineages: list[LineageStarted] = []
+        self._steps: list[_Step] = []
+
+    def on_lineage(self, started: LineageStarted) -> None:
+        """What the lineage before trained after its parent step is void: those episodes will be asked for again."""
+        self._lineages.append(started)
+        surviving = surviving_steps(self._lineages)
+        self._steps = [step for step in self._steps if survives(surviving, step.lineage, step.step)]
+
+    def on_step(self, step: StepTrained) -> None:
+        ids = step.episodes + tuple(exclusion.episode_id for exclusion in step.excluded)
+        self._steps.append(_Step(lineage=step.lineage, step=step.step, episodes=ids))
+
+    def on_checkpoint(self, checkpoint: CheckpointStored) -> list[str]:
+        """The episodes that are settled from now on."""
+        surviving = surviving_steps(self._lineages)
+        if not survives(surviving, checkpoint.lineage, checkpoint.step):
+            return []
+        covered = [step for step in self._steps if self._covers(checkpoint, step, surviving)]
+        self._steps = [step for step in self._steps if step not in covered]
+        return [episode for step in covered for episode in step.episodes]
+
+    def _covers(self, checkpoint: CheckpointStored, step: _Step, surviving: dict[str, float]) -> bool:
+        return step.step <= checkpoint.step and survives(surviving, step.lineage, step.step)
+
+
+class Retention:
+    """Enter every entry of the log in order; memory grows with the episodes that are not settled."""
+
+    def __init__(self) -> None:
+        self._first_content: dict[str, int] = {}
+        self._training: dict[str, _Training] = {}
+
+    def __len__(self) -> int:
+        """Episodes that are requested and not settled."""
+        return len(self._first_content)
+
+    def enter(self, sequence: int, subject: str, message: Message | None) -> None:
+        """One entry; ``message`` is needed for requests, results and training entries only."""
+        tokens = subject.split(".")
+        if tokens[2] in CONTENT:
+            if self._first_content.get(tokens[-1]) == 0:
+                self._first_content[tokens[-1]] = sequence
+            return
+        match message:
+            case EpisodeRequested():
+                self._first_content.setdefault(message.episode_id, 0)
+            case EpisodeFinished(split="eval"):
+                self._first_content.pop(message.episode_id, None)
+            case LineageStarted() if tokens[2] == "train":
+                self._book(tokens[-1]).on_lineage(message)
+            case StepTrained():
+                self._book(tokens[-1]).on_step(message)
+            case CheckpointStored():
+                for episode in self._book(tokens[-1]).on_checkpoint(message):
+                    self._first_content.pop(episode, None)
+
+    def is_settled(self, subject: str) -> bool:
+        """True if an entry on this subject of an episode is needed by nobody: it is settled, or was never requested."""
+        return subject.rpartition(".")[2] not in self._first_content
+
+    def limit(self, last_sequence: int) -> int:
+        """The last sequence, up to ``last_sequence``, before any content that is needed."""
+        return min((first - 1 for first in self._first_content.values() if first), default=last_sequence)
+
+    def _book(self, name: str) -> _Training:
+        return self._training.setdefault(name, _Training())

@@ -1,0 +1,239 @@
+"""Tool calls in the policy's text: `<tool_call>{"name": "...", "arguments": {...}}</tool_call>`. Pure, and it never raises.
+
+Two readings. The default one takes what can be taken: JSON is decoded from the tag on, missing closers are added, usual
+aliases are understood, every call is listed. The strict one accepts exactly what Fleet's SkyRL parser accepts, oddities
+included, for comparing with policies that were trained there. A caller executes the first call and reports the others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from schemas import ToolCall
+
+TAGS = ("tool_call", "function_call")
+MAX_CALLS = 64
+"""Most calls that are read from one text."""
+MAX_DEPTH = 64
+"""Deepest nesting of arguments."""
+
+_OPENING = re.compile(r"<(tool_call|function_call)>", re.IGNORECASE)
+_BEFORE_JSON = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_AFTER_JSON = re.compile(r"[\s}\]`]*</(?:tool_call|function_call)>", re.IGNORECASE)
+_CLOSING = re.compile(r"</(?:tool_call|function_call)>|<\|", re.IGNORECASE)
+_DONE = re.compile(r"<done>|\[done\]", re.IGNORECASE)
+_STRUCTURE = re.compile(r'[{}\[\]]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+"""Brackets outside of strings, and whole strings, so that brackets inside them don't count; the last may be cut."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_CLOSERS = 8
+
+
+class ParsedText(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls in a text, in order, and one line for each thing that looked like a call and was none."""
+
+    calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    @property
+    def call(self) -> ToolCall | None:
+        """The call that is executed: the first."""
+        return self.calls[0] if self.calls else None
+
+
+class _Block(msgspec.Struct, frozen=True):
+    """One tagged stretch ``[start, stop)`` of the text and what was in it."""
+
+    start: int
+    stop: int
+    call: ToolCall | None
+    error: str = ""
+
+
+def parse_tool_calls(text: str, *, strict: bool = False) -> ParsedText:
+    """The tool calls in ``text``; ``strict`` reads at most one, as the reference does, without checking its types."""
+    if strict:
+        call = _strict_call(text)
+        return ParsedText(calls=() if call is None else (call,))
+    blocks = list(_blocks(text))
+    return ParsedText(
+        calls=tuple(block.call for block in blocks if block.call is not None),
+        errors=tuple(block.error for block in blocks if block.call is None),
+    )
+
+
+def is_done(text: str) -> bool:
+    """Whether the text says that the episode is over: ``<done>`` or ``[done]`` anywhere, in any case."""
+    return _DONE.search(text) is not None
+
+
+def final_answer(text: str) -> str:
+    """What remains of the text without tool calls and end marks."""
+    kept, position = [], 0
+    for block in _blocks(text):
+        kept.append(text[position : block.start])
+        position = block.stop
+    kept.append(text[position:])
+    return _DONE.sub("", "".join(kept)).strip()
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    opening = _OPENING.search(text)
+    count = 0
+    while opening is not None and count < MAX_CALLS:
+        block = _read_block(text, opening.start(), opening.end())
+        yield block
+        count += 1
+        opening = _OPENING.search(text, block.stop)
+
+
+def _read_block(text: str, start: int, after_tag: int) -> _Block:
+    skipped = _BEFORE_JSON.match(text, after_tag)
+    begin = skipped.end() if skipped else after_tag
+    value, stop, error = _decode(text, begin)
+    if error:
+        return _Block(start, stop, None, error)
+    closing = _AFTER_JSON.match(text, stop)
+    if closing:
+        stop = closing.end()
+    try:
+        return _Block(start, stop, _checked_call(value))
+    except ValueError as problem:
+        return _Block(start, stop, None, str(problem))
+
+
+def _decode(text: str, begin: int) -> tuple[Any, int, str]:
+    """The JSON value at ``begin``, where it ends, and what was wrong with it."""
+    try:
+        value, stop = _decoder.raw_decode(text, begin)
+    except (ValueError, RecursionError) as problem:
+        limit, stop = _extent(text, begin)
+        body = text[begin:limit].rstrip().rstrip("`")
+        balanced = _balanced(body)
+        if balanced is not None:
+            try:
+                return _decoder.decode(balanced), stop, ""
+            except (ValueError, RecursionError):
+                pass
+        return None, stop, f"not JSON: {problem}"
+    return value, stop, ""
+
+
+def _extent(text: str, begin: int) -> tuple[int, int]:
+    """Where the body of a block that is no complete JSON ends, and where reading goes on after it."""
+    closing = _CLOSING.search(text, begin)
+    following = _OPENING.search(text, begin)
+    end_of_text = len(text)
+    if following is not None and (closing is None or following.start() < closing.start()):
+        return following.start(), following.start()
+    if closing is None:
+        return end_of_text, end_of_text
+    return closing.start(), closing.start() if closing.group() == "<|" else closing.end()
+
+
+def _balanced(body: str) -> str | None:
+    """``body`` with the brackets that it lacks, or None if a string is cut, nothing is lacking, or too much."""
+    pieces: list[str] = []
+    closers: list[str] = []
+    added = position = 0
+    for token in _STRUCTURE.finditer(body):
+        character = token.group()
+        if character in "{[":
+            closers.append("}" if character == "{" else "]")
+            if len(closers) > MAX_DEPTH:
+                return None
+        elif character in "}]":
+            while closers and closers[-1] != character:
+                pieces += (body[position : token.start()], closers.pop())
+                position = token.start()
+                added += 1
+            if closers:
+                closers.pop()
+        elif len(character) == 1 or not character.endswith('"'):
+            return None
+    added += len(closers)
+    if not 0 < added <= _MAX_CLOSERS:
+        return None
+    return "".join((*pieces, body[position:], *reversed(closers)))
+
+
+def _checked_call(value: Any) -> ToolCall:
+    if not isinstance(value, dict):
+        raise ValueError("a tool call must be a JSON object")
+    name = value.get("name") or value.get("tool")
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError("a tool call needs a name")
+    given = (value.get(key) for key in ("arguments", "params", "parameters", "input"))
+    arguments: Any = next((candidate for candidate in given if candidate), {})
+    if isinstance(arguments, str):
+        try:
+            arguments = _decoder.decode(arguments)
+        except (ValueError, RecursionError):
+            raise ValueError("arguments must be a JSON object") from None
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be a JSON object")
+    return ToolCall(name=_portable_text(name.strip()), arguments=_portable(arguments, MAX_DEPTH))
+
+
+def _portable(value: Any, depth: int) -> Any:
+    """``value`` as msgpack can carry it: lone surrogates replaced, nesting bounded (`ValueError` beyond)."""
+    if isinstance(value, str):
+        return _portable_text(value)
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        raise ValueError(f"arguments are nested deeper than {MAX_DEPTH}")
+    if isinstance(value, list):
+        return [_portable(item, depth - 1) for item in value]
+    return {_portable_text(key): _portable(item, depth - 1) for key, item in value.items()}
+
+
+def _portable_text(text: str) -> str:
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def _integer(digits: str) -> int | float:
+    """An integer that fits 64 bits, else a float as most JSON readers make of it; `ValueError` if it exceeds that too."""
+    if len(digits) <= 18:
+        return int(digits)
+    if len(digits) > 300:
+        raise ValueError("number out of range")
+    value = int(digits)
+    return value if -(1 << 63) <= value < 1 << 64 else float(value)
+
+
+_decoder = json.JSONDecoder(parse_int=_integer)
+
+
+def _strict_call(text: str) -> ToolCall | None:
+    for tag in TAGS:
+        value = _strict_value(_strict_body(text, tag))
+        if not isinstance(value, dict):
+            continue
+        name = value.get("name") or value.get("tool")
+        if name:
+            # As in the reference: falsy arguments fall through to `params`, whatever that is.
+            return ToolCall(name=name, arguments=value.get("arguments") or value.get("params", {}))
+    return None
+
+
+def _strict_body(text: str, tag: str) -> str:
+    """What stands between the first opening tag and the first end after it: its closing tag, else ``<|``, else the end."""
+    _, opening, rest = text.partition(f"<{tag}>")
+    if not opening:
+        return ""
+    body, closing, _ = rest.partition(f"</{tag}>")
+    return (body if closing else rest.partition("<|")[0]).strip()
+
+
+def _strict_value(body: str) -> Any:
+    for closers in ("", "}", "}}", "}}}"):
+        try:
+            return json.loads(body + closers)
+        except (ValueError, RecursionError):
+            continue
+    return None

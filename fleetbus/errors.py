@@ -1,0 +1,55 @@
+"""The tree of errors. A subclass says which boundary failed and what the caller should do.
+
+FleetbusError
+├── UserError                 bad input: one line that says what to do; the command line exits with 2
+└── BusError                  the bus did not do what it was asked
+    ├── SequenceConflict      compare-and-set refused: somebody else wrote; read the subject back
+    ├── PublishUnanswered     no ack within the time limit: stored or not, nobody knows; read back or repeat the same id
+    ├── LogFull               the log has no room: wait, or archive
+    ├── NoResponders          nobody serves that subject
+    ├── RequestUnanswered     somebody serves it and did not answer in time
+    └── BusClosed             the connection is gone for good
+"""
+
+from __future__ import annotations
+
+
+class FleetbusError(Exception):
+    """Base of every error that fleetbus raises on purpose."""
+
+
+class UserError(FleetbusError):
+    """Bad input. The message is one line that names what is wrong and what to do."""
+
+
+class BusError(FleetbusError):
+    """The bus did not do what it was asked."""
+
+
+class SequenceConflict(BusError):
+    """A compare-and-set was refused: the last sequence on the subject is not the expected one."""
+
+    def __init__(self, subject: str, expected: int) -> None:
+        super().__init__(f"{subject}: the last sequence is not {expected}")
+        self.subject = subject
+        self.expected = expected
+
+
+class PublishUnanswered(BusError):
+    """No acknowledgement within the time limit: the message may be stored or not."""
+
+
+class LogFull(BusError):
+    """The log has reached its limit and refuses messages until there is room."""
+
+
+class NoResponders(BusError):
+    """Nobody serves the subject of a request."""
+
+
+class RequestUnanswered(BusError):
+    """A request was not answered in time."""
+
+
+class BusClosed(BusError):
+    """The connection is closed for good; nothing more can be sent or received."""

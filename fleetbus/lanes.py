@@ -1,0 +1,93 @@
+"""Lanes: a worker claims a free one of its role by compare-and-set and renews it (DESIGN §6).
+
+A lane whose lease ran out is free, whoever held it. A worker that finds its lane taken has been replaced and stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from fleetbus.bus.base import Bus
+from fleetbus.errors import BusError, FleetbusError, PublishUnanswered, SequenceConflict
+from schemas import LaneLease, MalformedMessage, Subjects, decode, encode
+
+LEASE_SECONDS = 10.0
+
+
+class LaneLost(FleetbusError):
+    """Another worker holds this worker's lane: it was taken for dead and replaced."""
+
+
+class NoLaneFree(FleetbusError):
+    """Every declared lane of the role is held by a living worker."""
+
+
+class Lane(msgspec.Struct, kw_only=True):
+    """A lane that this worker holds. ``sequence`` is the last renewal."""
+
+    name: str
+    subject: str
+    lease: LaneLease
+    sequence: int
+
+    async def renew(self, bus: Bus) -> None:
+        """Extend the lease; raises `LaneLost` when somebody else wrote, keeps quiet while the bus does not answer."""
+        try:
+            published = await bus.publish(self.subject, encode(self.lease), expected_last=self.sequence, timeout=2.0)
+            self.sequence = published.sequence
+        except SequenceConflict as conflict:
+            await self._check(bus, conflict)
+        except BusError:
+            return
+
+    async def _check(self, bus: Bus, conflict: SequenceConflict) -> None:
+        """A conflict may be one's own unanswered renewal."""
+        stored = await bus.last(self.subject)
+        if stored is None or stored.payload != encode(self.lease):
+            raise LaneLost(f"lane {self.name} is held by another worker") from conflict
+        self.sequence = stored.sequence
+
+    async def release(self, bus: Bus) -> None:
+        """Make the lane free at once; harmless when it is lost already."""
+        free = LaneLease(worker="", nonce="", lease_seconds=0)
+        try:
+            await bus.publish(self.subject, encode(free), expected_last=self.sequence, timeout=2.0)
+        except BusError:
+            return
+
+
+def _is_free(payload: bytes, time_ns: int, now_ns: int, subject: str) -> bool:
+    try:
+        lease = decode(LaneLease, payload, subject=subject)
+    except MalformedMessage:
+        return True
+    return not lease.worker or now_ns > time_ns + int(lease.lease_seconds * 1e9)
+
+
+async def claim_lane(
+    bus: Bus, subjects: Subjects, *, role: str, names: Sequence[str], worker: str, nonce: str, wait_seconds: float = 30.0
+) -> Lane:
+    """The first free lane of ``names``; waits up to ``wait_seconds`` for one, then raises `NoLaneFree`."""
+    lease = LaneLease(worker=worker, nonce=nonce, lease_seconds=LEASE_SECONDS)
+    with anyio.move_on_after(wait_seconds):
+        while True:
+            for name in names:
+                lane = await _try_claim(bus, subjects.lane(role, name), name, lease)
+                if lane is not None:
+                    return lane
+            await anyio.sleep(1.0)
+    raise NoLaneFree(f"all {len(names)} {role} lanes are held: raise nats.lanes, or stop a worker")
+
+
+async def _try_claim(bus: Bus, subject: str, name: str, lease: LaneLease) -> Lane | None:
+    stored = await bus.last(subject)
+    if stored is not None and not _is_free(stored.payload, stored.time_ns, bus.now_ns(), subject):
+        return None
+    try:
+        published = await bus.publish(subject, encode(lease), expected_last=stored.sequence if stored else 0, timeout=5.0)
+    except (SequenceConflict, PublishUnanswered):
+        return None
+    return Lane(name=name, subject=subject, lease=lease, sequence=published.sequence)

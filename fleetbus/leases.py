@@ -1,0 +1,47 @@
+"""Keeps deliveries ours while they are worked on: one timer per worker extends them all (delivery rule 5).
+
+Compute never runs on the event loop, so nothing here can be held up by it.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from fleetbus.bus.base import Delivery
+
+
+class Leases:
+    """Deliveries in work, by the key that their handler chose."""
+
+    def __init__(self, interval_seconds: float) -> None:
+        self._interval_seconds = interval_seconds
+        self._held: dict[str, Delivery] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self._held)
+
+    def hold(self, key: str, delivery: Delivery) -> None:
+        """Extend this delivery from now on, instead of an earlier one with the same key."""
+        self._held[key] = delivery
+
+    def get(self, key: str) -> Delivery | None:
+        """The newest delivery of that key, still held."""
+        return self._held.get(key)
+
+    def take(self, key: str) -> Delivery | None:
+        """The newest delivery of that key, which is no longer extended."""
+        return self._held.pop(key, None)
+
+    async def run(self) -> None:
+        """Extend everything held, for ever."""
+        while True:
+            await anyio.sleep(self._interval_seconds)
+            for delivery in tuple(self._held.values()):
+                await delivery.extend()

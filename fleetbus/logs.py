@@ -1,0 +1,113 @@
+"""Structured logs of one process: lines for people or JSON, on standard error or in a file, without secrets.
+
+Set up once per process with `configure_logs`; what happens inside a session is bound with `bound` and travels along with the
+task. Log calls take an event and keywords, never a formatted sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import structlog
+
+from fleetbus.config.load import without_credentials
+from fleetbus.config.settings import LogSettings
+
+REDACTED = "[redacted]"
+
+SECRET_WORDS = (
+    "api_key",
+    "apikey",
+    "authorization",
+    "cookie",
+    "credential",
+    "password",
+    "passwd",
+    "private_key",
+    "secret",
+    "seed",
+)
+"""A key that contains one of these, or ends in ``token``, names a secret if its value is text."""
+
+_NKEY_SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
+
+Processors = list[structlog.typing.Processor]
+
+
+def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bound_values: Any) -> None:
+    """Log to ``stream`` (standard error unless given); ``bound_values`` (run, role, worker) stand in every line.
+
+    Colours only on a terminal. Libraries that use `logging` come out in the same format, from warnings up.
+    """
+    target = stream or sys.stderr
+    rendering = _rendering(settings, colours=target.isatty())
+    context: Processors = [structlog.contextvars.merge_contextvars, structlog.processors.TimeStamper(fmt="iso", utc=True)]
+    structlog.configure(
+        processors=[*context, structlog.processors.add_log_level, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(settings.level),
+        logger_factory=structlog.PrintLoggerFactory(target),
+        cache_logger_on_first_use=False,
+    )
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(**bound_values)
+    _configure_libraries(target, [*context, structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name], rendering)
+
+
+def _rendering(settings: LogSettings, *, colours: bool) -> Processors:
+    """Exceptions become text before secrets are redacted, so that theirs are too; locals are never shown."""
+    if settings.format == "json":
+        exceptions = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+        return [exceptions, redact_secrets, structlog.processors.JSONRenderer(default=repr)]
+    console = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
+    return [structlog.processors.format_exc_info, redact_secrets, console]
+
+
+def _configure_libraries(target: TextIO, context: Processors, rendering: Processors) -> None:
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=context,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+
+
+@contextmanager
+def bound(**values: Any) -> Iterator[None]:
+    """Bind run, role, worker, episode, attempt or turn to every line that this task logs inside the block."""
+    with structlog.contextvars.bound_contextvars(**values):
+        yield
+
+
+def redact_secrets(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A structlog processor: values of secret keys, credentials in URLs and nkey seeds become ``[redacted]``, at any depth."""
+    return {key: _clean(key, value) for key, value in event.items()}
+
+
+def _clean(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _clean(str(name), item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(key, item) for item in value]
+    if isinstance(value, bytes):
+        return REDACTED if _is_secret(key) else value
+    if not isinstance(value, str):
+        return value
+    return REDACTED if _is_secret(key) and value else _clean_text(value)
+
+
+def _is_secret(key: str) -> bool:
+    lowered = key.lower().replace("-", "_")
+    return lowered.endswith("token") or any(word in lowered for word in SECRET_WORDS)
+
+
+def _clean_text(text: str) -> str:
+    return _NKEY_SEED.sub(REDACTED, without_credentials(text) if "://" in text else text)

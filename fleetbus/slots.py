@@ -1,0 +1,61 @@
+"""Slots: every delivery is worked on in a task of its own, and no more are pulled than slots are free (DESIGN §6)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from fleetbus.bus.base import Bus, Delivery, Subscription
+from fleetbus.errors import BusClosed, BusError
+
+log = structlog.get_logger()
+
+
+class Slots:
+    """The slots of one worker. ``work`` handles one delivery to its end; what it leaves un-acked comes again."""
+
+    def __init__(self, bus: Bus, work: Callable[[Delivery], Awaitable[None]]) -> None:
+        self._bus = bus
+        self._work = work
+        self._freed = anyio.Event()
+        self._pulling = True
+        self.in_flight = 0
+
+    async def run(self, sources: dict[str, int], drain: anyio.Event, working: TaskGroup) -> None:
+        """Pull from each consumer into its share of slots until ``drain`` is set; what was pulled goes on in ``working``."""
+        async with anyio.create_task_group() as pulling:
+            for consumer, slots in sources.items():
+                pulling.start_soon(self._pull, consumer, slots, working)
+            await drain.wait()
+            self._pulling = False
+            pulling.cancel_scope.cancel()
+
+    async def all_free(self) -> None:
+        """Return when nothing is in work."""
+        while self.in_flight:
+            self._freed = anyio.Event()
+            await self._freed.wait()
+
+    async def _pull(self, consumer: str, slots: int, working: TaskGroup) -> None:
+        async with self._bus.pull(consumer, credits=slots) as subscription:
+            while True:
+                delivery = await subscription.receive()
+                self.in_flight += 1
+                working.start_soon(self._fill, delivery, subscription)
+
+    async def _fill(self, delivery: Delivery, subscription: Subscription) -> None:
+        """One delivery, one slot, one task (so log context needs no unbinding); the slot is free again when this returns."""
+        try:
+            await self._work(delivery)
+        except BusClosed:
+            raise
+        except BusError as error:
+            log.warning("delivery left to its lease", subject=delivery.message.subject, reason=str(error))
+        finally:
+            self.in_flight -= 1
+            self._freed.set()
+            if self._pulling:
+                subscription.grant(1)

@@ -1,0 +1,188 @@
+"""Tasks files: the JSON format of Fleet, read with errors that a person can act on, and written.
+
+A list of objects, or an object whose ``tasks`` is such a list. Names as Fleet exports them are understood (see `Task`); every
+field that has no meaning here goes into the task's ``config``, where its environment finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.errors import UserError
+from schemas import MAX_INLINE_BYTES, Task
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "key": ("key", "task_key"),
+    "prompt": ("prompt",),
+    "env": ("env_key", "env_id"),
+    "version": ("env_version", "version"),
+    "modality": ("task_modality",),
+    "env_variables": ("env_variables",),
+    "verifier": ("verifier_code", "verifier_func"),
+    "seed": ("seed",),
+    "config": ("config",),
+}
+"""Field of a Task: its names in the file, the one that wins first."""
+
+_KNOWN = frozenset(name for names in _NAMES.values() for name in names)
+
+
+def load_tasks(path: str | os.PathLike[str]) -> list[Task]:
+    """The tasks in a file, in its order. Raises `UserError` with one line that names the file, the place and the remedy."""
+    file = Path(path).expanduser()
+    entries = _entries(file, _read(file))
+    tasks = [_task(file, position, entry) for position, entry in enumerate(entries, 1)]
+    _check_unique(file, tasks)
+    return tasks
+
+
+def dump_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
+    """Write a tasks file that `load_tasks` reads back as the same tasks."""
+    text = json.dumps({"tasks": [_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
+    Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
+
+
+def _read(file: Path) -> Any:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{file}: there is no such file; give the path of a tasks file") from None
+    except IsADirectoryError:
+        raise UserError(f"{file}: is a folder; give the path of a tasks file in it") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise UserError(f'{file}: is empty; it must hold {{"tasks": [...]}}')
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
+
+
+def _entries(file: Path, content: Any) -> Sequence[Any]:
+    if isinstance(content, dict):
+        if "tasks" not in content:
+            raise UserError(f'{file}: has no "tasks"; it must be a list of tasks or an object with a list "tasks"')
+        content = content["tasks"]
+    if not isinstance(content, list):
+        raise UserError(f'{file}: holds {_kind(content)}; it must be a list of tasks or an object with a list "tasks"')
+    if not content:
+        raise UserError(f"{file}: holds no tasks; add at least one")
+    return content
+
+
+def _task(file: Path, position: int, entry: Any) -> Task:
+    if not isinstance(entry, dict):
+        raise UserError(f'{file}: task {position} is {_kind(entry)}; it must be an object with "key" and "prompt"')
+    key = _first(entry, "key")
+    if not isinstance(key, str) or not key:
+        raise UserError(f'{file}: task {position} has no key; add "key": a text that is unique in the file')
+    place = f"{file}: task {position} ({key})"
+    task = Task(
+        key=key,
+        prompt=_prompt(place, entry.get("prompt")),
+        env=_text(place, entry, "env"),
+        version=_text(place, entry, "version"),
+        modality=_text(place, entry, "modality") or "tool_use",
+        env_variables=_object(place, entry, "env_variables"),
+        verifier=_text(place, entry, "verifier") or None,
+        seed=_seed(place, entry.get("seed")),
+        config=_object(place, entry, "config") | {name: value for name, value in entry.items() if name not in _KNOWN},
+    )
+    _check_size(place, task)
+    return task
+
+
+def _first(entry: dict[str, Any], field: str) -> Any:
+    return next((entry[name] for name in _NAMES[field] if entry.get(name)), None)
+
+
+def _prompt(place: str, prompt: Any) -> str:
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(f'{place} has no prompt; add "prompt": what the policy is asked to do')
+    return prompt
+
+
+def _text(place: str, entry: dict[str, Any], field: str) -> str:
+    value = _first(entry, field)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {_used(entry, field)} is {_kind(value)}; it must be text")
+    return value
+
+
+def _object(place: str, entry: dict[str, Any], field: str) -> dict[str, Any]:
+    """An object, or one as JSON text (Fleet's parquet files have it so)."""
+    value = _first(entry, field)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise UserError(f"{place}: {_used(entry, field)} is text that is not JSON; make it an object") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: {_used(entry, field)} is {_kind(value)}; it must be an object")
+    return value
+
+
+def _seed(place: str, seed: Any) -> int | None:
+    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool)):
+        return seed
+    raise UserError(f"{place}: seed is {_kind(seed)}; it must be a whole number")
+
+
+def _used(entry: dict[str, Any], field: str) -> str:
+    return next(name for name in _NAMES[field] if entry.get(name))
+
+
+def _check_size(place: str, task: Task) -> None:
+    """A task travels inside a message, so what it holds must fit in there."""
+    try:
+        size = len(msgspec.msgpack.encode(task))
+    except (OverflowError, UnicodeEncodeError, RecursionError, TypeError) as error:
+        raise UserError(f"{place} cannot be sent: {error}; change the value") from None
+    if size > MAX_INLINE_BYTES:
+        raise UserError(f"{place} has {size} bytes; {MAX_INLINE_BYTES} at most can be sent: shorten it")
+
+
+def _check_unique(file: Path, tasks: Sequence[Task]) -> None:
+    positions: dict[str, int] = {}
+    for position, task in enumerate(tasks, 1):
+        first = positions.setdefault(task.key, position)
+        if first != position:
+            raise UserError(f"{file}: tasks {first} and {position} have the same key ({task.key}); rename one")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _entry(task: Task) -> dict[str, Any]:
+    clashing = {name: value for name, value in task.config.items() if name in _KNOWN}
+    entry = {
+        "key": task.key,
+        "prompt": task.prompt,
+        "env_id": task.env,
+        "version": task.version,
+        "task_modality": task.modality,
+        "env_variables": task.env_variables,
+        "verifier_code": task.verifier,
+        "seed": task.seed,
+        "config": clashing,
+    }
+    return {name: value for name, value in entry.items() if value not in (None, "", {})} | {
+        name: value for name, value in task.config.items() if name not in _KNOWN
+    }

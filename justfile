@@ -1,0 +1,54 @@
+# Recipes for developers; every line is a plain command, so `just` itself is optional.
+
+# Show the recipes
+default:
+    @just --list --unsorted
+
+# Create .venv with everything that development needs
+setup:
+    python3 -m venv .venv
+    .venv/bin/pip install -q -c constraints.txt -e '.[dev]'
+
+# All checks without tests: lint, format, types, layers, spelling
+check: types layers
+    .venv/bin/ruff check
+    .venv/bin/ruff format --check
+    .venv/bin/codespell
+
+# Sort imports, mend what can be mended, format
+fmt:
+    .venv/bin/ruff check --fix
+    .venv/bin/ruff format
+
+# Type-check the packages, strictly
+types:
+    .venv/bin/mypy
+
+# Check which layer imports which
+layers:
+    .venv/bin/lint-imports
+
+# Tests that take seconds; arguments go to pytest: `just test -k tokens`
+test *arguments:
+    .venv/bin/pytest -q -m "not slow and not chaos" {{arguments}}
+
+# Tests that take minutes
+test-slow *arguments:
+    .venv/bin/pytest -q -m slow {{arguments}}
+
+# Real processes killed and paused: a minute of it as a test, then two minutes and their figures per seed: `just chaos 1 2 3`
+chaos *seeds="1":
+    .venv/bin/pytest -q -m chaos
+    for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --json --seed "$seed" || exit 1; done
+
+# One benchmark by name, figures printed: `just bench bus`
+bench name *arguments:
+    .venv/bin/python benchmarks/{{name}}.py {{arguments}}
+
+# Add golden bytes and defaults of new messages and fields; never changes what is there
+golden:
+    .venv/bin/python tests/contract/golden/add.py
+
+# Exactly what the continuous integration runs
+ci:
+    bash .ci/run

@@ -1,0 +1,112 @@
+"""The contract: every message that travels between workers, and every subject that it travels on. Needs msgspec alone."""
+
+from schemas.action import Action, FinishReason, VersionSpan
+from schemas.chat import ChatMessage, Image, Text, ToolCall, ToolSpec
+from schemas.episode import (
+    GRADED,
+    ActionReference,
+    AttemptReleased,
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodeRequested,
+    Outcome,
+    SamplingSettings,
+    Split,
+    Task,
+)
+from schemas.lifecycle import (
+    ControlAnswered,
+    ControlRequested,
+    Heartbeat,
+    LaneLease,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerRole,
+    WorkerStarted,
+    WorkerStopped,
+)
+from schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, MalformedMessage, Message, decode, encode
+from schemas.observation import Observation
+from schemas.policy import PolicyPublished, TensorEntry
+from schemas.subjects import ANY_LANE, BadName, Subjects
+from schemas.training import (
+    CheckpointStored,
+    EvaluationFinished,
+    Exclusion,
+    LineageStarted,
+    StepTrained,
+    TrainingFinished,
+)
+
+MESSAGES: tuple[type[Message], ...] = (
+    EpisodeRequested,
+    AttemptStarted,
+    AttemptReleased,
+    Observation,
+    Action,
+    EpisodeFinished,
+    PolicyPublished,
+    LineageStarted,
+    StepTrained,
+    CheckpointStored,
+    EvaluationFinished,
+    TrainingFinished,
+    WorkerStarted,
+    WorkerDraining,
+    WorkerStopped,
+    WorkerFailed,
+    Heartbeat,
+    LaneLease,
+    ControlRequested,
+    ControlAnswered,
+)
+"""Every message type, in the order of an episode's life; golden bytes and JSON Schema are made from this tuple."""
+
+__all__ = [
+    "ANY_LANE",
+    "GRADED",
+    "MAX_INLINE_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "MESSAGES",
+    "Action",
+    "ActionReference",
+    "AttemptReleased",
+    "AttemptStarted",
+    "BadName",
+    "ChatMessage",
+    "CheckpointStored",
+    "ControlAnswered",
+    "ControlRequested",
+    "EpisodeFinished",
+    "EpisodeRequested",
+    "EvaluationFinished",
+    "Exclusion",
+    "FinishReason",
+    "Heartbeat",
+    "Image",
+    "LaneLease",
+    "LineageStarted",
+    "MalformedMessage",
+    "Message",
+    "Observation",
+    "Outcome",
+    "PolicyPublished",
+    "SamplingSettings",
+    "Split",
+    "StepTrained",
+    "Subjects",
+    "Task",
+    "TensorEntry",
+    "Text",
+    "ToolCall",
+    "ToolSpec",
+    "TrainingFinished",
+    "VersionSpan",
+    "WorkerDraining",
+    "WorkerFailed",
+    "WorkerRole",
+    "WorkerStarted",
+    "WorkerStopped",
+    "decode",
+    "encode",
+]

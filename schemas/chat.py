@@ -1,0 +1,52 @@
+"""Chat content: messages, tool calls, tool descriptions. Parts of messages, never published alone."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of the parts of a message that is more than text."""
+
+
+class Text(Part, frozen=True, kw_only=True):
+    """A run of text between images; if it is too long to travel, ``text`` is empty and ``object`` the SHA-256 (hex) of its
+    UTF-8 bytes in the run's object bucket."""
+
+    text: str
+    object: str = ""
+
+
+class Image(Part, frozen=True, kw_only=True):
+    """An image by reference: ``object`` is the SHA-256 (hex) of its bytes in the run's object bucket."""
+
+    object: str
+    media_type: str = "image/png"
+    width: int = 0
+    height: int = 0
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call that the policy asked for, parsed from its text."""
+
+    name: str
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool as the policy sees it; ``parameters`` is the JSON Schema of its arguments."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message of a conversation: plain text, or text and images in order."""
+
+    role: Role
+    content: str | tuple[Text | Image, ...] = ""

@@ -1,0 +1,88 @@
+"""The base of every message, and the only place where messages become bytes and bytes become messages.
+
+Wire format: msgpack maps with the class name under ``type``. Compatibility rule: fields are only ever added, always with a
+default that never changes; unknown fields are ignored. `decode` raises one typed error, `MalformedMessage`, whatever is wrong.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import TypeVar
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 1 << 20
+"""Largest payload that is encoded or decoded, in bytes: the default ``max_payload`` of nats-server."""
+
+MAX_INLINE_BYTES = 256 << 10
+"""Largest content, in bytes, that travels inside a message; anything larger travels as a reference."""
+
+MAX_REASON_CHARACTERS = 300
+"""Longest ``reason`` of a `MalformedMessage`."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of everything that travels on the bus: immutable, tagged with its class name."""
+
+
+class MalformedMessage(ValueError):
+    """A payload that is no message: wrong tag, truncated, oversized, or a field of the wrong type.
+
+    ``subject`` is where it was found, ``reason`` one line that says what is wrong.
+    """
+
+    def __init__(self, subject: str, reason: str) -> None:
+        super().__init__(f"malformed message on {subject or '(no subject)'}: {reason}")
+        self.subject = subject
+        self.reason = reason
+
+
+M = TypeVar("M", bound=Message)
+
+
+def _one_line(error: Exception) -> str:
+    """What ``error`` says, as far as it fits a log line: it may quote a whole payload."""
+    printable = "".join(character if character.isprintable() else " " for character in str(error)[:MAX_REASON_CHARACTERS])
+    return printable or type(error).__name__
+
+
+class _Untagged(msgspec.Struct, tag=""):
+    """Added to every decoder's types: msgspec asks for the tag of a union, but not for that of a single type."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[tuple[type[Message], ...], msgspec.msgpack.Decoder[object]] = {}
+
+
+def encode(message: Message, *, subject: str = "") -> bytes:
+    """The msgpack bytes of ``message``. Raises `MalformedMessage` when they exceed `MAX_MESSAGE_BYTES`, or when a value has
+    no bytes: a lone surrogate, an integer over 64 bits, a foreign object, endless nesting."""
+    try:
+        payload = _encoder.encode(message)
+    except (msgspec.EncodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise MalformedMessage(subject, f"{type(message).__name__} cannot be encoded: {_one_line(error)}") from error
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(subject, f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    return payload
+
+
+def decode(expected: type[M], payload: bytes, *, subject: str = "") -> M:
+    """The message of type ``expected`` in ``payload``; raises `MalformedMessage` and nothing else."""
+    return decode_any((expected,), payload, subject=subject)
+
+
+def decode_any(expected: tuple[type[M], ...], payload: bytes, *, subject: str = "") -> M:
+    """The message in ``payload``, of one of the ``expected`` types; raises `MalformedMessage` and nothing else."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(subject, f"{len(payload)} bytes exceed {MAX_MESSAGE_BYTES}")
+    decoder = _decoders.get(expected)
+    if decoder is None:
+        decoder = _decoders[expected] = msgspec.msgpack.Decoder(reduce(or_, expected, _Untagged))
+    try:
+        message = decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError) as error:
+        raise MalformedMessage(subject, _one_line(error)) from error
+    if not isinstance(message, expected):
+        raise MalformedMessage(subject, "the type is empty")
+    return message

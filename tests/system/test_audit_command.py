@@ -1,0 +1,136 @@
+"""The commands audit, cancel and drain against a real server: what they print and how they exit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.streams import plan_run
+from schemas import EpisodeRequested, Exclusion, LineageStarted, Message, StepTrained, Subjects, Task, encode
+from workers.cli.program import run_program
+
+S = Subjects("books")
+
+
+def requested(episode: str) -> tuple[str, Message]:
+    request = EpisodeRequested(
+        episode_id=episode, group_id="g", sample_index=0, split="train", task=Task(key="k"), policy="default", deadline_ns=1
+    )
+    return S.task("default", episode), request
+
+
+def excluded(step: int, episode: str) -> tuple[str, Message]:
+    reasons = (Exclusion(episode_id=episode, reason="stale"),)
+    return S.train("default"), StepTrained(lineage="l1", step=step, version=step, episodes=(), excluded=reasons)
+
+
+LINEAGE = (S.train("default"), LineageStarted(lineage="l1", worker="w"))
+
+
+class Served:
+    """A server with one run, beside the synchronous test."""
+
+    def __init__(self, server: NatsServerProcess, portal: BlockingPortal) -> None:
+        self.url = server.url
+        self._portal = portal
+
+    def put(self, *messages: tuple[str, Message]) -> None:
+        self._portal.call(self._put, messages)
+
+    def trim(self) -> None:
+        self._portal.call(self._trim)
+
+    async def _put(self, messages: tuple[tuple[str, Message], ...]) -> None:
+        async with connect(self.url, run="books") as bus:
+            await bus.declare(plan_run("books", lanes=1))
+            for subject, message in messages:
+                await bus.publish(subject, encode(message))
+
+    async def _trim(self) -> None:
+        async with connect(self.url, run="books") as bus:
+            await bus.purge(S.tasks(), below=1 << 40)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    store = tmp_path / "runs" / "books" / "nats"
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(run_server(store)) as server:
+        yield Served(server, portal)
+
+
+@pytest.fixture
+def program(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    return partial(call, url=served.url)
+
+
+def call(*arguments: str, url: str) -> int:
+    return run_program([*arguments, "--nats", url])
+
+
+def test_books_that_balance_exit_with_0_and_say_so(served: Served, program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served.put(LINEAGE, requested("a"), requested("b"), excluded(1, "a"))
+    assert program("audit", "books") == 0
+    output = capsys.readouterr().out
+    assert "the books balance" in output
+    assert "excluded: stale" in output
+
+
+def test_books_that_do_not_balance_exit_with_1_and_name_the_ids(
+    served: Served, program: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.put(LINEAGE, requested("a"), excluded(1, "a"), excluded(2, "a"))
+    assert program("audit", "books") == 1
+    assert "NOT BALANCED excluded_twice: 1 episodes excluded more than once: a" in capsys.readouterr().out
+    assert program("audit", "books", "--json") == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["balanced"] is False
+    assert {finding["kind"]: finding["ids"] for finding in facts["findings"]}["excluded_twice"] == ["a"]
+    assert facts["books"]["requested"] == 1
+
+
+def test_bad_input_exits_with_2_and_one_line(served: Served, program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program("audit", "elsewhere") == 2
+    assert "the log of run elsewhere cannot be read" in capsys.readouterr().err
+    served.put(requested("a"), requested("b"), LINEAGE)
+    served.trim()
+    assert program("audit", "books") == 2
+    assert "2 entries of the log of run books were trimmed: give --archive" in capsys.readouterr().err
+
+
+def test_a_run_that_nobody_serves_is_audited_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = tmp_path / "runs" / "books" / "nats"
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(run_server(store)) as server:
+        Served(server, portal).put(LINEAGE, requested("a"))
+    assert run_program(["audit", "books", "--run-folder", "runs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["books"]["waiting"] == 1
+
+
+def test_cancel_says_what_became_of_each_episode(served: Served, program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served.put(LINEAGE, requested("a"), requested("b"))
+    assert program("cancel", "a", "--run", "books") == 0
+    assert "a: cancelled by cancel-" in capsys.readouterr().out
+    assert program("cancel", "a", "b", "--run", "books", "--json") == 0
+    states = {each["episode_id"]: each["state"] for each in json.loads(capsys.readouterr().out)}
+    assert states == {"a": "over", "b": "cancelled"}
+    assert program("cancel", "nobody", "--run", "books") == 2
+    assert "nobody: was never requested" in capsys.readouterr().out
+    assert program("cancel", "*", "--run", "books") == 2
+    assert "episode '*' must be" in capsys.readouterr().err
+
+
+def test_drain_knows_who_is_there(served: Served, program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served.put(LINEAGE)
+    assert program("drain", "nobody", "--run", "books") == 2
+    assert "no worker of that name is there" in capsys.readouterr().out

@@ -1,0 +1,171 @@
+"""Cancelling episodes wherever they are - running, waiting, with a dead worker, over - and draining workers by name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run, tasks_consumer
+from fleetbus.cancel import Cancelled, cancel_episode, drain_worker
+from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
+from fleetbus.episodes import read_standing
+from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from workers.environment.scripted import ScriptedEnvironment
+from workers.environment.worker import run_environment
+
+Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
+S = Subjects("run")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def connections(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
+    if request.param == "memory":
+        server = MemoryServer()
+        yield lambda worker: server.connect("run", worker=worker)
+        return
+    async with run_server(tmp_path / "nats") as nats:
+        yield lambda worker: connect(nats.url, run="run", worker=worker)
+
+
+@asynccontextmanager
+async def ready(connections: Connect) -> AsyncIterator[Bus]:
+    with anyio.fail_after(20):
+        async with connections("test") as bus:
+            await bus.declare(plan_run("run", lanes=2))
+            yield bus
+
+
+async def request(bus: Bus, episode: str) -> None:
+    message = EpisodeRequested(
+        episode_id=episode, group_id="g", sample_index=0, split="train", task=Task(key="k"), policy="default",
+        deadline_ns=bus.now_ns() + 60 * 10**9,
+    )  # fmt: skip
+    await bus.publish(S.task("default", episode), encode(message), expected_last=0)
+
+
+async def play(connections: Connect, drain: anyio.Event, name: str = "environment-0") -> None:
+    """An environment worker without any inference worker: whatever it plays waits for an action for ever."""
+    configuration = Configuration(
+        run=RunSettings(name="run"), nats=NatsSettings(lanes=2), limits=LimitSettings(late=0.2, drain=0.1)
+    )
+    async with connections(name) as bus:
+        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=ScriptedEnvironment)
+
+
+async def until(bus: Bus, subject: str) -> None:
+    """Wait for the next entry on a subject."""
+    async with bus.read([subject]) as reader:
+        await reader.receive()
+
+
+async def cancel(bus: Bus, episode: str) -> Cancelled:
+    return await cancel_episode(bus, S, episode, author="operator", close_seconds=5)
+
+
+async def result(bus: Bus, episode: str) -> EpisodeFinished:
+    standing = await read_standing(bus, S, episode)
+    assert standing.result is not None
+    return standing.result
+
+
+async def test_a_running_episode_is_ended_by_the_worker_that_runs_it_and_no_other_is(connections: Connect) -> None:
+    drain = anyio.Event()
+    async with ready(connections) as bus, anyio.create_task_group() as group:
+        group.start_soon(play, connections, drain)
+        for episode in ("a", "b"):
+            await request(bus, episode)
+            await until(bus, S.observation("default", "any", episode))
+        done = await cancel(bus, "a")
+        assert (done.state, done.worker, done.outcome) == ("cancelled", "environment-0", "cancelled")
+        stored = await result(bus, "a")
+        assert (stored.outcome, stored.worker, stored.reward) == ("cancelled", "environment-0", None)
+        assert (await read_standing(bus, S, "b")).result is None
+        drain.set()
+
+
+async def test_an_episode_that_waits_is_closed_and_whoever_gets_its_request_later_plays_nothing(connections: Connect) -> None:
+    drain = anyio.Event()
+    async with ready(connections) as bus, anyio.create_task_group() as group:
+        await request(bus, "a")
+        done = await cancel(bus, "a")
+        assert (done.state, done.worker) == ("cancelled", "operator")
+        group.start_soon(play, connections, drain)
+        floor = 0
+        while floor == 0:  # until the worker has acked the request
+            floor = {each.name: each.ack_floor for each in await bus.consumer_floors()}[tasks_consumer("default")]
+        standing = await read_standing(bus, S, "a")
+        assert (standing.claims, (await result(bus, "a")).outcome) == ((), "cancelled")
+        drain.set()
+
+
+async def test_an_episode_of_a_dead_worker_is_closed_in_the_log(connections: Connect) -> None:
+    async with ready(connections) as bus:
+        await request(bus, "a")
+        claim = AttemptStarted(episode_id="a", attempt=1, worker="dead", nonce="n", lane="e0")
+        await bus.publish(S.episode("a"), encode(claim))
+        assert await cancel(bus, "a") == Cancelled(episode_id="a", state="cancelled", worker="operator", outcome="cancelled")
+        assert (await result(bus, "a")).attempts == 1
+
+
+class Meanwhile:
+    """A bus on which somebody else's claim comes in just before the first publish."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._claimed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    async def publish(self, subject: str, payload: bytes, **options: Any) -> Any:
+        if not self._claimed:
+            self._claimed = True
+            claim = AttemptStarted(episode_id="a", attempt=1, worker="dead", nonce="n", lane="e0")
+            await self._bus.publish(S.episode("a"), encode(claim))
+        return await self._bus.publish(subject, payload, **options)
+
+
+async def test_a_claim_that_comes_in_between_is_cancelled_as_well(connections: Connect) -> None:
+    async with ready(connections) as bus:
+        await request(bus, "a")
+        done = await cancel(Meanwhile(bus), "a")
+        assert done.state == "cancelled"
+        standing = await read_standing(bus, S, "a")
+        assert standing.attempts == 1
+        assert standing.result is not None and standing.result.attempt == 1
+
+
+async def test_cancelling_again_says_that_it_is_over_and_changes_nothing(connections: Connect) -> None:
+    async with ready(connections) as bus:
+        await request(bus, "a")
+        await cancel(bus, "a")
+        before = await bus.last_sequence()
+        assert await cancel(bus, "a") == Cancelled(episode_id="a", state="over", outcome="cancelled")
+        assert (await cancel(bus, "nobody")).state == "unknown"
+        assert await bus.last_sequence() == before
+
+
+async def test_a_worker_drains_when_it_is_told_to_by_name(connections: Connect) -> None:
+    async with ready(connections) as bus:
+        async with anyio.create_task_group() as group:
+            group.start_soon(play, connections, anyio.Event())
+            await until(bus, S.life("environment", "environment-0"))
+            role = None
+            while role is None:  # it is there, and may not serve yet
+                role = await drain_worker(bus, S, "environment-0")
+        assert role == "environment"
+        assert await drain_worker(bus, S, "environment-0") is None

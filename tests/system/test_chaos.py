@@ -1,0 +1,47 @@
+"""Real processes under faults for a minute: the books balance, nothing is lost or trained twice, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+LIMIT_SECONDS = 400
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(LIMIT_SECONDS + 30)
+async def test_a_fleet_of_processes_survives_a_minute_of_faults(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--seed", "1", "--seconds", "40", "--quiet", "20", "--evaluate", "32"]
+    with anyio.fail_after(LIMIT_SECONDS):
+        done = await anyio.run_process([*command, "--folder", str(tmp_path), "--json"], check=False, stderr=None)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout)
+    assert report["audit_balanced"], report["audit_findings"]
+    assert report["without_outcome"] == 0
+    assert report["trained_twice"] == 0
+    assert report["left_behind"] == []
+    assert report["optimizer_steps"] > 0
+    assert set(report["faults"]) == {"environment", "inference", "learner", "server"}
+
+
+async def test_a_chaos_run_that_is_told_to_stop_takes_all_its_processes_along(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--seconds", "0"]
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=None) as process:
+        with anyio.fail_after(30):
+            while len(started := psutil.Process(process.pid).children(recursive=True)) < 6:  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+            process.terminate()
+            assert await process.wait() == 130
+    assert psutil.wait_procs(started, timeout=5)[1] == []

@@ -1,0 +1,80 @@
+"""`fleetbus doctor`: what it finds, and what it makes of what is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fleetbus.bus.nats.server import run_server
+from fleetbus.config.load import load_configuration
+from workers.cli import diagnosis
+from workers.cli.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def test_here_it_finds_all_that_up_needs(tmp_path: Path) -> None:
+    configuration = load_configuration(flags={"run.folder": str(tmp_path)}).configuration
+    findings = {finding.name: finding for finding in diagnose(configuration)}
+    assert [name for name, finding in findings.items() if finding.state == "failed"] == []
+    assert findings["nats-server"].detail.startswith("nats-server: v2.")
+    assert findings["a server of our own"].detail == "answers"
+    assert {"python", "torch build", "cores", "memory", "disk", "run folder", "clock skew"} <= set(findings)
+
+
+def test_json_tells_whether_the_machine_is_ready_as_the_exit_code_does(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "workers.cli", "doctor", "--json", "--nats", "nats://127.0.0.1:1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    answer = json.loads(result.stdout)
+    assert result.returncode == 1 and answer["ready"] is False
+    (failed,) = [finding for finding in answer["findings"] if finding["state"] == "failed"]
+    assert failed["name"] == "server at nats://127.0.0.1:1"
+
+
+def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = diagnosis._version
+    monkeypatch.setattr(diagnosis, "_version", lambda package: None if package in ("mcp", "matplotlib") else real(package))
+    findings = {finding.name: finding for finding in check_packages()}
+    assert findings["fleetbus[environment]"].state == "failed"
+    assert findings["fleetbus[environment]"].detail == "missing mcp: pip install 'fleetbus[environment]'"
+    assert findings["fleetbus[plot]"].state == "warning"
+    assert findings["fleetbus[torch]"].state == "ok"
+
+
+def test_a_folder_that_takes_no_files_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert check_run_folder(tmp_path / "new" / "runs").state == "ok"
+    assert check_run_folder(tmp_path / "file" / "runs").state == "failed"
+
+
+def test_little_memory_or_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(diagnosis, "MINIMUM_MEMORY_BYTES", 1 << 60)
+    monkeypatch.setattr(diagnosis, "MINIMUM_DISK_BYTES", 1 << 60)
+    assert (check_memory().state, check_disk(tmp_path).state) == ("warning", "warning")
+
+
+@pytest.mark.parametrize(("skew", "state"), [(0.0, "ok"), (5.0, "warning"), (-5.0, "warning")])
+async def test_clocks_that_disagree_by_more_than_a_second_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, skew: float, state: str
+) -> None:
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + int(skew * 1e9))
+    findings = {finding.name: finding for finding in await check_bus("", "default")}
+    assert findings["clock skew"].state == state
+
+
+async def test_without_a_stream_of_the_run_the_servers_clock_is_not_known(tmp_path: Path) -> None:
+    async with run_server(tmp_path) as server:
+        findings = {finding.name: finding for finding in await check_bus(server.url, "r9")}
+    assert findings[f"server at {server.url}"].detail == "answers"
+    assert findings["clock skew"].detail == "not known before `fleetbus init --run r9`"

@@ -1,0 +1,509 @@
+"""Episodes over MCP: servers in process and servers that others wrote, over stdio; and what is left when things go wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from mcp.server import MCPServer, Server, ServerRequestContext
+from mcp_types import (
+    CallToolRequestParams,
+    CallToolResult,
+    ImageContent,
+    ListToolsResult,
+    PaginatedRequestParams,
+    TextContent,
+    Tool,
+)
+
+from fleetbus.core.prompts import NO_CALL
+from schemas import Action, Task, ToolCall, encode
+from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command, open_server
+from workers.environment.mcp_connection import Connection, DirectConnection
+from workers.environment.mcp_environment import McpEnvironment
+from workers.environment.specs import environment_factory
+from workers.environment.verifier import VerifierTools
+
+TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_variables={"REGION": "EU"})
+SCHEMA = {"type": "object"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class RecordingGrader:
+    """Stands in for the sandbox: keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        self.given = {"code": code, "final_answer": final_answer, "conversation": conversation, "tools": tools}
+        return Verdict(reward=0.5)
+
+
+class Toolbox:
+    """A server of our own with one tool for everything that can go wrong."""
+
+    def __init__(self) -> None:
+        self.started, self.cancelled, self.closed = anyio.Event(), anyio.Event(), 0
+
+    def serve(self) -> Server[Any]:
+        server = Server[Any]("toolbox", on_list_tools=self._list, on_call_tool=self._call)
+        server.close = self._close  # type: ignore[attr-defined]
+        return server
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    async def _list(self, _: ServerRequestContext[Any], params: PaginatedRequestParams | None) -> ListToolsResult:
+        names = ("echo", "raise") if params is None or params.cursor is None else ("hang", "large", "image", "refuse", "data")
+        return ListToolsResult(
+            tools=[Tool(name=name, input_schema=SCHEMA) for name in names], next_cursor="2" if "echo" in names else None
+        )
+
+    async def _call(self, _: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+        match params.name:
+            case "raise":
+                raise ZeroDivisionError
+            case "hang":
+                self.started.set()
+                try:
+                    await anyio.sleep_forever()
+                finally:
+                    self.cancelled.set()
+            case "large":
+                return CallToolResult(content=[TextContent(text="é" * 10_000_000)])
+            case "image":
+                return CallToolResult(content=[TextContent(text="see"), ImageContent(data="AAAA", mime_type="image/png")])
+            case "refuse":
+                return CallToolResult(content=[TextContent(text="Error: not today")])
+            case "data":
+                return CallToolResult(content=[], structured_content={"x": [1]})
+        return CallToolResult(content=[TextContent(text=json.dumps(params.arguments))])
+
+
+def direct(server: Server[Any]) -> Callable[[Task], Connection]:
+    return lambda _: DirectConnection(server, {})
+
+
+def make_environment(connect: Callable[[Task], Connection], **given: Any) -> McpEnvironment:
+    options: dict[str, Any] = {"grader": RecordingGrader(), "prompt": "compact", **given}
+    return McpEnvironment(connect, **options)
+
+
+@asynccontextmanager
+async def playing(environment: McpEnvironment, task: Task = TASK) -> AsyncIterator[Start]:
+    with anyio.fail_after(20):
+        await environment.open(task)
+        try:
+            yield await environment.reset()
+        finally:
+            await environment.close()
+
+
+def say(text: str) -> Action:
+    return Action(episode_id="e", attempt=1, turn=0, text=text)
+
+
+def call(tool: str, /, **arguments: Any) -> Action:
+    return say("<tool_call>" + json.dumps({"name": tool, "arguments": arguments}) + "</tool_call>")
+
+
+def seen(step: Step) -> str:
+    (message,) = step.messages
+    assert message.role == "user"
+    assert isinstance(message.content, str)
+    assert encode(Action(episode_id="e", attempt=1, turn=0, text=message.content[:1000]))
+    return message.content
+
+
+def children() -> list[psutil.Process]:
+    """Living processes below this one, but for the nats-server that the whole test session shares."""
+    living = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if child.name() != "nats-server"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Processes of other processes end without an event that could be waited for here."""
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def test_every_page_of_tools_is_read_and_told_once() -> None:
+    environment = make_environment(direct(Toolbox().serve()))
+    async with playing(environment) as start:
+        system, user = start.messages
+        assert [message.role for message in start.messages] == ["system", "user"]
+        assert user.content == "Do it."
+        assert all(f'"name": "{name}"' in system.content for name in ("echo", "raise", "hang", "data"))
+        assert start.tools == ()
+
+
+async def test_a_chat_template_is_given_the_tools_instead_of_a_prompt() -> None:
+    async with playing(make_environment(direct(Toolbox().serve()), prompt="template")) as start:
+        assert [message.role for message in start.messages] == ["user"]
+        assert [tool.name for tool in start.tools][:2] == ["echo", "raise"]
+
+
+async def test_the_fleet_prompt_has_date_and_variables() -> None:
+    environment = make_environment(direct(Toolbox().serve()), prompt="fleet", today=lambda: date(2026, 5, 18))
+    async with playing(environment) as start:
+        assert "2026-05-18" in start.messages[0].content
+        assert "- REGION: EU" in start.messages[0].content
+
+
+async def test_observations_say_what_happened() -> None:
+    async with playing(environment := make_environment(direct(Toolbox().serve()))):
+        assert seen(await environment.step(call("echo", x="é"))) == 'Tool result:\n{"x": "\\u00e9"}'
+        assert seen(await environment.step(call("data"))) == 'Tool result:\n{\n  "x": [\n    1\n  ]\n}'
+        assert seen(await environment.step(call("image"))) == "Tool result:\nsee\n[image, image/png, 3 bytes]"
+        assert seen(await environment.step(say("I think."))) == NO_CALL
+        assert seen(await environment.step(say("<tool_call>{'name'}</tool_call>"))) == NO_CALL
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("refuse", "Error: not today"),
+        ("raise", "Error: the tool failed (ZeroDivisionError)"),
+        ("absent", 'Error: unknown tool "absent". Available tools: echo, raise, hang, large, image, refuse, data'),
+    ],
+)
+async def test_a_failing_call_is_an_observation_and_is_counted(tool: str, text: str) -> None:
+    async with playing(environment := make_environment(direct(Toolbox().serve()))):
+        step = await environment.step(call(tool))
+        assert seen(step) == text
+        assert (step.tool_calls, step.tool_errors, step.terminated) == (1, 1, False)
+        assert (await environment.state())["tool_errors"] == 1
+
+
+async def test_only_the_first_call_is_executed_and_the_others_are_reported() -> None:
+    async with playing(environment := make_environment(direct(Toolbox().serve()))):
+        text = call("echo", x=1).text + call("raise").text + call("echo", x=3).text
+        step = await environment.step(say(text))
+        assert seen(step) == 'Tool result:\n{"x": 1}\n(2 further tool calls not executed: one per message.)'
+        assert step.tool_calls == 1
+
+
+async def test_calls_that_the_inference_worker_parsed_are_used() -> None:
+    async with playing(environment := make_environment(direct(Toolbox().serve()))):
+        action = Action(episode_id="e", attempt=1, turn=0, text="", tool_calls=(ToolCall(name="echo", arguments={"y": 2}),))
+        assert seen(await environment.step(action)) == 'Tool result:\n{"y": 2}'
+
+
+async def test_a_large_result_is_cut_with_a_notice() -> None:
+    async with playing(environment := make_environment(direct(Toolbox().serve()), observation_bytes=1000)):
+        text = seen(await environment.step(call("large")))
+        assert 900 < len(text.encode()) <= 1000
+        assert text.endswith("[TRUNCATED - 10000013 chars total]")
+
+
+async def test_nan_and_surrogates_in_arguments_do_no_harm() -> None:
+    async with playing(environment := make_environment(direct(Toolbox().serve()))):
+        text = '<tool_call>{"name": "echo", "arguments": {"x": NaN, "y": "\\ud800"}}</tool_call>'
+        assert seen(await environment.step(say(text))).startswith('Tool result:\n{"x": ')
+
+
+async def test_the_answer_and_the_conversation_reach_the_grader() -> None:
+    environment = make_environment(direct(Toolbox().serve()), grader=(grader := RecordingGrader()))
+    async with playing(environment):
+        await environment.step(call("echo", x=1))
+        step = await environment.step(say("It is 1. <done>"))
+        assert (step.terminated, step.messages) == (True, ())
+        assert await environment.verify() == Verdict(reward=0.5)
+        assert (await environment.call_tool("echo", {"x": 5}), grader.given["final_answer"]) == ('{"x": 5}', "It is 1.")
+        assert [message["role"] for message in grader.given["conversation"]] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+        with pytest.raises(LookupError, match="not today"):
+            await environment.call_tool("refuse", {})
+        with pytest.raises(LookupError, match="no database"):
+            await environment.query("SELECT 1", [])
+
+
+async def test_a_call_beside_the_end_mark_is_executed_before_the_end() -> None:
+    environment = make_environment(direct(Toolbox().serve()), grader=(grader := RecordingGrader()))
+    async with playing(environment):
+        step = await environment.step(say(call("echo", x=1).text + " <done>"))
+        assert (step.terminated, step.tool_calls, step.messages) == (True, 1, ())
+        await environment.verify()
+        assert grader.given["conversation"][-1] == {"role": "user", "content": 'Tool result:\n{"x": 1}'}
+
+
+async def test_an_unfinished_episode_has_no_answer_and_a_task_without_verifier_no_verdict() -> None:
+    environment = make_environment(direct(Toolbox().serve()), grader=(grader := RecordingGrader()))
+    async with playing(environment):
+        await environment.step(say("82"))
+        await environment.verify()
+        assert grader.given["final_answer"] is None
+    async with playing(environment := make_environment(direct(Toolbox().serve())), Task(key="t", prompt="p")):
+        assert (await environment.verify()).reward is None
+
+
+async def test_a_hung_call_is_cancelled_in_the_tool_itself() -> None:
+    toolbox = Toolbox()
+    async with playing(environment := make_environment(direct(toolbox.serve()))):
+        with anyio.move_on_after(0.05) as scope:
+            await environment.step(call("hang"))
+        assert scope.cancelled_caught
+        assert toolbox.cancelled.is_set()
+        assert seen(await environment.step(call("echo"))) == "Tool result:\n{}"
+    assert toolbox.closed == 1
+    await environment.close()
+    assert toolbox.closed == 1
+
+
+async def test_a_server_without_tools_fails_the_episode() -> None:
+    async def nothing(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
+        return ListToolsResult(tools=[])
+
+    environment = make_environment(direct(Server("empty", on_list_tools=nothing)))
+    with pytest.raises(EnvironmentFailed, match="lists no tools"):
+        await environment.open(TASK)
+    await environment.close()
+
+
+async def test_tools_are_asked_for_once_if_the_server_says_that_they_are_fixed() -> None:
+    class Fixed(Server[Any]):
+        tools_are_fixed = True
+
+    asked = 0
+
+    async def count(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
+        nonlocal asked
+        asked += 1
+        return ListToolsResult(tools=[Tool(name="f", input_schema=SCHEMA)])
+
+    for kind, expected in ((Fixed, 1), (Server, 3)):
+        asked, listings = 0, {}  # type: ignore[var-annotated]
+        for _ in range(3):
+            connection = DirectConnection(kind("s", on_list_tools=count), listings)
+            assert [tool.name for tool in await connection.list_tools()] == ["f"]
+        assert asked == expected
+
+
+async def test_a_high_level_server_and_its_lifespan_live_as_long_as_the_episode() -> None:
+    events: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(_: MCPServer[Any]) -> AsyncIterator[None]:
+        async with anyio.create_task_group():
+            events.append("begin")
+            yield
+        events.append("end")
+
+    server = MCPServer("friendly", lifespan=lifespan)
+
+    @server.tool()
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    host = ConnectionHost()
+    async with host.running():
+        environment = make_environment(lambda _: ClientConnection(partial(open_server, server), host))
+        async with playing(environment):
+            assert seen(await environment.step(call("add", a=40, b=2))) == "Tool result:\n42"
+            failed = await environment.step(call("add", a="x"))
+            assert seen(failed).startswith("Error: ")
+            assert events == ["begin"]
+        assert events == ["begin", "end"]
+
+
+def command(*arguments: str) -> str:
+    return "stdio:" + " ".join([sys.executable, *arguments])
+
+
+@asynccontextmanager
+async def playing_spec(spec: str) -> AsyncIterator[McpEnvironment]:
+    factory = environment_factory(spec, verifier=RecordingGrader())
+    async with factory.running():
+        environment = factory()
+        assert isinstance(environment, McpEnvironment)
+        assert not environment.replayable
+        async with playing(environment):
+            yield environment
+        assert not children(), "a closed episode leaves no process"
+
+
+async def test_the_time_server_of_others_is_played() -> None:
+    async with playing_spec(command("-m", "mcp_server_time")) as environment:
+        time = await environment.step(call("get_current_time", timezone="Europe/Berlin"))
+        assert json.loads(seen(time).removeprefix("Tool result:\n"))["timezone"] == "Europe/Berlin"
+        failed = await environment.step(call("get_current_time", timezone="Mars"))
+        assert seen(failed).startswith("Error: ")
+        assert (failed.tool_calls, failed.tool_errors) == (1, 1)
+        converted = await environment.step(
+            call("convert_time", source_timezone="UTC", time="12:00", target_timezone="Asia/Tokyo")
+        )
+        assert "+9.0h" in seen(converted)
+
+
+async def test_the_git_server_of_others_is_played(tmp_path: Path) -> None:
+    await anyio.run_process(["git", "init", "-q", str(tmp_path)])
+    async with playing_spec(command("-m", "mcp_server_git", "--repository", str(tmp_path))) as environment:
+        assert "No commits yet" in seen(await environment.step(call("git_status", repo_path=str(tmp_path))))
+        (tmp_path / "new.txt").write_text("x")
+        assert "new.txt" in seen(await environment.step(call("git_status", repo_path=str(tmp_path))))
+        assert seen(await environment.step(call("git_log", repo_path="/nowhere"))).startswith("Error: ")
+
+
+SERVER = """
+import json, os, sys
+
+def answer(method, params):
+    if method == "initialize":
+        info = {"name": "bad", "version": "1"}
+        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+    if method == "tools/list":
+        return {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in ("pid", "die", "hang")]}
+    if method == "tools/call" and params["name"] == "die":
+        os._exit(1)
+    if method == "tools/call" and params["name"] == "pid":
+        return {"content": [{"type": "text", "text": str(os.getpid())}]}
+
+for line in sys.stdin:
+    message = json.loads(line)
+    method = message.get("method")
+    if "id" not in message or message.get("params", {}).get("name") == "hang":
+        continue
+    result = answer(method, message.get("params"))
+    outcome = {"result": result} if result else {"error": {"code": -32601, "message": "Method not found"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **outcome}), flush=True)
+"""
+"""A server without the SDK, so that it starts at once: the old handshake, a tool that dies and one that never answers."""
+
+
+@pytest.fixture
+def bad_server(tmp_path: Path) -> str:
+    (tmp_path / "bad.py").write_text(SERVER)
+    return command(str(tmp_path / "bad.py"))
+
+
+async def test_a_server_that_dies_in_a_call_fails_the_episode(bad_server: str) -> None:
+    async with playing_spec(bad_server) as environment:
+        with pytest.raises(EnvironmentFailed, match="died"):
+            await environment.step(call("die"))
+        with pytest.raises(EnvironmentFailed):
+            await environment.step(call("pid"))
+
+
+async def test_a_hung_call_is_cancelled_and_the_server_goes_on(bad_server: str) -> None:
+    async with playing_spec(bad_server) as environment:
+        with anyio.move_on_after(0.2) as scope:
+            await environment.step(call("hang"))
+        assert scope.cancelled_caught
+        assert seen(await environment.step(call("pid"))).startswith("Tool result:\n")
+
+
+async def test_episodes_have_processes_of_their_own(bad_server: str) -> None:
+    factory = environment_factory(bad_server, verifier=RecordingGrader())
+    async with factory.running():
+        first, second = factory(), factory()
+        await first.open(TASK)
+        await second.open(TASK)
+        assert seen(await first.step(call("pid"))) != seen(await second.step(call("pid")))
+        await first.close()
+        await first.close()
+        assert seen(await second.step(call("pid"))).startswith("Tool result:\n")
+        await second.close()
+        assert not children()
+
+
+async def test_opening_and_closing_may_happen_in_different_tasks(bad_server: str) -> None:
+    factory = environment_factory(bad_server, verifier=RecordingGrader())
+    async with factory.running():
+        environment = factory()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(environment.open, TASK)
+        with anyio.fail_after(10):
+            await environment.step(call("pid"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(environment.close)
+        assert not children()
+
+
+async def test_a_cancelled_open_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
+    factory = environment_factory(command(str(tmp_path / "mute.py")), verifier=RecordingGrader())
+    async with factory.running():
+        environment = factory()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(environment.open, TASK)
+            await until(lambda: bool(children()))
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(10):
+            await environment.close()
+        assert not children()
+
+
+async def test_a_host_that_is_cancelled_while_a_server_starts_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
+    factory = environment_factory(command(str(tmp_path / "mute.py")), verifier=RecordingGrader())
+    with anyio.fail_after(10), anyio.CancelScope() as scope:
+        async with factory.running(), anyio.create_task_group() as tasks:
+            tasks.start_soon(factory().open, TASK)
+            await until(lambda: bool(children()))
+            scope.cancel()
+    assert not children()
+
+
+async def test_open_says_why_a_server_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise SystemExit('no license')")
+    factory = environment_factory(command(str(tmp_path / "broken.py")), verifier=RecordingGrader())
+    async with factory.running():
+        environment = factory()
+        with anyio.fail_after(10), pytest.raises(EnvironmentFailed, match="no license"):
+            await environment.open(TASK)
+        await environment.close()
+        assert not children()
+
+
+async def test_a_cancelled_close_still_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(SERVER)
+    host = ConnectionHost()
+    async with host.running():
+        connection = ClientConnection(partial(open_command, [sys.executable, str(tmp_path / "bad.py")]), host)
+        await connection.open()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await connection.close()
+        await until(lambda: not children())
+
+
+async def test_the_end_of_the_host_closes_what_is_still_open(bad_server: str) -> None:
+    factory = environment_factory(bad_server, verifier=RecordingGrader())
+    with anyio.fail_after(20):
+        async with factory.running():
+            environment = factory()
+            await environment.open(TASK)
+            assert children()
+        assert not children()
+        await environment.close()
+
+
+async def test_opening_outside_of_running_is_refused(bad_server: str) -> None:
+    environment = environment_factory(bad_server, verifier=RecordingGrader())()
+    with pytest.raises(RuntimeError, match="running"):
+        await environment.open(TASK)
+    await environment.close()

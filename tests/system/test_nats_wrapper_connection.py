@@ -1,0 +1,318 @@
+"""The connection under stress: nobody there, wrong keys, lost for good, stopped servers, deleted consumers, gaps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import nkeys
+import pytest
+
+from fleetbus.bus.nats import connect, connection, exchange, pull, puller, reader
+from fleetbus.bus.nats.clock import ServerClock
+from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.streams import log_stream, plan_run, tasks_consumer
+from fleetbus.errors import BusClosed, BusError, UserError
+from schemas import Subjects
+
+RUN = "stress"
+SUBJECTS = Subjects(RUN)
+CONSUMER = tasks_consumer("default")
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncGenerator[NatsServerProcess]:
+    async with run_server(tmp_path / "store") as server:
+        yield server
+
+
+@asynccontextmanager
+async def ready_bus(url: str, **options: Any) -> AsyncGenerator[Any]:
+    async with connect(url, run=RUN, **options) as bus:
+        await bus.declare(plan_run(RUN, lanes=1, max_bytes=0))
+        yield bus
+
+
+async def test_nobody_at_the_address_is_one_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.3)
+    started_at = anyio.current_time()
+    with pytest.raises(UserError) as refused:
+        async with connect("nats://me:secret@127.0.0.1:1", run=RUN):
+            pass
+    assert anyio.current_time() - started_at < 2
+    assert str(refused.value) == "no NATS server answers at nats://127.0.0.1:1: start one, or check --nats"
+
+
+async def test_a_server_that_speaks_something_else_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.5)
+
+    async def greet(client: anyio.abc.SocketStream) -> None:
+        async with client:
+            await client.send(b"220 mail.example ESMTP\r\n")
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, greet)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        with pytest.raises(UserError, match="no NATS server answers"):
+            async with connect(f"nats://127.0.0.1:{port}", run=RUN):
+                pass
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_bad_address_is_a_user_error() -> None:
+    with pytest.raises(UserError):
+        async with connect("nats://127.0.0.1:notaport", run=RUN):
+            pass
+
+
+async def test_an_error_in_the_block_comes_out_as_itself(server: NatsServerProcess) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with connect(server.url, run=RUN):
+            raise ZeroDivisionError
+
+
+def _write_users(config: Path, *public_keys: str) -> None:
+    users = ", ".join(f"{{nkey: {key}}}" for key in public_keys)
+    config.write_text(f"authorization {{ users: [{users}] }}")
+
+
+def _new_key(folder: Path, name: str) -> tuple[Path, str]:
+    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+    (folder / name).write_bytes(seed)
+    return folder / name, nkeys.from_seed(bytearray(seed)).public_key.decode()
+
+
+async def test_keys_open_the_door_and_other_keys_do_not(tmp_path: Path) -> None:
+    mine, my_key = _new_key(tmp_path, "mine")
+    other, other_key = _new_key(tmp_path, "other")
+    config = tmp_path / "server.conf"
+    _write_users(config, my_key)
+    async with run_server(tmp_path / "store", config=config) as server:
+        async with ready_bus(server.url, nkey_seed=mine) as bus:
+            await bus.publish(SUBJECTS.episode("e1"), b"x")
+        for options in ({"nkey_seed": other}, {}):
+            with anyio.fail_after(1), pytest.raises(UserError, match="refused the credentials"):
+                async with connect(server.url, run=RUN, **options):
+                    pass
+        with pytest.raises(BusClosed, match="credentials"):
+            async with ready_bus(server.url, nkey_seed=mine):
+                _write_users(config, other_key)
+                await server.kill()
+                await server.restart()
+                await anyio.sleep(10)
+
+
+async def test_without_reconnect_a_lost_server_ends_the_block(server: NatsServerProcess) -> None:
+    with anyio.fail_after(5), pytest.raises(BusClosed):
+        async with connect(server.url, run=RUN, reconnect=False):
+            await server.kill()
+            await anyio.sleep_forever()
+
+
+async def test_a_publish_that_outlives_the_block_ends_with_it(server: NatsServerProcess) -> None:
+    async with anyio.create_task_group() as tasks:
+        ended = anyio.Event()
+
+        async def publish(bus: Any) -> None:
+            with pytest.raises(BusClosed):
+                await bus.publish(SUBJECTS.episode("e1"), b"x")
+            with pytest.raises(BusClosed):
+                await bus.publish(SUBJECTS.episode("e2"), b"x")
+            ended.set()
+
+        async with ready_bus(server.url) as bus:
+            await server.kill()
+            tasks.start_soon(publish, bus)
+            await anyio.sleep(0.05)
+        with anyio.fail_after(2):
+            await ended.wait()
+
+
+async def test_a_forbidden_subject_is_told_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = tmp_path / "server.conf"
+    config.write_text('authorization { users: [{user: a, password: b, permissions: {publish: {deny: "fbhb.>"}}}] }')
+    async with run_server(tmp_path / "forbidding", config=config) as server:
+        url = server.url.replace("//", "//a:b@")
+        async with ready_bus(url) as bus:
+            await bus.broadcast(SUBJECTS.heartbeat("learner", "w"), b"x")
+            await bus._connection.round_trip(2)
+            await bus.publish(SUBJECTS.episode("e1"), b"x")  # the connection lives on
+    assert "fbhb.stress.learner.w" in caplog.text
+
+
+async def test_a_bug_in_a_handler_ends_the_block_instead_of_the_read_loop(server: NatsServerProcess) -> None:
+    def stumble(*message: object) -> None:
+        raise ZeroDivisionError
+
+    with anyio.fail_after(5), pytest.raises(ZeroDivisionError):
+        async with connect(server.url, run=RUN) as bus:
+            bus._connection.wire.open_route("stumble", stumble)  # type: ignore[attr-defined]
+            await bus.broadcast("stumble", b"x")
+            await anyio.sleep_forever()
+
+
+async def test_a_stopped_server_is_left_and_found_again(server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WATCH_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "ROUND_TRIP_LIMITS_SECONDS", (0.2, 0.1))
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=3) as subscription:
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with anyio.fail_after(5):
+                while bus._connection.wire.is_connected:  # noqa: ASYNC110  # as an outsider sees it
+                    await anyio.sleep(0.01)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        with anyio.fail_after(10):
+            await bus.publish(SUBJECTS.task("default", "e1"), b"x")
+            assert (await subscription.receive()).message.payload == b"x"
+
+
+async def test_a_consumer_deleted_under_a_pull_is_named(server: NatsServerProcess) -> None:
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=3) as subscription:
+        async with anyio.create_task_group() as tasks:
+
+            async def delete() -> None:
+                while not (await bus._connection.api.ask(f"CONSUMER.INFO.{log_stream(RUN)}.{CONSUMER}"))["num_waiting"]:
+                    await anyio.lowlevel.checkpoint()
+                await bus._connection.api.ask(f"CONSUMER.DELETE.{log_stream(RUN)}.{CONSUMER}")
+
+            tasks.start_soon(delete)
+            with anyio.fail_after(5), pytest.raises(BusError, match=f"consumer {CONSUMER}"):
+                await subscription.receive()
+
+
+async def test_a_stream_that_does_not_exist_is_named(server: NatsServerProcess) -> None:
+    async with connect(server.url, run="nothing") as bus:
+        subjects = Subjects("nothing")
+        with anyio.fail_after(5):
+            async with bus.read([subjects.log]) as reading:
+                with pytest.raises(BusError, match="stream fb_nothing"):
+                    await reading.receive()
+            with pytest.raises(BusError, match="fb_nothing"):
+                await bus.last(subjects.episode("e1"))
+            with pytest.raises(BusError, match="fb_nothing"):
+                await bus.last_sequence()
+
+
+async def test_expired_pull_requests_give_their_credits_back(
+    server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "EXPIRES_SECONDS", 0.3)
+    monkeypatch.setattr(pull, "HEARTBEAT_SECONDS", 0.1)
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:
+        line = subscription._line
+        with anyio.fail_after(5):
+            while line._count < 4:  # noqa: ASYNC110  # requests that have expired and were made anew
+                await anyio.sleep(0.02)
+        assert subscription.credits == 2
+        for number in range(5):
+            await bus.publish(SUBJECTS.task("default", f"e{number}"), b"x")
+        with anyio.fail_after(5):
+            for _ in range(2):
+                await subscription.receive()
+        with anyio.move_on_after(0.8) as waiting:
+            await subscription.receive()
+        assert waiting.cancelled_caught
+
+
+async def test_pull_requests_that_the_server_lost_are_made_anew(
+    server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(pull, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(puller, "_CHECK_EVERY_SECONDS", 0.05)
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:
+        wire = bus._connection.wire
+        await bus._connection.round_trip(2)
+        wire.send(f"UNSUB {subscription._line._route}\r\n".encode())
+        await bus._connection.round_trip(2)
+        await bus.publish(SUBJECTS.task("default", "e1"), b"x")
+        with anyio.fail_after(5):
+            assert (await subscription.receive()).message.payload == b"x"
+        assert subscription.credits == 1
+
+
+async def test_a_gap_in_what_arrives_is_read_again(server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = 0
+    genuine = reader.NatsReader._on_message
+
+    def lossy(self: Any, subject: bytes, reply: bytes, payload: bytes) -> None:
+        nonlocal taken
+        taken += 1
+        if taken % 37:
+            genuine(self, subject, reply, payload)
+
+    monkeypatch.setattr(reader.NatsReader, "_on_message", lossy)
+    async with ready_bus(server.url) as bus:
+        for number in range(200):
+            await bus.publish(SUBJECTS.episode(f"e{number}"), b"x")
+        with anyio.fail_after(20):
+            assert [entry.sequence async for entry in bus.scan([SUBJECTS.log])] == list(range(1, 201))
+    assert taken > 200
+
+
+async def test_readers_leave_no_consumers_behind(server: NatsServerProcess) -> None:
+    async with ready_bus(server.url) as bus:
+        before = await _consumers(bus)
+        await bus.publish(SUBJECTS.episode("e1"), b"x")
+        async with bus.read([SUBJECTS.log]) as reading:
+            await reading.receive()
+            assert await _consumers(bus) == before + 1
+        async for _ in bus.scan([SUBJECTS.log]):
+            pass
+        await bus._connection.round_trip(2)
+        with anyio.fail_after(5):
+            while await _consumers(bus) != before:
+                await anyio.lowlevel.checkpoint()
+
+
+async def _consumers(bus: Any) -> int:
+    answer = await bus._connection.api.ask(f"STREAM.INFO.{log_stream(RUN)}")
+    return int(answer["state"]["consumer_count"])
+
+
+async def test_an_answer_that_never_comes_is_asked_for_again(
+    server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stays up all the time: the first answer is simply lost."""
+    monkeypatch.setattr("fleetbus.bus.nats.publisher.RESEND_SECONDS", 0.2)
+    lost = 0
+    genuine = exchange.Exchanges._on_answer
+
+    def lossy(self: Any, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        nonlocal lost
+        if b'"stream"' in payload and not lost:
+            lost += 1
+            return
+        genuine(self, subject, reply, payload, headers)
+
+    async with ready_bus(server.url) as bus:
+        monkeypatch.setattr(exchange.Exchanges, "_on_answer", lossy)
+        bus._connection.wire._handlers[1] = bus._connection.exchanges._on_answer
+        with anyio.fail_after(5):
+            published = await bus.publish(SUBJECTS.episode("e1"), b"x")
+        assert (lost, published.duplicate) == (1, True)
+        assert await bus.last_sequence() == 1
+
+
+def test_the_clock_trusts_the_shortest_round_trip_and_never_steps_back() -> None:
+    clock = ServerClock()
+    far = clock.now_ns() + 10**12
+    clock.learn(1000, 5000, 3000 + far)
+    clock.learn(10_000, 10_200, 10_100 + far + 700)
+    assert clock._offset_ns == far + 700
+    later = clock.now_ns()
+    clock.forget()
+    clock.learn(0, 2, 1)
+    assert clock.now_ns() == later

@@ -1,0 +1,119 @@
+"""Sessions under stress of a policy that talks nonsense to real tools: the warehouse over MCP, on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.config.settings import InferenceSettings
+from schemas import ChatMessage, EpisodeFinished, ToolSpec, VersionSpan
+from tests.support.small_fleet import configured, small_fleet
+from workers.environment.base import Verdict
+from workers.environment.specs import environment_factory
+from workers.environment.warehouse.tasks import warehouse_task
+from workers.inference.base import Generation, GenerationRequest
+from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+
+FIRST_BYTE = 2
+"""Ids below are the template's own."""
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class Speaker(ScriptedSampler):
+    """A policy that says these bytes, one line per turn, and then that it is done."""
+
+    def __init__(self, lines: Sequence[bytes]) -> None:
+        super().__init__()
+        self._lines = [*lines, b"<done>"]
+        self._said = 0
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        await anyio.lowlevel.checkpoint()
+        ids = [FIRST_BYTE + byte for byte in self._lines[self._said]]
+        self._said += 1
+        return Generation(
+            ids=ids,
+            logprobs=[-1.0] * len(ids),
+            finish_reason="stop",
+            versions=(VersionSpan(version=0, start=0, stop=len(ids)),),
+        )
+
+
+class SpokenTemplate(ScriptedTemplate):
+    """Ids as text; what is no UTF-8 becomes replacement characters, as with real tokenizers. The prompt costs one token."""
+
+    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        return [0]
+
+    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+        return [0]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return bytes(one - FIRST_BYTE for one in ids).decode("utf-8", "replace")
+
+
+class AlwaysOne:
+    """A grader that needs no process."""
+
+    async def verify(self, *_: Any, **__: Any) -> Verdict:
+        await anyio.lowlevel.checkpoint()
+        return Verdict(reward=1.0)
+
+
+async def answers_to(*lines: bytes) -> tuple[EpisodeFinished, list[str]]:
+    """The result of an episode in which the policy says these lines, and what it was answered."""
+    factory = environment_factory("warehouse", verifier=AlwaysOne())
+    with anyio.fail_after(300):
+        async with factory.running(), small_fleet(configured(inference=InferenceSettings(max_length=8192))) as fleet:
+            fleet.environment("environment-0", make=factory)
+            fleet.inference("inference-0", sampler=Speaker(lines), template=SpokenTemplate())
+            await fleet.request(task=warehouse_task(7), max_turns=10)
+            result = await fleet.result()
+            await fleet.rests()
+            observations = await fleet.observations()
+    return result, [str(observation.messages[-1].content) for observation in observations[1:]]
+
+
+def call(name: str, arguments: str) -> bytes:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'.encode()
+
+
+async def test_an_unknown_tool_is_told_to_the_policy_and_counted() -> None:
+    result, answers = await answers_to(call("open_sesame", "{}"))
+    assert "open_sesame" in answers[0]
+    assert (result.outcome, result.reward, result.tool_calls, result.tool_errors) == ("completed", 1.0, 1, 1)
+
+
+async def test_wrong_arguments_are_told_to_the_policy_and_counted() -> None:
+    result, answers = await answers_to(call("get_field", '{"id": "seven", "field": 1}'), call("get_field", "{}"))
+    assert all("error" in answer.lower() for answer in answers)
+    assert (result.outcome, result.tool_calls, result.tool_errors) == ("completed", 2, 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"<tool_call>{this is no json</tool_call>",
+        b'<tool_call>{"name": 12, "arguments": []}</tool_call>',
+        b"<tool_call>",
+        b"</tool_call><tool_call></tool_call>" * 100,
+        b'<tool_call>{"name": "find_item", "arguments": ' + b"[" * 200,
+        bytes(range(254)),
+        b"\xff" * 300,
+        b" ",
+    ],
+    ids=["no json", "wrong types", "unclosed", "many", "deep", "every byte", "no text", "blank"],
+)
+async def test_garbage_from_the_model_is_answered_and_the_episode_goes_on(line: bytes) -> None:
+    result, answers = await answers_to(line, call("find_item", '{"name": "nothing like it"}'))
+    assert len(answers) == 2
+    assert (result.outcome, result.reward, result.turns) == ("completed", 1.0, 3)
+    assert result.error == ""

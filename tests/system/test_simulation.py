@@ -1,0 +1,90 @@
+"""The simulation itself: it repeats, it is quiet when nothing happens, and forty drawn scenarios keep all invariants."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.cli.program import run_program
+from workers.simulation.many import run_seeds
+from workers.simulation.run import run_seed
+from workers.simulation.scenario import quiet_scenario
+
+ORDINARY_SEEDS = range(40)
+ALL_SEEDS = range(1000)
+
+FLEETBUS = (sys.executable, "-m", "workers.cli")
+
+
+def failures(seeds: range) -> dict[int, str]:
+    """What went wrong, by seed."""
+    reports = run_seeds(seeds, processes=2)
+    return {report.seed: "; ".join(map(str, report.violations)) for report in reports if not report.passed}
+
+
+def test_a_fleet_to_which_nothing_happens_completes_every_episode_at_the_first_attempt() -> None:
+    report = run_seed(1, scenario=quiet_scenario(1))
+    assert report.violations == ()
+    assert set(report.outcomes) == {"completed", "truncated turns"}
+    assert report.attempts == sum(report.outcomes.values())
+    assert report.disturbances == {}
+
+
+def test_a_seed_gives_the_same_run_in_this_process_and_in_another() -> None:
+    seed = 3
+    first = run_seed(seed)
+    run_seed(4)
+    again = run_seed(seed, keep_lines=True)
+    assert (again.trace_hash, again.outcomes, again.entries) == (first.trace_hash, first.outcomes, first.entries)
+    finished = subprocess.run(
+        [*FLEETBUS, "sim", "--seed", str(seed), "--json"],
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert json.loads(finished.stdout)["trace_hash"] == first.trace_hash
+
+
+def test_different_seeds_give_different_runs() -> None:
+    assert run_seed(5).trace_hash != run_seed(6).trace_hash
+
+
+@pytest.mark.timeout(300)
+def test_forty_seeds_keep_all_invariants() -> None:
+    assert failures(ORDINARY_SEEDS) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_seeds_keep_all_invariants() -> None:
+    assert failures(ALL_SEEDS) == {}
+
+
+def test_the_command_tells_what_happened_and_writes_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.txt"
+    assert run_program(["sim", "--seed", "1", "--trace", str(trace)]) == 0
+    assert "seed 1: all invariants held" in capsys.readouterr().out
+    assert "start learner-0" in trace.read_text()
+
+
+def test_the_command_prints_the_failing_seeds_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("workers.simulation.world.MOST_EPISODES", 1)
+    assert run_program(["sim", "--seeds", "0-1", "--processes", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "seed 0 FAILED" in printed
+    assert "the training makes progress" in printed
+    assert "failed: 0 1" in printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["--seed", "1", "--seeds", "1-2"], ["--seeds", "7"], ["--seeds", "9-3"]])
+def test_the_command_refuses_what_it_cannot_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(["sim", *arguments]) == 2
+    assert "--seeds" in capsys.readouterr().err

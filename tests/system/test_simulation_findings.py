@@ -1,0 +1,156 @@
+"""What the simulation found once: each defect as a small test of its own, in the words of what has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.bus.memory import MemoryBus, MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.ports import Ports
+from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, LineageStarted, PolicyPublished, Subjects, Task, encode
+from workers.inference.base import WeightsRejected
+from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from workers.inference.worker import run_inference
+from workers.learner.book import Chain, Replaced
+from workers.learner.publication import Publication
+from workers.learner.requests import Requests
+from workers.learner.scripted import ScriptedTrainer
+
+RUN = "findings"
+SUBJECTS = Subjects(RUN)
+TRAIN, POLICY = SUBJECTS.train("default"), SUBJECTS.policy("default")
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, object]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[MemoryBus]:
+    server = MemoryServer()
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus:
+        yield bus
+
+
+def started(lineage: str) -> LineageStarted:
+    return LineageStarted(lineage=lineage, worker=f"learner of {lineage}")
+
+
+def published(version: int, lineage: str = "l1") -> PolicyPublished:
+    return PolicyPublished(
+        policy="default", version=version, lineage=lineage, step=version, uri="file:///none", manifest=(), size_bytes=0
+    )
+
+
+async def begun(bus: MemoryBus, lineage: str) -> tuple[Chain, LineageStarted]:
+    """A learner that has announced its lineage, and nothing more."""
+    last = await bus.last(TRAIN)
+    chain = Chain(bus, TRAIN, last.sequence if last else 0)
+    await chain.append(started(lineage))
+    return chain, started(lineage)
+
+
+async def test_a_learner_that_was_replaced_while_it_began_takes_nothing_over() -> None:
+    async with connected() as bus:
+        older, message = await begun(bus, "l1")
+        newer, newer_message = await begun(bus, "l2")
+        policies = Chain(bus, POLICY, 0)
+        await policies.take_over(newer_message, decided_on=newer)
+        with pytest.raises(Replaced):
+            await Chain(bus, POLICY, 0).take_over(message, decided_on=older)
+        await policies.append(published(0, "l2"))
+
+
+async def test_a_learner_that_begins_counts_on_from_what_was_published_until_then(tmp_path: Path) -> None:
+    async with connected() as bus:
+        decided_on, message = await begun(bus, "l1")
+        await bus.publish(POLICY, encode(published(6)))
+        publication = Publication(
+            bus, SUBJECTS, ScriptedTrainer(), policy="default", lineage="l1", folder=tmp_path, keep=2, ports=Ports()
+        )
+        assert await publication.fence(message, decided_on=decided_on) == {6: 6}
+        assert await publication.publish(0) == 7
+
+
+async def test_a_replaced_learner_that_has_nothing_to_append_is_told() -> None:
+    async with connected() as bus:
+        chain, _ = await begun(bus, "l1")
+        with anyio.fail_after(5), pytest.raises(ExceptionGroup) as raised:
+            async with anyio.create_task_group() as group:
+                group.start_soon(chain.watch)
+                await begun(bus, "l2")
+        assert raised.group_contains(Replaced)
+
+
+async def test_a_request_that_another_learner_made_comes_with_its_result() -> None:
+    async with connected() as bus:
+        requests = Requests(bus, SUBJECTS, configuration=Configuration(run=RunSettings(name=RUN)), worker="learner")
+        request = EpisodeRequested(
+            episode_id="g000000-0",
+            group_id="g000000",
+            sample_index=0,
+            split="train",
+            task=Task(key="task"),
+            policy="default",
+            deadline_ns=bus.now_ns() + 10**12,
+        )
+        sequence, result = await requests.publish(request)
+        assert result is None
+        finished = EpisodeFinished(
+            episode_id="g000000-0", group_id="g000000", attempt=1, outcome="completed", worker="e", reward=1.0
+        )
+        claim = AttemptStarted(episode_id="g000000-0", attempt=1, worker="e", nonce="n", lane="e0")
+        await bus.publish(SUBJECTS.episode("g000000-0"), encode(claim))
+        await bus.publish(SUBJECTS.episode("g000000-0"), encode(finished))
+        assert await requests.publish(request) == (sequence, finished)
+
+
+class OnceRejecting(ScriptedSampler):
+    """Takes version 0, and version 1 only when it is asked to for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.has_first, self.has_both = anyio.Event(), anyio.Event()
+
+    async def load(self, policy: PolicyPublished) -> None:
+        self.asked.append(policy.version)
+        if self.asked == [0, 1]:
+            raise WeightsRejected("the file is not there yet")
+        await super().load(policy)
+        (self.has_both if policy.version else self.has_first).set()
+
+
+async def test_a_version_that_was_rejected_is_tried_again() -> None:
+    sampler, drain = OnceRejecting(), anyio.Event()
+    async with connected() as bus:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+
+                async def work() -> None:
+                    await run_inference(
+                        bus,
+                        configuration=Configuration(run=RunSettings(name=RUN)),
+                        name="inference",
+                        drain=drain,
+                        sampler=sampler,
+                        template=ScriptedTemplate(),
+                    )
+
+                group.start_soon(work)
+                await bus.publish(POLICY, encode(published(0)))
+                await sampler.has_first.wait()
+                await bus.publish(POLICY, encode(published(1)))
+                await sampler.has_both.wait()
+                drain.set()
+    assert sampler.asked == [0, 1, 1]
+    assert sampler.version == 1

@@ -1,0 +1,298 @@
+"""A check that cannot fail is worth nothing: each fault planted here is one that a worker could have; the simulation finds it.
+
+Faults are planted by patching the workers' own code for the length of a test; production code has no switches for them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+import fleetbus.episodes
+import fleetbus.slots
+import workers.environment.attempts as attempts
+import workers.environment.exchange as exchange
+import workers.environment.session as session
+import workers.inference.answers as answers
+import workers.inference.histories as histories
+import workers.inference.worker as inference
+import workers.learner.beginning as beginning
+import workers.learner.book as book
+import workers.learner.pool as pool
+import workers.learner.publication as publication
+import workers.learner.requests as requests
+import workers.learner.worker as learner
+from fleetbus.core.claims import Standing
+from fleetbus.leases import Leases
+from schemas import Action, AttemptStarted, EpisodeFinished, encode
+from workers.environment.stages import EpisodeEnded
+from workers.simulation.run import run_seed
+
+pytestmark = pytest.mark.slow
+
+SEEDS = range(200)
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def ack_before_result(patch: pytest.MonkeyPatch) -> None:
+    finish = attempts.Attempts._finish
+
+    async def planted(self: attempts.Attempts, result: EpisodeFinished, expected_last: int) -> None:
+        await self._ack(result.episode_id)
+        await finish(self, result, expected_last)
+
+    patch.setattr(attempts.Attempts, "_finish", planted)
+
+
+def no_fencing(patch: pytest.MonkeyPatch) -> None:
+    """A superseded attempt goes on, and stores its result after whatever stands there."""
+    store = fleetbus.episodes.store_result
+
+    async def planted(bus: Any, subjects: Any, result: EpisodeFinished, *, expected_last: int) -> Any:
+        standing = await fleetbus.episodes.read_standing(bus, subjects, result.episode_id)
+        if standing.result is not None:
+            return "finished"
+        return await store(bus, subjects, result, expected_last=standing.last_sequence)
+
+    patch.setattr(attempts, "store_result", planted)
+    patch.setattr(Standing, "held_by", lambda self, nonce: self.result is None)
+
+
+def deliveries_as_attempts(patch: pytest.MonkeyPatch) -> None:
+    """``num_delivered`` is taken for the attempt; a killed server counts from 1 again."""
+    delivered: dict[str, int] = {}
+    run = attempts.Attempts._run
+
+    async def planted(self: attempts.Attempts, request: Any, delivery: Any, standing: Standing) -> None:
+        delivered[request.episode_id] = delivery.delivered
+        await run(self, request, delivery, standing)
+
+    def claim(**fields: Any) -> AttemptStarted:
+        return AttemptStarted(**fields | {"attempt": delivered[fields["episode_id"]]})
+
+    patch.setattr(attempts.Attempts, "_run", planted)
+    patch.setattr(attempts, "AttemptStarted", claim)
+
+
+def no_compare_and_set_of_results(patch: pytest.MonkeyPatch) -> None:
+    async def planted(bus: Any, subjects: Any, result: EpisodeFinished, *, expected_last: int) -> str:
+        await bus.publish(subjects.episode(result.episode_id), encode(result))
+        return "stored"
+
+    patch.setattr(attempts, "store_result", planted)
+
+
+def no_compare_and_set_of_claims(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: attempts.Attempts, running: Any, claim: AttemptStarted, standing: Standing) -> int:
+        return (await self._bus.publish(self._subjects.episode(claim.episode_id), encode(claim))).sequence
+
+    patch.setattr(attempts.Attempts, "_claim", planted)
+
+
+def claim_without_looking(patch: pytest.MonkeyPatch) -> None:
+    """A request is taken for new whenever it comes, as if it had never been delivered before."""
+    read = attempts.read_standing
+
+    async def planted(bus: Any, subjects: Any, episode: str) -> Standing:
+        return Standing() if sys._getframe(1).f_code.co_name == "take_up" else await read(bus, subjects, episode)
+
+    patch.setattr(attempts, "read_standing", planted)
+
+
+def lease_not_extended(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: Leases) -> None:
+        await anyio.sleep_forever()
+
+    patch.setattr(Leases, "run", planted)
+
+
+def close_not_shielded(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: session.Session) -> None:
+        try:
+            with self._stages.within("close", self._limits.close):
+                await self._environment.close()
+        except EpisodeEnded:
+            return
+
+    patch.setattr(session.Session, "_close", planted)
+
+
+def result_before_close(patch: pytest.MonkeyPatch) -> None:
+    left_open: dict[str, session.Session] = {}
+    close, finish = session.Session._close, attempts.Attempts._finish
+
+    async def leave_open(self: session.Session) -> None:
+        left_open[self._request.episode_id] = self
+
+    async def planted(self: attempts.Attempts, result: EpisodeFinished, expected_last: int) -> None:
+        await finish(self, result, expected_last)
+        if result.episode_id in left_open:
+            await close(left_open.pop(result.episode_id))
+
+    patch.setattr(session.Session, "_close", leave_open)
+    patch.setattr(attempts.Attempts, "_finish", planted)
+
+
+def failure_as_reward_zero(patch: pytest.MonkeyPatch) -> None:
+    finish = attempts.Attempts._finish
+
+    async def planted(self: attempts.Attempts, result: EpisodeFinished, expected_last: int) -> None:
+        if result.outcome == "env_failed":
+            result = msgspec.structs.replace(result, outcome="completed", reward=0.0)
+        await finish(self, result, expected_last)
+
+    patch.setattr(attempts.Attempts, "_finish", planted)
+
+
+def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
+    fill = fleetbus.slots.Slots._fill
+
+    async def planted(self: fleetbus.slots.Slots, delivery: Any, subscription: Any) -> None:
+        if self.in_flight == 1:
+            subscription.grant(1)
+        await fill(self, delivery, subscription)
+
+    patch.setattr(fleetbus.slots.Slots, "_fill", planted)
+
+
+def stale_history_accepted(patch: pytest.MonkeyPatch) -> None:
+    before = histories.Histories.before
+
+    async def planted(self: histories.Histories, observation: Any) -> histories.History:
+        kept = self._kept.get(observation.episode_id)
+        if kept is not None and observation.turn:
+            return self._kept.pop(observation.episode_id)
+        return await before(self, observation)
+
+    patch.setattr(histories.Histories, "before", planted)
+
+
+def no_compare_and_set_of_actions(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: answers.Answers, observation: Any, action: Action) -> None:
+        await self._bus.publish(self._subjects.action(observation.environment_lane, observation.episode_id), encode(action))
+
+    patch.setattr(answers.Answers, "_store", planted)
+
+
+def observation_acked_before_its_action(patch: pytest.MonkeyPatch) -> None:
+    made = answers.Answers._made
+
+    async def planted(self: answers.Answers, observation: Any, delivery: Any) -> Action:
+        await self._ack(f"{observation.episode_id}.{observation.attempt}.{observation.turn}")
+        return await made(self, observation, delivery)
+
+    patch.setattr(answers.Answers, "_made", planted)
+
+
+def late_action_not_looked_up(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: exchange.Exchange, observation: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    patch.setattr(exchange.Exchange, "_look_up", planted)
+
+
+def rejected_version_given_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inference, "RELOAD_SECONDS", math.inf)
+
+
+def settled_as_of_the_checkpoint_instead_of_the_step(patch: pytest.MonkeyPatch) -> None:
+    """What was discarded since the step is settled in the checkpoint, although no step has recorded it."""
+    store = learner.Learner._store_checkpoint
+
+    async def planted(self: learner.Learner, checkpoint: Any) -> None:
+        settled = {"floor": self._ledger.floor, "settled": self._ledger.settled_above}
+        await store(self, msgspec.structs.replace(checkpoint, **settled))
+
+    patch.setattr(learner.Learner, "_store_checkpoint", planted)
+
+
+def newest_checkpoint_of_any_lineage(patch: pytest.MonkeyPatch) -> None:
+    """Resume follows the newest file instead of the log."""
+    newest = beginning._newest_whole
+
+    def planted(entries: Any, surviving: dict[str, float]) -> Any:
+        return newest(entries, dict.fromkeys((f"l{number}" for number in range(100)), math.inf))
+
+    patch.setattr(beginning, "_newest_whole", planted)
+
+
+def no_compare_and_set_of_steps(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: book.Chain, payload: bytes) -> int:
+        self.last = (await self._bus.publish(self._subject, payload)).sequence
+        return self.last
+
+    patch.setattr(book.Chain, "_append", planted)
+
+
+def staleness_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pool.GroupPool, "lag", lambda self, group, step: 0)
+
+
+def replaced_learner_not_told(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: book.Chain) -> None:
+        await anyio.sleep_forever()
+
+    patch.setattr(book.Chain, "watch", planted)
+
+
+def versions_read_before_the_fence(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: publication.Publication, started: Any, *, decided_on: Any) -> dict[int, int]:
+        versions = await publication.published_versions(self._bus, self._subjects, self._policy)
+        await anyio.sleep(1)
+        await self._chain.take_over(started, decided_on=decided_on)
+        self.version = max(versions, default=-1)
+        return versions
+
+    patch.setattr(publication.Publication, "fence", planted)
+
+
+def expired_requests_left_open(patch: pytest.MonkeyPatch) -> None:
+    async def planted(self: requests.Requests) -> None:
+        await anyio.sleep_forever()
+
+    patch.setattr(requests.Requests, "close_expired", planted)
+
+
+PLANTS: dict[Plant, tuple[int, str]] = {
+    ack_before_result: (0, "a request is acked after its result"),
+    no_fencing: (8, "only the newest attempt finishes"),
+    deliveries_as_attempts: (0, "attempts are numbered without gaps"),
+    no_compare_and_set_of_results: (2, "one result per episode, and nothing after it"),
+    no_compare_and_set_of_claims: (2, "attempts are numbered without gaps"),
+    claim_without_looking: (2, "every failure has a cause"),
+    lease_not_extended: (0, "nobody takes over from a healthy worker"),
+    close_not_shielded: (0, "close runs to its end"),
+    result_before_close: (0, "close runs before the result is stored"),
+    failure_as_reward_zero: (0, "the reward is the verifier's"),
+    one_slot_too_many: (0, "in_flight <= slots"),
+    stale_history_accepted: (2, "tokens are sampled upon the recorded history"),
+    no_compare_and_set_of_actions: (0, "one action per turn"),
+    observation_acked_before_its_action: (0, "an observation is acked after its action"),
+    late_action_not_looked_up: (65, "every failure has a cause"),
+    rejected_version_given_up: (35, "the training makes progress"),
+    settled_as_of_the_checkpoint_instead_of_the_step: (0, "a checkpoint says what is settled"),
+    newest_checkpoint_of_any_lineage: (0, "a lineage begins at a stored checkpoint"),
+    no_compare_and_set_of_steps: (2, "version numbers never repeat"),
+    staleness_ignored: (0, "staleness is bounded"),
+    replaced_learner_not_told: (2, "the training makes progress"),
+    versions_read_before_the_fence: (0, "version numbers never repeat"),
+}
+"""Faults, the first seed that found each when it was planted, and the invariant that it broke."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_the_simulation_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, invariant = PLANTS[plant]
+    plant(monkeypatch)
+    reports = (run_seed(seed) for seed in (first, *SEEDS))
+    found = next((report for report in reports if not report.passed), None)
+    assert found is not None, f"none of {len(SEEDS)} seeds shows it"
+    assert invariant in {violation.invariant for violation in found.violations}

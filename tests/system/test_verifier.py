@@ -1,0 +1,311 @@
+"""Verifier code in its sandbox: verdicts, limits, what it can and cannot reach, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from workers.environment.verifier import Verifier, VerifierLimits
+
+LIMITS = VerifierLimits(seconds=20.0, cpu_seconds=1, memory_bytes=512 << 20)
+CONVERSATION = [{"role": "user", "content": "What is é?"}]
+
+
+class Tools:
+    """What the code may ask for; `hang` until cancelled, `fail` with an error."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.hanging = anyio.Event()
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        self.asked.append((name, arguments))
+        if name == "hang":
+            self.hanging.set()
+            await anyio.sleep_forever()
+        if name == "fail":
+            raise LookupError("no such thing")
+        return {"name": name, **arguments}
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        self.asked.append((sql, params))
+        return [[82]]
+
+
+@pytest.fixture
+async def verifier() -> AsyncIterator[Verifier]:
+    verifier = Verifier(LIMITS)
+    async with verifier.running():
+        yield verifier
+
+
+async def grade(
+    verifier: Verifier, code: str, *, answer: str | None = "82", tools: Tools | None = None
+) -> tuple[float | None, str]:
+    with anyio.fail_after(30):
+        verdict = await verifier.verify(code, final_answer=answer, conversation=CONVERSATION, tools=tools or Tools())
+    return verdict.reward, verdict.reason
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Processes of other processes end without an event that could be waited for here."""
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+VERDICTS: dict[str, tuple[str, float]] = {
+    "a float": ("def verify(env): return 0.25", 0.25),
+    "an int": ("def verify(env): return 1", 1.0),
+    "a negative number": ("def verify(env): return -2", -2.0),
+    "a bool": ("def verify(env): return True", 1.0),
+    "another name": ("def _check(environment, final_answer):\n return final_answer == '82'", 1.0),
+    "no parameters": ("def verify(): return 1", 1.0),
+    "all parameters": ("def verify(env, final_answer, conversation): return 'é' in conversation[0]['content']", 1.0),
+    "keyword only": ("def verify(env, *, conversation): return len(conversation)", 1.0),
+    "any keywords": ("def verify(**given): return len(given)", 3.0),
+    "helpers": ("def help(): return 3\ndef verify(env): return help()", 3.0),
+    "a sync tool call": ("def verify(env): return env.call_tool('f', {'x': 5})['x']", 5.0),
+    "a sync query": ("def verify(env): return env.query('SELECT ?', [1])[0][0]", 82.0),
+    "an async tool call": ("async def verify(env): return (await env.call_tool('f'))['name'] == 'f'", 1.0),
+    "an async query": ("async def verify(env): return (await env.query('SELECT 1'))[0][0]", 82.0),
+    "a handled error": (
+        "def verify(env):\n try: env.call_tool('fail')\n except Exception as e: return 'no such thing' in str(e)",
+        1.0,
+    ),
+    "imports": (
+        "import statistics, collections.abc\ndef verify(env):\n import fractions\n return statistics.mean([1, 2])",
+        1.5,
+    ),
+    "a late import": ("import datetime\ndef verify(env): return datetime.datetime.strptime('2000', '%Y').year", 2000.0),
+    "an event loop": (
+        "import asyncio\nasync def verify(env):\n await asyncio.sleep(0.001)\n"
+        " return (await asyncio.gather(env.query('a'), env.query('b')))[1][0][0]",
+        82.0,
+    ),
+    "printing": (
+        "import os\ndef verify(env):\n print('{\"reward\": 0}' * 100_000)\n os.write(1, b'x')\n os.write(2, b'x')\n return 1",
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+async def test_a_number_is_a_verdict(verifier: Verifier, name: str) -> None:
+    code, expected = VERDICTS[name]
+    reward, reason = await grade(verifier, code)
+    assert reward == expected, reason
+
+
+NO_VERDICTS: dict[str, tuple[str, str]] = {
+    "exception": ("def verify(env):\n print('so far')\n raise KeyError('x')", "KeyError: 'x' (output: so far)"),
+    "syntax error": ("def verify(:", "SyntaxError"),
+    "null byte": ("def verify(): return 1\0", "null bytes"),
+    "error at import": ("import no_such_module\ndef verify(env): return 1", "ModuleNotFoundError"),
+    "no function": ("x = 1", "must define verify"),
+    "two functions": ("def a(env): return 1\ndef b(env): return 1", "it defines a, b"),
+    "unknown parameter": ("def verify(env, answer): return 1", "missing 1 required positional argument: 'answer'"),
+    "None": ("def verify(env): pass", "returned NoneType"),
+    "text": ("def verify(env): return '1'", "returned str"),
+    "NaN": ("def verify(env): return float('nan')", "nan"),
+    "infinity": ("def verify(env): return float('-inf')", "inf"),
+    "too large": ("def verify(env): return 10 ** 400", "OverflowError"),
+    "SystemExit": ("def verify(env): raise SystemExit(0)", "SystemExit"),
+    "exit": ("import os\ndef verify(env): os._exit(3)", "exit code 3"),
+    "signal": ("import os\ndef verify(env): os.kill(os.getpid(), 11)", "SIGSEGV"),
+    "endless loop": ("def verify(env):\n while True: pass", "SIGXCPU"),
+    "endless recursion": ("def verify(env): return verify(env)", "RecursionError"),
+    "too much memory": ("def verify(env): return len(bytearray(1 << 30))", "MemoryError"),
+    "waiting": (
+        "class W:\n def __await__(self): yield\nasync def verify(env): await W()",
+        "waits for something",
+    ),
+    "fork": ("import os\ndef verify(env):\n os.fork()\n return 1", "BlockingIOError"),
+    "thread": (
+        "import threading\ndef verify(env):\n threading.Thread(target=print).start()\n return 1",
+        "can't start new thread",
+    ),
+    "file": (
+        "import tempfile\ndef verify(env):\n with tempfile.TemporaryFile() as file: file.write(b'x')\n return 1",
+        "No usable temporary directory",
+    ),
+    "protocol": ("import os\ndef verify(env):\n os.write(3, b'xxxxxxxx')\n return 1", "a message of"),
+    "protocol, no JSON": ("import os\ndef verify(env):\n os.write(3, b'\\0\\0\\0\\x01x')\n return 1", "not a message"),
+    "failed call": ("def verify(env): return env.call_tool('fail')", "LookupError: no such thing"),
+    "foreign call": ("def verify(env): return env._ask('__init__', 1)", "nothing else"),
+    "wrong call": ("def verify(env): return env.call_tool(3)", "nothing else"),
+}
+
+
+@pytest.mark.parametrize("name", NO_VERDICTS)
+async def test_anything_else_is_no_verdict_and_never_a_zero(verifier: Verifier, name: str) -> None:
+    code, words = NO_VERDICTS[name]
+    reward, reason = await grade(verifier, code)
+    assert reward is None
+    assert words in reason
+
+
+async def test_the_next_verification_does_not_notice_what_the_last_one_did(verifier: Verifier) -> None:
+    spoil = (
+        "import builtins, json, os\ndef verify(env):\n builtins.sorted = json.loads = None\n os.environ['X'] = '1'\n return 1"
+    )
+    assert (await grade(verifier, spoil))[0] == 1.0
+    clean = "import os\ndef verify(env): return len(os.environ.get('X', ''))"
+    assert (await grade(verifier, clean))[0] == 0.0
+
+
+async def test_the_code_sees_no_environment_variables_and_no_descriptors_of_ours(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEETBUS_SECRET", "s3cret")
+    code = "import os\ndef verify(env):\n    print(sorted(os.environ), sorted(os.listdir('/proc/self/fd')))\n    return 1"
+    reward, output = await grade(verifier, code)
+    assert reward == 1.0
+    assert "SECRET" not in output
+    if sys.platform == "linux":
+        assert output.endswith("['0', '1', '2', '3', '4']"), "4 is the folder being listed"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="namespaces and other users need root")
+async def test_the_code_has_no_network_and_no_rights(verifier: Verifier, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = f"import socket\ndef verify(env):\n    socket.socket().connect(('127.0.0.1', {server.getsockname()[1]}))"
+        reward, reason = await grade(verifier, connect)
+    assert reward is None
+    assert "unreachable" in reason
+    secret = tmp_path / "key"
+    secret.write_text("s3cret")
+    secret.chmod(0o600)
+    assert "PermissionError" in (await grade(verifier, f"def verify(env): return len(open({str(secret)!r}).read())"))[1]
+    assert "PermissionError" in (await grade(verifier, f"import os\ndef verify(env): os.kill({os.getpid()}, 0)"))[1]
+
+
+async def test_a_verification_that_takes_too_long_ends_without_a_verdict() -> None:
+    verifier = Verifier(VerifierLimits(seconds=0.3))
+    async with verifier.running():
+        reward, reason = await grade(verifier, "import time\ndef verify(env): time.sleep(60)")
+        assert (reward, reason) == (None, "no verdict within 0.3 s")
+        assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
+    await until(lambda: not children())
+
+
+async def test_a_cancelled_verification_kills_its_process(verifier: Verifier) -> None:
+    tools = Tools()
+    assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
+    (zygote,) = psutil.Process().children()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(grade, verifier, "def verify(env): return env.call_tool('hang')")
+        tasks.start_soon(lambda: grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
+        with anyio.fail_after(10):
+            await tools.hanging.wait()
+        tasks.cancel_scope.cancel()
+    await until(lambda: not zygote.children())
+    assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
+
+
+async def test_many_at_a_time_get_their_own_answers(verifier: Verifier) -> None:
+    results: dict[int, float | None] = {}
+
+    async def one(index: int) -> None:
+        results[index] = (await grade(verifier, f"def verify(env, final_answer): return int(final_answer) + {index}"))[0]
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(40):
+            tasks.start_soon(one, index)
+    assert results == {index: 82.0 + index for index in range(40)}
+
+
+async def test_a_large_conversation_and_a_large_result_pass(verifier: Verifier) -> None:
+    class Large(Tools):
+        async def query(self, sql: str, params: Sequence[Any]) -> Any:
+            return ["y" * 2_000_000, params]
+
+    code = "def verify(env, final_answer): return len(env.query('x', ['z' * 1_000_000])[0]) + len(final_answer)"
+    assert (await grade(verifier, code, answer="x" * 3_000_000, tools=Large()))[0] == 5_000_000.0
+
+
+async def test_a_killed_process_is_replaced(verifier: Verifier) -> None:
+    tools = Tools()
+    outcome: list[tuple[float | None, str]] = []
+
+    async def interrupted() -> None:
+        outcome.append(await grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
+
+    assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
+    (zygote,) = psutil.Process().children()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(interrupted)
+        with anyio.fail_after(10):
+            await tools.hanging.wait()
+        running = zygote.children()
+        zygote.kill()
+        assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
+        tasks.cancel_scope.cancel()
+    assert running
+    assert not outcome or outcome[0][0] is None
+    await until(lambda: not any(child.is_running() for child in running))
+
+
+async def test_nothing_is_left_behind_at_the_end() -> None:
+    verifier = Verifier(LIMITS)
+    with anyio.move_on_after(30):
+        async with verifier.running(), anyio.create_task_group() as tasks:
+            tools = Tools()
+            tasks.start_soon(lambda: grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
+            await tools.hanging.wait()
+            assert children()
+            tasks.cancel_scope.cancel()
+    await until(lambda: not children())
+
+
+WORKER = """
+import anyio, sys
+from workers.environment.verifier import Verifier
+
+class Tools:
+    async def call_tool(self, name, arguments):
+        print("asked", flush=True)
+        await anyio.sleep_forever()
+
+async def main():
+    verifier = Verifier()
+    async with verifier.running():
+        code = "def verify(env): return env.call_tool('hang')"
+        await verifier.verify(code, final_answer=None, conversation=[], tools=Tools())
+
+anyio.run(main)
+"""
+
+
+async def test_a_killed_worker_takes_its_verifications_with_it() -> None:
+    async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
+        assert worker.stdout is not None
+        with anyio.fail_after(20):
+            assert (await worker.stdout.receive()).startswith(b"asked")
+        processes = psutil.Process(worker.pid).children(recursive=True)
+        worker.kill()
+    assert len(processes) == 2, "the warm process and one child"
+    await until(lambda: not any(process.is_running() for process in processes))
+
+
+async def test_signals_of_the_terminal_do_not_reach_the_verifications(verifier: Verifier) -> None:
+    await grade(verifier, "def verify(env): return 1")
+    (zygote,) = psutil.Process().children()
+    assert os.getsid(zygote.pid) == zygote.pid
+
+
+async def test_verifying_outside_of_running_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="running"):
+        await Verifier().verify("def verify(): return 1", final_answer=None, conversation=[], tools=Tools())

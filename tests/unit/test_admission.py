@@ -1,0 +1,80 @@
+"""When groups are asked for: as many as staleness allows, and only once the version exists that they are to begin with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+from anyio import wait_all_tasks_blocked
+
+from fleetbus.config.settings import LearnerSettings
+from fleetbus.core.ledger import Ledger
+from schemas import ActionReference, EpisodeFinished, EpisodeRequested, Task
+from workers.learner.admission import Admission
+from workers.learner.curriculum import Curriculum
+from workers.learner.pool import GroupPool
+from workers.learner.requests import Requests
+
+
+class RecordedRequests(Requests):
+    """Takes requests without a bus."""
+
+    def __init__(self) -> None:
+        self.asked: list[EpisodeRequested] = []
+
+    async def wait_for_room(self) -> None:
+        return
+
+    def make(self, task: Task, **fields: Any) -> EpisodeRequested:
+        version = fields.pop("version")
+        return EpisodeRequested(task=task, policy="default", policy_version=version, deadline_ns=1, **fields)
+
+    async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
+        self.asked.append(request)
+        return len(self.asked), None
+
+
+def completed(request: EpisodeRequested, sequence: int) -> EpisodeFinished:
+    return EpisodeFinished(
+        episode_id=request.episode_id,
+        group_id=request.group_id,
+        attempt=1,
+        outcome="completed",
+        worker="w",
+        reward=1.0,
+        request_sequence=sequence,
+        actions=(ActionReference(sequence=1, lane="e0", turn=0),),
+        policy_versions=(0,),
+    )
+
+
+async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_published() -> None:
+    settings = LearnerSettings(groups=2, group_size=2, max_staleness=1, steps=10)
+    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, drop_late=True)
+    requests, progress = RecordedRequests(), [0, 0]
+    admission = Admission(
+        requests,
+        pool,
+        Curriculum([Task(key="t")], [], seed=1),
+        settings=settings,
+        lineage="l1",
+        next_group=0,
+        progress=lambda: (progress[0], progress[1]),
+    )
+    pool.published(0, 0)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(admission.run, anyio.Event())
+            await wait_all_tasks_blocked()
+            assert len(requests.asked) == 8
+            for sequence, request in enumerate(requests.asked, start=1):
+                pool.finished(completed(request, sequence))
+            progress[0] = 1
+            pool.settle(pool.take(2, 0))
+            await wait_all_tasks_blocked()
+            assert len(requests.asked) == 8, "nothing begins with the weights of the step before"
+            progress[1] = 1
+            pool.published(1, 1)
+            await wait_all_tasks_blocked()
+            assert [request.policy_version for request in requests.asked[8:]] == [1] * 4
+            tasks.cancel_scope.cancel()

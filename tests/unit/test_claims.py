@@ -1,0 +1,133 @@
+"""The fold of ``episode.<episode>``: who holds an episode, how often it was lost with its worker, how it ended."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetbus.core.claims import EpisodeEntry, Standing, fold_episode
+from schemas import AttemptReleased, AttemptStarted, EpisodeFinished
+
+
+def claim(attempt: int, *, nonce: str = "", worker: str = "a") -> AttemptStarted:
+    return AttemptStarted(episode_id="e", attempt=attempt, worker=worker, nonce=nonce or f"n{attempt}", lane="e0")
+
+
+def goodbye(attempt: int) -> AttemptReleased:
+    return AttemptReleased(episode_id="e", attempt=attempt, worker="a")
+
+
+def result(attempt: int, reward: float = 1.0) -> EpisodeFinished:
+    return EpisodeFinished(episode_id="e", group_id="g", attempt=attempt, outcome="completed", worker="a", reward=reward)
+
+
+def standing_after(*entries: EpisodeEntry | None) -> Standing:
+    """Entries at sequences 10, 20, 30, ..."""
+    return fold_episode((10 * (index + 1), entry) for index, entry in enumerate(entries))
+
+
+def test_an_episode_without_entries_is_fresh() -> None:
+    standing = standing_after()
+    assert (standing.last_sequence, standing.attempts, standing.newest) == (0, 0, None)
+    assert standing.next_reason == "fresh"
+    assert not standing.held_by("n1")
+    assert not standing.is_poison(1)
+
+
+def test_the_newest_claim_holds_the_episode_and_fences_the_older_one() -> None:
+    standing = standing_after(claim(1), claim(2, worker="b"))
+    assert standing.newest == claim(2, worker="b")
+    assert standing.held_by("n2")
+    assert not standing.held_by("n1")
+    assert (standing.claim_sequence, standing.last_sequence) == (20, 20)
+    assert standing.next_reason == "taken_over"
+
+
+def test_a_goodbye_releases_the_episode_without_counting_as_a_loss() -> None:
+    standing = standing_after(claim(1), goodbye(1))
+    assert not standing.held_by("n1")
+    assert standing.next_reason == "handed_back"
+    assert (standing.losses, standing.last_sequence, standing.claim_sequence) == (0, 20, 10)
+
+
+def test_a_claim_after_a_goodbye_is_held_again() -> None:
+    standing = standing_after(claim(1), goodbye(1), claim(2))
+    assert standing.held_by("n2")
+    assert standing.losses == 1
+    assert standing.next_reason == "taken_over"
+
+
+def test_an_episode_that_was_lost_three_times_is_poison() -> None:
+    assert not standing_after(claim(1), claim(2)).is_poison(3)
+    assert standing_after(claim(1), claim(2), claim(3)).is_poison(3)
+
+
+def test_hand_backs_never_make_an_episode_poison() -> None:
+    entries = [entry for attempt in range(1, 11) for entry in (claim(attempt), goodbye(attempt))]
+    assert not standing_after(*entries).is_poison(1)
+
+
+def test_hand_backs_between_losses_do_not_reset_the_count() -> None:
+    standing = standing_after(claim(1), claim(2), goodbye(2), claim(3), claim(4))
+    assert standing.losses == 3
+    assert standing.is_poison(3)
+
+
+def test_the_first_result_is_final() -> None:
+    standing = standing_after(claim(1), result(1, 1.0), claim(2), result(2, 0.0), goodbye(2))
+    assert standing.result == result(1, 1.0)
+    assert standing.last_sequence == 20
+    assert standing.attempts == 1
+
+
+def test_a_finished_episode_is_held_by_nobody_and_never_poison() -> None:
+    standing = standing_after(claim(1), claim(2), claim(3), result(3))
+    assert not standing.held_by("n3")
+    assert not standing.is_poison(1)
+
+
+def test_a_result_without_any_claim_ends_the_episode() -> None:
+    standing = standing_after(result(0))
+    assert standing.result == result(0)
+    assert standing.attempts == 0
+
+
+def test_an_unreadable_entry_says_nothing_but_is_what_the_next_one_expects() -> None:
+    standing = standing_after(claim(1), None)
+    assert standing.last_sequence == 20
+    assert standing.claim_sequence == 10
+    assert standing.held_by("n1")
+
+
+def naive(kinds: list[str]) -> tuple[int, bool, bool]:
+    """Losses, whether the newest claim holds, whether it is over: written as one would say it aloud."""
+    claims = losses = 0
+    held = over = False
+    for kind in kinds:
+        if over:
+            continue
+        if kind == "claim":
+            claims, held = claims + 1, True
+            losses += 1
+        elif kind == "goodbye" and held:
+            held = False
+            losses -= 1
+        elif kind == "result":
+            held, over = False, True
+    return losses, held, over
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from(["claim", "goodbye", "result"]), max_size=12))
+def test_the_fold_agrees_with_a_naive_reading(kinds: list[str]) -> None:
+    entries: list[EpisodeEntry] = []
+    attempt, held, kept = 0, False, []
+    for kind in kinds:
+        if kind == "goodbye" and not held:
+            continue  # a goodbye expects its own claim's sequence, so the server stores no other one
+        kept.append(kind)
+        attempt += kind == "claim"
+        held = kind == "claim"
+        entries.append(claim(attempt) if kind == "claim" else goodbye(attempt) if kind == "goodbye" else result(attempt))
+    standing = standing_after(*entries)
+    assert (standing.losses, standing.held_by(f"n{standing.attempts}"), standing.result is not None) == naive(kept)

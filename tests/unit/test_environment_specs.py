@@ -1,0 +1,129 @@
+"""Environment specs: each form gives environments, each mistake one line that says what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbus.errors import UserError
+from schemas import Action, Task
+from workers.environment.base import Verdict
+from workers.environment.scripted import ScriptedEnvironment
+from workers.environment.specs import environment_factory
+from workers.environment.verifier import VerifierTools
+
+
+class NoGrader:
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        raise AssertionError("nothing is graded here")
+
+
+MODULE = """
+from workers.environment.scripted import ScriptedEnvironment
+from workers.environment.warehouse.server import make_server
+
+class Mine(ScriptedEnvironment):
+    pass
+
+class Half:
+    replayable = False
+    async def open(self, task): ...
+
+def serve(task):
+    return make_server(task.seed or 0)
+
+serve.replayable = True
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spec_module.py").write_text(MODULE)
+    (tmp_path / "spec_broken.py").write_text("import no_such_module")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "spec_module", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "replayable"),
+    [
+        ("warehouse", True),
+        ("scripted", True),
+        ("mcp:spec_module:serve", True),
+        ("mcp:workers.environment.warehouse.server:serve_task", False),
+        (f"stdio:{sys.executable} -m mcp_server_time", False),
+        ("spec_module:Mine", True),
+    ],
+)
+async def test_every_form_makes_a_new_environment_each_time(spec: str, replayable: bool) -> None:
+    factory = environment_factory(spec, verifier=NoGrader())
+    async with factory.running():
+        first, second = factory(), factory()
+        assert first is not second
+        assert first.replayable is replayable
+
+
+async def test_a_user_s_server_factory_is_played() -> None:
+    factory = environment_factory("mcp:spec_module:serve", verifier=NoGrader())
+    environment = factory()
+    await environment.open(Task(key="t", prompt="p", seed=3))
+    assert "find_item" in str((await environment.reset()).messages[0].content)
+    await environment.close()
+
+
+async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
+    for spec, config, turns in (("scripted", {}, 3), ("scripted:5", {}, 5), ("scripted:5", {"turns": 2}, 2)):
+        environment = environment_factory(spec, verifier=NoGrader())()
+        assert isinstance(environment, ScriptedEnvironment)
+        await environment.open(Task(key="t", prompt="p", config=config))
+        assert (await environment.reset()).messages[0].content == "p"
+        steps = [await environment.step(Action(episode_id="e", attempt=1, turn=turn, text="")) for turn in range(turns)]
+        assert [step.terminated for step in steps] == [False] * (turns - 1) + [True]
+        assert await environment.verify() == Verdict(reward=1.0)
+        await environment.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("", "is none of: warehouse, scripted[:TURNS], mcp:MODULE:FACTORY"),
+        ("warehuose", "is none of"),
+        ("warehouse:3", "is none of"),
+        ("mcp:", "is none of"),
+        ("scripted:x", "scripted:3"),
+        ("scripted:0", "1 or more"),
+        ("stdio:", "names no command"),
+        ("stdio:no-such-command --x", "there is no command 'no-such-command'"),
+        ("stdio:python 'x", "cannot be read"),
+        ("mcp:spec_module", "must name a module and what is in it"),
+        ("mcp:spec_module:absent", "has no 'absent'"),
+        ("mcp:spec_module:number", "cannot be called"),
+        ("mcp:no_such_module:serve", "cannot import no_such_module: ModuleNotFoundError"),
+        ("spec_broken:Class", "cannot import spec_broken: ModuleNotFoundError"),
+        ("spec_module:Half", "lacks reset, step, state, verify, close"),
+        ("../x.py:Class", "must name a module"),
+    ],
+)
+def test_a_mistake_gets_one_line(spec: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        environment_factory(spec, verifier=NoGrader())
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scripted_environment_needs_no_mcp_and_nothing_here_needs_torch() -> None:
+    code = (
+        "import sys; from workers.environment.specs import environment_factory as f; f('scripted', verifier=None); "
+        "assert 'mcp' not in sys.modules; f('warehouse', verifier=None); assert 'mcp' in sys.modules; "
+        "assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=30)

@@ -1,0 +1,191 @@
+"""An inference worker's histories: kept by hash, dropped when it differs, rebuilt from the log, refused when they must be."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
+from schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, Subjects, encode
+from schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
+from workers.inference.histories import REBUILD_PAUSE_SECONDS, Histories, History, HistoryMismatch, StaleObservation
+
+RUN = "h"
+SUBJECTS = Subjects(RUN)
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class Log:
+    """One episode in a log: claims, Actions and the result as they are written, and the hash after each turn."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.hashes = {(1, -1): EMPTY_HISTORY}
+
+    async def claim(self, attempt: int, *, resumed_at: int = 0) -> None:
+        claim = AttemptStarted(
+            episode_id="e", attempt=attempt, worker="w", nonce=f"n{attempt}", lane=f"e{attempt}", resumed_at_turn=resumed_at
+        )
+        self.hashes[attempt, resumed_at - 1] = self.hashes.get((attempt - 1, resumed_at - 1), EMPTY_HISTORY)
+        await self._store(SUBJECTS.episode("e"), claim)
+
+    async def act(self, attempt: int, turn: int, delta: list[int], sampled: list[int]) -> None:
+        digest = extend_history(self.hashes[attempt, turn - 1], pack_ids(delta), pack_ids(sampled))
+        self.hashes[attempt, turn] = digest
+        action = Action(
+            episode_id="e",
+            attempt=attempt,
+            turn=turn,
+            text="",
+            prompt_delta=pack_ids(delta),
+            sampled=pack_ids(sampled),
+            history_hash=digest,
+        )
+        await self._store(SUBJECTS.action(f"e{attempt}", "e"), action)
+
+    async def finish(self) -> None:
+        result = EpisodeFinished(episode_id="e", group_id="g", attempt=1, outcome="completed", worker="w", reward=1.0)
+        await self._store(SUBJECTS.episode("e"), result)
+
+    async def _store(self, subject: str, message: Message) -> None:
+        await self.bus.publish(subject, encode(message))
+
+    def observation(self, attempt: int, turn: int, *, history_hash: bytes | None = None) -> Observation:
+        return Observation(
+            episode_id="e",
+            attempt=attempt,
+            turn=turn,
+            policy="default",
+            messages=(),
+            tokens_left=100,
+            history_hash=self.hashes[attempt, turn - 1] if history_hash is None else history_hash,
+            environment_lane=f"e{attempt}",
+            deadline_ns=0,
+        )
+
+
+@asynccontextmanager
+async def log_and_histories(limit: int = 4096) -> AsyncIterator[tuple[Log, Histories]]:
+    server = MemoryServer()
+    async with server.connect(RUN, worker="w") as bus:
+        await bus.declare(plan_run(RUN, lanes=4))
+        yield Log(bus), Histories(bus, SUBJECTS, limit=limit)
+
+
+async def test_the_first_turn_needs_no_log() -> None:
+    async with log_and_histories() as (log, histories):
+        history = await histories.before(log.observation(1, 0))
+        assert (history.digest, history.ids, histories.rebuilt) == (EMPTY_HISTORY, [], 0)
+
+
+async def test_what_is_kept_under_the_right_hash_is_given_away_once_and_then_rebuilt_alike() -> None:
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1, 2], [3])
+        observation = log.observation(1, 1)
+        histories.keep("e", History(digest=observation.history_hash, ids=[1, 2, 3]))
+        kept = await histories.before(observation)
+        rebuilt = await histories.before(observation)
+        assert kept == rebuilt == History(digest=observation.history_hash, ids=[1, 2, 3])
+        assert histories.rebuilt == 1
+
+
+async def test_what_is_kept_under_another_hash_is_dropped_and_rebuilt_from_the_log() -> None:
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1, 2], [3])
+        await log.act(1, 1, [4], [5, 6])
+        histories.keep("e", History(digest=b"what I thought", ids=[9, 9, 9]))
+        assert (await histories.before(log.observation(1, 2))).ids == [1, 2, 3, 4, 5, 6]
+        assert histories.rebuilt == 1
+
+
+async def test_a_repeated_observation_stands_on_less_than_the_log_holds_by_now() -> None:
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1], [2])
+        await log.act(1, 1, [3], [4])
+        assert (await histories.before(log.observation(1, 1))).ids == [1, 2]
+
+
+async def test_turns_of_several_attempts_are_rebuilt_as_the_claims_say() -> None:
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1], [2])
+        await log.act(1, 1, [3], [4])
+        await log.claim(2, resumed_at=1)
+        await log.act(1, 2, [99], [99])  # of the attempt before, which does not know yet
+        await log.act(2, 1, [5], [6])
+        assert (await histories.before(log.observation(2, 2))).ids == [1, 2, 5, 6]
+
+
+async def test_a_history_that_the_log_does_not_contain_is_refused_after_two_looks() -> None:
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1], [2])
+        started = anyio.current_time()
+        with pytest.raises(HistoryMismatch, match="turn 1 of e"):
+            await histories.before(log.observation(1, 1, history_hash=b"somewhere else"))
+        assert anyio.current_time() - started == pytest.approx(REBUILD_PAUSE_SECONDS)
+
+
+async def test_an_action_that_the_log_shows_a_moment_later_is_waited_for() -> None:
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        digest = extend_history(EMPTY_HISTORY, pack_ids([1]), pack_ids([2]))
+
+        async def act_later() -> None:
+            await anyio.sleep(REBUILD_PAUSE_SECONDS / 2)
+            await log.act(1, 0, [1], [2])
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(act_later)
+            assert (await histories.before(log.observation(1, 1, history_hash=digest))).ids == [1, 2]
+
+
+@pytest.mark.parametrize("what", ["a newer claim", "a result", "no claim at all"])
+async def test_an_observation_that_nobody_waits_for_is_stale(what: str) -> None:
+    async with log_and_histories() as (log, histories):
+        if what != "no claim at all":
+            await log.claim(1)
+            await log.act(1, 0, [1], [2])
+        if what == "a newer claim":
+            await log.claim(2)
+        if what == "a result":
+            await log.finish()
+        with pytest.raises(StaleObservation):
+            await histories.before(log.observation(1, 1, history_hash=b"some history"))
+
+
+async def test_the_least_recently_used_history_is_dropped_first() -> None:
+    async with log_and_histories(limit=2) as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1], [2])
+        observation = log.observation(1, 1)
+        histories.keep("e", History(digest=observation.history_hash, ids=[1, 2]))
+        histories.keep("f", History(digest=b"f", ids=[]))
+        histories.keep("g", History(digest=b"g", ids=[]))
+        await histories.before(observation)
+        assert histories.rebuilt == 1, "it was still kept"
+
+
+async def test_a_forgotten_history_is_rebuilt() -> None:
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1], [2])
+        observation = log.observation(1, 1)
+        histories.keep("e", History(digest=observation.history_hash, ids=[1, 2]))
+        histories.forget("e")
+        assert (await histories.before(observation)).ids == [1, 2]
+        assert histories.rebuilt == 1

@@ -1,0 +1,137 @@
+"""Which requests are settled, and what a checkpoint has to say so that nothing is trained twice or skipped."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fleetbus.core.ledger import Ledger
+
+
+def test_an_empty_ledger_begins_at_its_floor() -> None:
+    assert (Ledger().floor, Ledger(17).floor) == (1, 17)
+    assert Ledger().settled_above == ()
+
+
+def test_the_floor_is_the_lowest_open_request() -> None:
+    ledger = Ledger()
+    for episode, sequence in (("b", 20), ("a", 10), ("c", 30)):
+        assert ledger.requested(episode, sequence)
+    assert ledger.floor == 10
+    ledger.settle("a")
+    assert ledger.floor == 20
+    assert ledger.open_ids == ("b", "c")
+    assert not ledger.is_open("a")
+    assert ledger.is_open("b")
+
+
+def test_settled_requests_above_an_open_one_are_named() -> None:
+    ledger = Ledger()
+    for episode, sequence in (("a", 10), ("b", 20), ("c", 30)):
+        ledger.requested(episode, sequence)
+    ledger.settle("c")
+    ledger.settle("a")
+    assert ledger.floor == 20
+    assert ledger.settled_above == ("c",)
+
+
+def test_with_nothing_open_the_floor_is_past_the_last_request() -> None:
+    ledger = Ledger()
+    ledger.requested("a", 10)
+    ledger.settle("a")
+    assert ledger.floor == 11
+    assert ledger.settled_above == ()
+
+
+def test_a_request_is_entered_once() -> None:
+    ledger = Ledger()
+    assert ledger.requested("a", 10)
+    assert not ledger.requested("a", 10)
+    ledger.settle("a")
+    assert not ledger.requested("a", 10)
+
+
+def test_a_request_that_a_checkpoint_settled_stays_settled() -> None:
+    ledger = Ledger(10, ["b"])
+    assert ledger.requested("a", 10)
+    assert not ledger.requested("b", 20)
+    assert ledger.settled_above == ("b",)
+    with pytest.raises(ValueError, match="settled already"):
+        ledger.settle("b")
+
+
+def test_settling_twice_or_the_unknown_is_refused() -> None:
+    ledger = Ledger()
+    ledger.requested("a", 10)
+    ledger.settle("a")
+    for episode in ("a", "never requested"):
+        with pytest.raises(ValueError, match=episode):
+            ledger.settle(episode)
+
+
+class Resumes(RuleBasedStateMachine):
+    """A log of requests, some settled, with crashes in between, against a model that simply remembers everything.
+
+    The model knows all requests; the ledger, after a crash, only the floor and settled ids of its last checkpoint and what
+    stands in the log from that floor on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: dict[str, int] = {}
+        self.settled: set[str] = set()
+        self.ledger = Ledger()
+        self.end = 0
+
+    @rule(gap=st.integers(1, 3))
+    def request(self, gap: int) -> None:
+        self.end += gap
+        episode = f"e{self.end}"
+        self.log[episode] = self.end
+        assert self.ledger.requested(episode, self.end)
+
+    @precondition(lambda self: len(self.settled) < len(self.log))
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        episode = data.draw(st.sampled_from(sorted(set(self.log) - self.settled)))
+        self.settled.add(episode)
+        self.ledger.settle(episode)
+
+    @rule()
+    def crash_and_resume(self) -> None:
+        floor, settled = self.ledger.floor, self.ledger.settled_above
+        self.ledger = Ledger(floor, settled)
+        for episode, sequence in self.log.items():
+            if sequence >= floor:
+                assert self.ledger.requested(episode, sequence) == (episode not in self.settled)
+
+    @invariant()
+    def open_is_what_was_never_settled(self) -> None:
+        assert set(self.ledger.open_ids) == set(self.log) - self.settled
+
+    @invariant()
+    def floor_and_settled_above_tell_all(self) -> None:
+        floor = self.ledger.floor
+        assert all(episode in self.settled for episode, sequence in self.log.items() if sequence < floor)
+        above = {episode for episode, sequence in self.log.items() if sequence >= floor and episode in self.settled}
+        assert set(self.ledger.settled_above) == above
+
+
+TestResumes = Resumes.TestCase
+TestResumes.settings = settings(deadline=None, max_examples=40, stateful_step_count=25)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 50), unique=True, min_size=1, max_size=10), st.data())
+def test_the_floor_never_goes_back(sequences: list[int], data: st.DataObject) -> None:
+    ledger = Ledger()
+    for sequence in sequences:
+        ledger.requested(f"e{sequence}", sequence)
+    floors = [ledger.floor]
+    for sequence in data.draw(st.permutations(sequences)):
+        ledger.settle(f"e{sequence}")
+        floors.append(ledger.floor)
+    assert floors == sorted(floors)
+    assert floors[-1] == max(sequences) + 1

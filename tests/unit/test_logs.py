@@ -1,0 +1,133 @@
+"""Logs: what is bound stands in every line, secrets in none, and JSON stays one object per line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+import structlog
+
+from fleetbus.config.settings import LogSettings
+from fleetbus.logs import bound, configure_logs, redact_secrets
+
+SEED = "S" + "UAB" * 19
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def json_stream(**values: Any) -> io.StringIO:
+    stream = io.StringIO()
+    configure_logs(LogSettings(format="json"), stream=stream, **values)
+    return stream
+
+
+def test_json_lines_carry_what_is_bound() -> None:
+    stream = json_stream(run="r", role="environment", worker="environment-0")
+    with bound(episode="e1", attempt=2, turn=3):
+        structlog.get_logger().info("stepped", seconds=0.5)
+    structlog.get_logger().info("idle")
+    first, second = json_lines(stream)
+    assert first["event"] == "stepped" and first["level"] == "info" and first["seconds"] == 0.5
+    assert {key: first[key] for key in ("run", "role", "worker", "episode", "attempt", "turn")} == {
+        "run": "r", "role": "environment", "worker": "environment-0", "episode": "e1", "attempt": 2, "turn": 3,
+    }  # fmt: skip
+    assert second["worker"] == "environment-0" and "episode" not in second
+
+
+async def test_what_one_task_binds_does_not_show_in_another() -> None:
+    stream = json_stream()
+
+    async def session(episode: str, mine: anyio.Event, theirs: anyio.Event) -> None:
+        with bound(episode=episode):
+            mine.set()
+            await theirs.wait()
+            structlog.get_logger().info("stepped", of=episode)
+
+    first, second = anyio.Event(), anyio.Event()
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(session, "a", first, second)
+            tasks.start_soon(session, "b", second, first)
+    lines = json_lines(stream)
+    assert sorted(line["of"] for line in lines) == ["a", "b"]
+    assert all(line["episode"] == line["of"] for line in lines)
+
+
+@pytest.mark.parametrize("name", ["api_key", "API-Key", "authorization", "password", "token", "access_token", "nkey_seed"])
+def test_values_of_secret_keys_are_redacted_at_any_depth(name: str) -> None:
+    event = {"event": "x", "headers": [{name: "hunter2"}], name: "hunter2"}
+    assert "hunter2" not in repr(redact_secrets(None, "info", event))
+
+
+def test_numbers_that_sound_secret_stay() -> None:
+    event = {"event": "x", "seed": 7, "tokens": 12, "max_tokens": "64"}
+    assert redact_secrets(None, "info", event) == event
+
+
+def test_credentials_in_urls_and_nkey_seeds_in_texts_are_redacted() -> None:
+    stream = json_stream()
+    structlog.get_logger().warning("connecting", url="nats://ada:hunter2@host:4222", detail=f"with {SEED}\nthen")
+    text = stream.getvalue()
+    assert "hunter2" not in text and SEED not in text and "host:4222" in text
+
+
+@pytest.mark.parametrize("format", ["console", "json"])
+def test_tracebacks_are_logged_without_secrets_and_without_locals(format: Any) -> None:
+    stream = io.StringIO()
+    configure_logs(LogSettings(format=format), stream=stream)
+    local_value = "in-a-local-" + "variable"
+    try:
+        raise ValueError("cannot reach nats://ada:hunter2@host")
+    except ValueError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            structlog.get_logger().exception("crashed")
+    text = stream.getvalue()
+    assert "ValueError" in text and "nats://host" in text
+    assert "hunter2" not in text and local_value not in text
+
+
+def test_no_colours_unless_a_terminal_reads() -> None:
+    stream = io.StringIO()
+    configure_logs(LogSettings(), stream=stream, worker="w")
+    structlog.get_logger().error("broken")
+    assert "broken" in stream.getvalue() and "\x1b" not in stream.getvalue()
+
+
+def test_the_level_filters() -> None:
+    stream = io.StringIO()
+    configure_logs(LogSettings(level="warning", format="json"), stream=stream)
+    structlog.get_logger().info("quiet")
+    structlog.get_logger().warning("loud")
+    assert [line["event"] for line in json_lines(stream)] == ["loud"]
+
+
+def test_libraries_log_in_the_same_format() -> None:
+    stream = json_stream(worker="w")
+    logging.getLogger("some.library").warning("slow %s", "nats://a:b@host")
+    (line,) = json_lines(stream)
+    assert (line["event"], line["level"], line["logger"], line["worker"]) == (
+        "slow nats://host",
+        "warning",
+        "some.library",
+        "w",
+    )

@@ -1,0 +1,131 @@
+"""The archive's files: what is synced is read back, what a crash tore off is cut, and damage is never taken for a tear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetbus.archive import read_archive
+from fleetbus.archive_format import ArchiveDamaged, segment_files
+from fleetbus.archive_writer import open_archive
+from fleetbus.bus.base import Stored
+from fleetbus.errors import UserError
+
+
+def entries(first: int, last: int, size: int = 20) -> list[Stored]:
+    return [
+        Stored(subject=f"fb.run.task.default.e{number}", payload=bytes([number % 256]) * size, sequence=number, time_ns=number)
+        for number in range(first, last + 1)
+    ]
+
+
+def written(folder: Path, first: int, last: int, *, segment_bytes: int = 1 << 20) -> None:
+    with open_archive(folder, "run", segment_bytes=segment_bytes) as archive:
+        archive.append(entries(first, last))
+
+
+def test_what_is_archived_is_read_back_in_order_and_from_any_start(tmp_path: Path) -> None:
+    written(tmp_path, 1, 50)
+    written(tmp_path, 51, 80)
+    assert list(read_archive(tmp_path)) == entries(1, 80)
+    assert list(read_archive(tmp_path, run="run", start=33)) == entries(33, 80)
+    assert list(read_archive(tmp_path, start=81)) == []
+
+
+def test_long_archives_are_cut_into_segments_and_read_as_one(tmp_path: Path) -> None:
+    written(tmp_path, 1, 500, segment_bytes=2000)
+    written(tmp_path, 501, 600, segment_bytes=2000)
+    assert len(segment_files(tmp_path)) >= 5
+    assert list(read_archive(tmp_path)) == entries(1, 600)
+    assert list(read_archive(tmp_path, start=555)) == entries(555, 600)
+
+
+@pytest.mark.parametrize("torn_bytes", range(1, 30, 4))
+def test_a_torn_tail_is_cut_when_the_archive_is_opened_again(tmp_path: Path, torn_bytes: int) -> None:
+    written(tmp_path, 1, 9)
+    (segment,) = segment_files(tmp_path)
+    segment.write_bytes(segment.read_bytes()[:-torn_bytes])
+    assert list(read_archive(tmp_path)) == entries(1, 8)
+    with open_archive(tmp_path, "run") as archive:
+        assert archive.last_sequence == 8
+        archive.append(entries(9, 12))
+    assert list(read_archive(tmp_path)) == entries(1, 12)
+
+
+def test_garbage_after_the_last_record_is_cut(tmp_path: Path) -> None:
+    written(tmp_path, 1, 9)
+    (segment,) = segment_files(tmp_path)
+    with segment.open("ab") as file:
+        file.write(bytes(4096))
+    written(tmp_path, 10, 12)
+    assert list(read_archive(tmp_path)) == entries(1, 12)
+
+
+@pytest.mark.parametrize("left_bytes", [0, 5, 20])
+def test_a_segment_that_was_only_begun_is_begun_again(tmp_path: Path, left_bytes: int) -> None:
+    written(tmp_path, 1, 9, segment_bytes=1)
+    newest = segment_files(tmp_path)[-1]
+    newest.write_bytes(newest.read_bytes()[:left_bytes])
+    with open_archive(tmp_path, "run", segment_bytes=1) as archive:
+        assert archive.last_sequence == 8
+        archive.append(entries(9, 10))
+    assert list(read_archive(tmp_path)) == entries(1, 10)
+
+
+def test_an_archive_that_lost_what_the_log_no_longer_has_is_damaged_and_left_alone(tmp_path: Path) -> None:
+    written(tmp_path, 1, 9)
+    with open_archive(tmp_path, "run") as archive:
+        archive.guard(7)
+    (segment,) = segment_files(tmp_path)
+    torn = segment.read_bytes()[:-200]
+    segment.write_bytes(torn)
+    with (
+        pytest.raises(ArchiveDamaged, match=r"ends at entry \d, but the log was trimmed up to 7"),
+        open_archive(tmp_path, "run"),
+    ):
+        pass
+    assert segment.read_bytes() == torn
+
+
+def test_a_segment_that_lost_all_that_was_trimmed_is_not_removed(tmp_path: Path) -> None:
+    written(tmp_path, 1, 9, segment_bytes=1)
+    with open_archive(tmp_path, "run") as archive:
+        archive.guard(9)
+    newest = segment_files(tmp_path)[-1]
+    newest.write_bytes(b"")
+    with pytest.raises(ArchiveDamaged), open_archive(tmp_path, "run"):
+        pass
+    assert newest.exists()
+
+
+def test_damage_before_the_newest_segment_is_an_error_and_not_an_end(tmp_path: Path) -> None:
+    written(tmp_path, 1, 100, segment_bytes=1000)
+    first = segment_files(tmp_path)[0]
+    data = bytearray(first.read_bytes())
+    data[len(data) // 2] ^= 1
+    first.write_bytes(bytes(data))
+    with pytest.raises(ArchiveDamaged, match="is damaged at byte"):
+        list(read_archive(tmp_path))
+
+
+def test_an_archive_is_of_one_run(tmp_path: Path) -> None:
+    written(tmp_path, 1, 3)
+    with pytest.raises(UserError, match="is the archive of run run, not of other"):
+        list(read_archive(tmp_path, run="other"))
+    with pytest.raises(UserError, match="not of other"), open_archive(tmp_path, "other"):
+        pass
+
+
+def test_an_archive_has_one_writer(tmp_path: Path) -> None:
+    with (
+        open_archive(tmp_path, "run"),
+        pytest.raises(UserError, match="being written by another recorder"),
+        open_archive(tmp_path, "run"),
+    ):
+        pass
+
+
+def test_a_folder_without_an_archive_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no archive"):
+        list(read_archive(tmp_path))

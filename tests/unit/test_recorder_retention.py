@@ -1,0 +1,128 @@
+"""Which content of the log is still needed: of episodes that no checkpoint of the surviving lineage covers."""
+
+from __future__ import annotations
+
+from fleetbus.core.retention import Retention
+from schemas import (
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeRequested,
+    Exclusion,
+    LineageStarted,
+    Message,
+    Split,
+    StepTrained,
+    Subjects,
+    Task,
+    TrainingFinished,
+)
+
+S = Subjects("run")
+
+
+class Log:
+    def __init__(self) -> None:
+        self.retention = Retention()
+        self.last = 0
+        self.train(LineageStarted(lineage="l1", worker="w"))
+
+    def enter(self, subject: str, message: Message | None = None) -> int:
+        self.last += 1
+        self.retention.enter(self.last, subject, message)
+        return self.last
+
+    def train(self, message: Message) -> None:
+        self.enter(S.train("default"), message)
+
+    def play(self, episode: str, split: Split = "train") -> int:
+        """A whole episode; returns the position of its first observation."""
+        request = EpisodeRequested(
+            episode_id=episode, group_id="g", sample_index=0, split=split, task=Task(key="t"), policy="p", deadline_ns=1
+        )
+        self.enter(S.task("default", episode), request)
+        first = self.enter(S.observation("p", "any", episode))
+        self.enter(S.action("e0", episode))
+        result = EpisodeFinished(episode_id=episode, group_id="g", attempt=1, outcome="completed", worker="w", split=split)
+        self.enter(S.episode(episode), result)
+        return first
+
+    def step(self, number: int, *episodes: str, excluded: str = "", lineage: str = "l1") -> None:
+        reasons = (Exclusion(episode_id=excluded, reason="stale"),) if excluded else ()
+        self.train(StepTrained(lineage=lineage, step=number, version=number, episodes=episodes, excluded=reasons))
+
+    def checkpoint(self, step: int, lineage: str = "l1") -> None:
+        self.train(CheckpointStored(lineage=lineage, step=step, version=step, file="f", floor=1))
+
+    @property
+    def limit(self) -> int:
+        return self.retention.limit(self.last)
+
+
+def test_nothing_is_trimmed_before_a_checkpoint_covers_the_step() -> None:
+    log = Log()
+    first = log.play("a")
+    log.step(1, "a")
+    assert log.limit == first - 1
+    log.checkpoint(1)
+    assert log.limit == log.last
+    assert log.retention.is_settled(S.action("e0", "a"))
+
+
+def test_a_checkpoint_covers_no_later_step() -> None:
+    log = Log()
+    log.play("a")
+    second = log.play("b")
+    log.step(1, "a")
+    log.step(2, "b")
+    log.checkpoint(1)
+    assert log.limit == second - 1
+    assert not log.retention.is_settled(S.action("e0", "b"))
+
+
+def test_excluded_episodes_are_settled_like_trained_ones() -> None:
+    log = Log()
+    log.play("a")
+    log.step(1, excluded="a")
+    log.checkpoint(1)
+    assert log.limit == log.last
+
+
+def test_an_evaluation_episode_is_settled_by_its_result() -> None:
+    log = Log()
+    log.play("a", split="eval")
+    assert log.limit == log.last
+
+
+def test_what_a_cut_lineage_trained_is_needed_again() -> None:
+    log = Log()
+    first = log.play("a")
+    log.step(1, "a")
+    log.train(LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=0))
+    log.checkpoint(1, lineage="l1")
+    assert log.limit == first - 1
+    log.step(1, "a", lineage="l2")
+    log.checkpoint(1, lineage="l2")
+    assert log.limit == log.last
+
+
+def test_a_fence_on_the_policy_subject_starts_no_second_lineage() -> None:
+    log = Log()
+    log.play("a")
+    log.step(1, "a")
+    log.enter(S.policy("default"), LineageStarted(lineage="l1", worker="w"))
+    log.checkpoint(1)
+    assert log.limit == log.last
+
+
+def test_what_the_end_of_training_excludes_is_kept_for_a_run_that_goes_on() -> None:
+    log = Log()
+    first = log.play("a")
+    log.train(TrainingFinished(lineage="l1", step=0, version=0, excluded=(Exclusion(episode_id="a", reason="r"),)))
+    log.checkpoint(0)
+    assert log.limit == first - 1
+
+
+def test_content_of_episodes_that_nobody_requested_holds_nothing_back() -> None:
+    log = Log()
+    log.enter(S.observation("p", "any", "stray"))
+    assert log.limit == log.last

@@ -1,0 +1,35 @@
+"""Scenarios are drawn from their seed alone, and the seeds together cover every kind of fault."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from workers.simulation.scenario import ROLES, HappeningKind, draw_scenario
+
+SEEDS = range(200)
+
+
+def test_a_seed_draws_the_same_scenario_every_time() -> None:
+    assert draw_scenario(17) == draw_scenario(17)
+    assert draw_scenario(17) != draw_scenario(18)
+
+
+def test_every_kind_of_fault_happens_to_every_role() -> None:
+    happened = {(happening.kind, happening.role) for seed in SEEDS for happening in draw_scenario(seed).happenings}
+    assert happened >= {(kind, role) for kind in ("crash", "pause", "cut", "drain") for role in ROLES}
+    assert {kind for kind, _ in happened} == set(get_args(HappeningKind))
+
+
+def test_every_rate_is_zero_in_some_seeds_and_not_in_others() -> None:
+    scenarios = [draw_scenario(seed) for seed in SEEDS]
+    for part in ("noise", "mischief"):
+        for rate in set(getattr(scenarios[0], part).__struct_fields__) - {"tool_error"}:
+            values = {getattr(getattr(scenario, part), rate) for scenario in scenarios}
+            assert len(values) > 1, f"{part}.{rate} never changes"
+
+
+def test_some_seeds_have_no_duplicate_window_and_some_have_no_faults_at_all() -> None:
+    scenarios = [draw_scenario(seed) for seed in SEEDS]
+    assert any(scenario.duplicate_window_seconds == 0 for scenario in scenarios)
+    assert any(scenario.is_quiet for scenario in scenarios)
+    assert all(happening.at >= 0 for scenario in scenarios for happening in scenario.happenings)

@@ -1,0 +1,137 @@
+"""Tasks files: what is understood, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetbus.errors import UserError
+from fleetbus.tasks import dump_tasks, load_tasks
+from schemas import Task
+from workers.environment.warehouse.tasks import train_tasks
+
+ENTRY = {"key": "t1", "prompt": "Do it."}
+
+
+def write(folder: Path, content: Any) -> Path:
+    file = folder / "tasks.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_a_fleet_export_is_understood(tmp_path: Path) -> None:
+    entry = {
+        "key": "task-001",
+        "prompt": "Search for flights from NYC to LA",
+        "env_id": "booking-com",
+        "version": "v1.2.3",
+        "task_modality": "computer_use",
+        "verifier_func": "async def verify(env): ...",
+        "env_variables": '{"CURRENT_DATE": "2026-01-01"}',
+        "seed": 3,
+        "data_id": "d7",
+        "difficulty": 2,
+    }
+    assert load_tasks(write(tmp_path, {"tasks": [entry]})) == [
+        Task(
+            key="task-001",
+            prompt="Search for flights from NYC to LA",
+            env="booking-com",
+            version="v1.2.3",
+            modality="computer_use",
+            verifier="async def verify(env): ...",
+            env_variables={"CURRENT_DATE": "2026-01-01"},
+            seed=3,
+            config={"data_id": "d7", "difficulty": 2},
+        )
+    ]
+
+
+def test_other_names_of_the_same_fields_are_understood(tmp_path: Path) -> None:
+    entry = {
+        "task_key": "t",
+        "prompt": "p",
+        "env_key": "e",
+        "env_id": "x",
+        "env_version": "2",
+        "version": "1",
+        "verifier_code": "c",
+    }
+    assert load_tasks(write(tmp_path, [entry])) == [Task(key="t", prompt="p", env="e", version="2", verifier="c")]
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    tasks = [
+        *train_tasks(3, seed=1),
+        Task(key="é", prompt="p", config={"key": "clash", "config": {"a": 1}, "b": None}, env_variables={"X": 1}),
+    ]
+    dump_tasks(tasks, tmp_path / "tasks.json")
+    assert load_tasks(tmp_path / "tasks.json") == tasks
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(config=st.dictionaries(st.sampled_from(["key", "config", "seed", "data_id", "tasks"]) | st.text(), JSON, max_size=4))
+@settings(deadline=None, max_examples=50)
+def test_any_config_survives(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> None:
+    file = tmp_path_factory.mktemp("tasks") / "tasks.json"
+    task = Task(key="t", prompt="p", config=config)
+    dump_tasks([task], file)
+    assert load_tasks(file) == [task]
+
+
+MISTAKES: list[tuple[str, Any, str]] = [
+    ("empty file", " \n", "is empty"),
+    ("not JSON", '{"tasks": [\n  {"key": }]}', "is not JSON: line 2, column 11"),
+    ("too deep", "[" * 100_000, "cannot be read as JSON"),
+    ("wrong shape", "3", "holds a number"),
+    ("object without tasks", {"task": []}, 'has no "tasks"'),
+    ("tasks of the wrong shape", {"tasks": {"a": 1}}, "holds an object"),
+    ("no tasks", {"tasks": []}, "holds no tasks"),
+    ("task that is no object", [ENTRY, "t2"], "task 2 is text"),
+    ("no key", [ENTRY, {"prompt": "p"}], "task 2 has no key"),
+    ("key that is no text", [{"key": 5, "prompt": "p"}], "task 1 has no key"),
+    ("same key twice", [ENTRY, {"key": "t2", "prompt": "p"}, ENTRY], "tasks 1 and 3 have the same key (t1)"),
+    ("no prompt", [{"key": "t1"}], "task 1 (t1) has no prompt"),
+    ("blank prompt", [{"key": "t1", "prompt": " "}], "task 1 (t1) has no prompt"),
+    ("environment that is no text", [ENTRY | {"env_id": 3}], "task 1 (t1): env_id is a number"),
+    ("variables that are no JSON", [ENTRY | {"env_variables": "{"}], "task 1 (t1): env_variables is text that is not JSON"),
+    ("variables that are a list", [ENTRY | {"env_variables": [1]}], "task 1 (t1): env_variables is a list"),
+    ("seed that is no number", [ENTRY | {"seed": "1"}], "task 1 (t1): seed is text"),
+    ("number that no message carries", [ENTRY | {"limit": 1 << 70}], "task 1 (t1) cannot be sent"),
+    ("task that is too large", [ENTRY | {"document": "x" * 300_000}], "262144 at most"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), [pytest.param(row[1], row[2], id=row[0]) for row in MISTAKES])
+def test_a_mistake_gets_one_line_with_file_and_place(tmp_path: Path, content: Any, words: str) -> None:
+    file = write(tmp_path, content)
+    with pytest.raises(UserError) as caught:
+        load_tasks(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ")
+    assert words in message
+    assert "\n" not in message
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such file"):
+        load_tasks(tmp_path / "absent.json")
+    with pytest.raises(UserError, match="is a folder"):
+        load_tasks(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tasks.json").write_bytes(b'["\xff"]')
+    with pytest.raises(UserError, match=r"is not UTF-8 \(byte 2\)"):
+        load_tasks(tmp_path / "tasks.json")

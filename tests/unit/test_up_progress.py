@@ -1,0 +1,231 @@
+"""Progress and book: what the log says becomes numbers, lines, a summary and a picture."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from schemas import (
+    EpisodeFinished,
+    EvaluationFinished,
+    Exclusion,
+    Heartbeat,
+    LineageStarted,
+    Outcome,
+    PolicyPublished,
+    StepTrained,
+    TrainingFinished,
+    WorkerFailed,
+)
+from workers.up.book import Book, Summary
+from workers.up.display import PlainDisplay, live_picture
+from workers.up.picture import draw_rewards, smoothed
+from workers.up.progress import SILENT_AFTER_SECONDS, Progress
+from workers.up.wording import duration, evaluation_line, failures, rounded, step_line
+
+SECOND_NS = 1_000_000_000
+
+
+def trained(step: int, *, lineage: str = "a", excluded: tuple[str, ...] = (), **metrics: float) -> StepTrained:
+    exclusions = tuple(Exclusion(episode_id=f"x{step}-{index}", reason=reason) for index, reason in enumerate(excluded))
+    ids = (f"{lineage}{step}-0", f"{lineage}{step}-1")
+    return StepTrained(lineage=lineage, step=step, version=step, episodes=ids, excluded=exclusions, metrics=metrics)
+
+
+def finished(episode: int, outcome: Outcome = "completed", **fields: float) -> EpisodeFinished:
+    return EpisodeFinished(
+        episode_id=f"e{episode}", group_id="g", attempt=1, outcome=outcome, worker="w", tokens=100, timings=fields
+    )
+
+
+def evaluated(name: str, success: float, step: int = 0, lineage: str = "a", temperature: float = 1.0) -> EvaluationFinished:
+    return EvaluationFinished(
+        lineage=lineage, step=step, version=step, name=name, episodes=10, graded=8, success=success, mean_reward=success,
+        temperature=temperature,
+    )  # fmt: skip
+
+
+def summed(book: Book) -> Summary:
+    return book.summary(run="r", seed=3, wall_seconds=12.3456)
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    progress = Progress(10)
+    assert progress.rates() == (0.0, 0.0)
+    for index in range(21):
+        progress.apply(finished(index), index * SECOND_NS // 2)
+    assert progress.rates() == (2.0, 200.0)
+    progress.apply(finished(99), 1000 * SECOND_NS)
+    assert progress.rates() == (0.0, 0.0)
+
+
+def test_workers_that_fell_silent_are_shown_no_more() -> None:
+    progress = Progress(10)
+    progress.heard(Heartbeat(role="inference", worker="i"), 0.0)
+    progress.heard(Heartbeat(role="environment", worker="e"), SILENT_AFTER_SECONDS)
+    assert [beat.worker for beat in progress.workers(SILENT_AFTER_SECONDS)] == ["e", "i"]
+    assert [beat.worker for beat in progress.workers(SILENT_AFTER_SECONDS + 0.1)] == ["e"]
+
+
+def test_a_step_line_tells_success_staleness_stages_and_what_was_not_trained() -> None:
+    progress = Progress(50)
+    progress.apply(finished(0, "env_failed"), 0)
+    progress.apply(trained(3, success=0.5, reward=0.25, staleness_max=1.0, seconds_train=0.512, excluded=("stale", "stale")), 0)
+    assert step_line(progress) == (
+        "step 3/50 · success 0.50 · reward 0.25 · version 3 · staleness 1 · train 0.51 s"
+        " · not trained so far: env failed 1, stale 2"
+    )
+
+
+def test_a_step_line_copes_with_a_learner_that_measures_nothing() -> None:
+    progress = Progress(50)
+    progress.apply(trained(1), 0)
+    assert step_line(progress) == "step 1/50 · version 1"
+
+
+def test_graded_outcomes_are_no_failures() -> None:
+    progress = Progress(1)
+    for index, outcome in enumerate(("completed", "truncated")):
+        progress.apply(finished(index, outcome), 0)  # type: ignore[arg-type]
+    assert failures(progress) == ""
+
+
+def test_evaluations_are_told_with_what_has_no_grade() -> None:
+    line = evaluation_line(evaluated("end_greedy", 0.875, temperature=0.0))
+    assert line == "held out, end greedy: success 87.5% of 8 episodes (greedy, 2 without a grade)"
+
+
+def test_plain_lines_come_for_steps_evaluations_and_failures_only() -> None:
+    lines: list[str] = []
+    progress = Progress(2)
+    display = PlainDisplay(progress, lines.append)
+    messages = [
+        finished(0),
+        trained(1),
+        evaluated("start", 0.5),
+        PolicyPublished(policy="p", version=1, lineage="a", step=1, uri="", manifest=(), size_bytes=0),
+        WorkerFailed(role="inference", worker="i", error_class="EngineFailed", error="no memory"),
+    ]
+    for message in messages:
+        progress.apply(message, 0)
+        display.happened(message)
+    assert [line.split(" ")[0] for line in lines] == ["step", "held", "i"]
+    assert lines[-1] == "i failed: EngineFailed: no memory"
+
+
+@pytest.mark.parametrize("width", [50, 80, 160])
+def test_the_live_picture_fits_the_terminal(width: int) -> None:
+    progress = Progress(50)
+    progress.apply(trained(25, success=0.5, seconds_train=1.0, excluded=("stale",)), 0)
+    beats = [Heartbeat(role="environment", worker=f"environment-{index}", slots=64, in_flight=3) for index in range(3)]
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(live_picture(progress, beats, 75.0))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 25/50" in text and "1 min 15 s" in " ".join(text.split()) and "environment-2" in text and "3/64" in text
+    assert max(len(line) for line in text.splitlines()) <= width
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (101, "1 min 41 s"), (3600, "1 h"), (7320, "2 h 2 min")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_counts_are_rounded_to_what_fits() -> None:
+    assert [rounded(count) for count in (0.0, 999, 6512, 1_250_000, 3e9)] == ["0", "999", "6.5k", "1.2M", "3.0G"]
+
+
+def test_the_summary_counts_only_the_lineage_that_survived() -> None:
+    book = Book()
+    for message in (
+        LineageStarted(lineage="a", worker="w1"),
+        evaluated("start", 0.25),
+        trained(1, reward=0.1, excluded=("stale",)),
+        trained(2, reward=0.2),
+        trained(3, reward=0.9, excluded=("stale", "lost")),
+        LineageStarted(lineage="b", worker="w2", parent="a", parent_step=2),
+        trained(3, lineage="b", reward=0.3, excluded=("timeout",)),
+        evaluated("end", 0.75, step=3, lineage="b"),
+        TrainingFinished(lineage="b", step=3, version=3, excluded=(Exclusion(episode_id="x", reason="training_finished"),)),
+    ):
+        book.apply(message)
+    summary = summed(book)
+    assert summary.steps == [1, 2, 3] and summary.reward_by_step == [0.1, 0.2, 0.3]
+    assert summary.episodes_trained == 6
+    assert summary.episodes_excluded == {"stale": 1, "timeout": 1, "training_finished": 1}
+    assert (summary.success_start, summary.success_end, summary.success_end_greedy) == (0.25, 0.75, None)
+    assert summary.finished and summary.seed == 3 and summary.wall_seconds == 12.346
+
+
+def test_a_learner_that_starts_over_voids_everything_but_the_evaluation_of_the_start() -> None:
+    book = Book()
+    for message in (
+        LineageStarted(lineage="a", worker="w1"),
+        evaluated("start", 0.25),
+        trained(1),
+        LineageStarted(lineage="b", worker="w2", parent="a", parent_step=0),
+    ):
+        book.apply(message)
+    assert summed(book).optimizer_steps == 0 and summed(book).success_start == 0.25
+
+
+def test_training_further_is_unfinished_until_it_ends_again() -> None:
+    book = Book()
+    for message in (
+        LineageStarted(lineage="a", worker="w1"),
+        trained(1),
+        evaluated("end", 0.5, step=1),
+        TrainingFinished(lineage="a", step=1, version=1),
+        LineageStarted(lineage="b", worker="w2", parent="a", parent_step=1),
+    ):
+        book.apply(message)
+    assert not summed(book).finished and summed(book).optimizer_steps == 1 and summed(book).success_end == 0.5
+    book.apply(trained(2, lineage="b"))
+    book.apply(evaluated("end", 0.75, step=2, lineage="b"))
+    book.apply(TrainingFinished(lineage="b", step=2, version=2))
+    assert summed(book).finished and summed(book).optimizer_steps == 2 and summed(book).success_end == 0.75
+
+
+def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
+    book = Book()
+    book.apply(LineageStarted(lineage="a", worker="w"))
+    book.apply(trained(1, logprob_difference_max=math.nan, staleness_max=2.0, reward=math.nan, seconds_wait=0.5))
+    book.apply(trained(2, logprob_difference_max=1e-5, reward=0.5, seconds_wait=0.25))
+    book.apply(finished(0, open=0.1, action=1.0))
+    book.apply(finished(1, "timeout", action=2.0))
+    summary = summed(book)
+    assert summary.max_logprob_difference == 1e-5 and summary.max_staleness_seen == 2
+    assert summary.reward_by_step == [None, 0.5]
+    assert summary.seconds_by_stage == {"wait": 0.75, "episode_open": 0.1, "episode_action": 3.0}
+    assert summary.episodes_by_outcome == {"completed": 1, "timeout": 1}
+
+
+def test_an_empty_log_makes_an_empty_summary_and_no_picture(tmp_path: Path) -> None:
+    summary = summed(Book())
+    assert summary.max_logprob_difference is None and not summary.finished
+    draw_rewards(summary, tmp_path / "reward.png")
+    assert not (tmp_path / "reward.png").exists()
+
+
+def test_smoothing_keeps_length_ends_and_mean() -> None:
+    assert smoothed([1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
+    assert smoothed([0.0, 5.0, 0.0, 0.0, 0.0, 0.0]) == pytest.approx([5 / 3, 5 / 4, 1.0, 1.0, 0.0, 0.0])
+
+
+def test_the_picture_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
+    book = Book()
+    started = LineageStarted(lineage="a", worker="w")
+    for message in (started, evaluated("start", 0.25), *(trained(step, reward=step / 20) for step in range(1, 21))):
+        book.apply(message)
+    file = tmp_path / "reward.png"
+    draw_rewards(summed(book), file)
+    header = file.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    assert int.from_bytes(header[16:20], "big") >= 800
+    assert not re.search("part", " ".join(path.name for path in tmp_path.iterdir()))

@@ -1,0 +1,87 @@
+"""``fleetbus audit RUN``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from workers.cli.log_access import is_reachable, open_run, reach_options
+from workers.cli.options import load_settings
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+    from fleetbus.core.audit_findings import Report
+
+BALANCED, UNBALANCED = 0, 1
+SHOWN_IDS = 10
+
+
+@click.command("audit")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option(
+    "--archive",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="The recorder's archive, for a log that was trimmed; without a server it is audited alone",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
+@reach_options
+def command(run: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:
+    """Balance the books of a run from its log alone.
+
+    Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
+    that was never asked for. Exit status 0: it balances; 1: it does not, with the offending ids.
+    """
+    configuration = load_settings({**values, "run__name": run}).configuration
+    backend = {"use_uvloop": os.name != "nt"}
+    report = anyio.run(partial(_audit, configuration, archive), backend_options=backend)
+    _print_json(report) if as_json else _print(report, configuration.run.name)
+    return BALANCED if report.balanced else UNBALANCED
+
+
+async def _audit(configuration: Configuration, archive: Path | None) -> Report:
+    from fleetbus.audit import audit_archive, audit_run
+    from schemas import Subjects
+
+    subjects = Subjects(configuration.run.name)
+    if archive is not None and not is_reachable(configuration):
+        return await audit_archive(subjects, archive)
+    async with open_run(configuration, "audit", own_server=True) as bus:
+        return await audit_run(bus, subjects, archive=archive)
+
+
+def _print_json(report: Report) -> None:
+    import msgspec
+
+    facts = {"balanced": report.balanced, "in_flight": report.books.in_flight} | msgspec.to_builtins(report)
+    print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+
+
+def _print(report: Report, run: str) -> None:
+    books, attempts = report.books, report.attempts
+    rows = [("requested", books.requested), ("trained", books.trained)]
+    rows += [(f"excluded: {reason}", count) for reason, count in books.excluded.items()]
+    rows += [("evaluation", books.evaluation), ("waiting", books.waiting), ("running", books.running)]
+    rows += [("finished, not settled", books.finished)]
+    print(f"run {run}, {report.entries} entries up to {report.last_sequence}, lineages {', '.join(report.lineages) or '-'}")
+    for name, count in rows:
+        print(f"  {name:<32}{count:>10}")
+    print(
+        f"  {attempts.started} attempts: {attempts.finished} finished, {attempts.released} handed back, "
+        f"{attempts.superseded} superseded, {attempts.in_flight} in flight"
+    )
+    print(f"  {report.observations} observations, {report.actions} actions, {report.steps} steps, {report.versions} versions")
+    if books.void:
+        print(f"  {books.void} trained by a lineage that was cut, and counted elsewhere")
+    if report.malformed:
+        print(f"  {report.malformed} entries that are no messages")
+    for finding in report.findings:
+        ids = " ".join(finding.ids[:SHOWN_IDS]) + (" ..." if finding.count > SHOWN_IDS else "")
+        print(f"NOT BALANCED {finding.kind}: {finding.count} {finding.meaning}: {ids} (entry {finding.sequence})")
+    if report.balanced:
+        print("the books balance")

@@ -1,0 +1,42 @@
+"""``fleetbus doctor``: is this machine ready, and if not, what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from workers.cli.options import SettingsCommand, load_settings, settings_options
+from workers.cli.program import CRASHED, FINISHED
+
+if TYPE_CHECKING:
+    from workers.cli.diagnosis import Finding
+
+_MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
+
+
+@click.command("doctor", cls=SettingsCommand)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON")
+@settings_options("run", "nats")
+def command(as_json: bool, **values: Any) -> int:
+    """Check whether `fleetbus up` can work here: packages, nats-server, clocks, cores, memory, disk.
+
+    Exits with 0 if it can (warnings do not count) and with 1 if it cannot. With --nats that server is asked instead of
+    starting one.
+    """
+    from workers.cli.diagnosis import diagnose
+
+    findings = diagnose(load_settings(values).configuration)
+    ready = all(finding.state != "failed" for finding in findings)
+    _show(findings, ready, as_json)
+    return FINISHED if ready else CRASHED
+
+
+def _show(findings: list[Finding], ready: bool, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode({"ready": ready, "findings": findings}), indent=2).decode())
+        return
+    for finding in findings:
+        print(f"{_MARKS[finding.state]}  {finding.name}: {finding.detail}")

@@ -1,0 +1,47 @@
+"""``fleetbus environment``: one environment worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from workers.cli.options import SettingsCommand, settings_options
+from workers.cli.role import Work, role_options, run_role
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+
+def _load_work() -> Work:
+    from workers.environment.specs import environment_factory
+    from workers.environment.verifier import Verifier, VerifierLimits
+    from workers.environment.worker import run_environment
+
+    async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        verifier = Verifier(VerifierLimits(seconds=configuration.limits.verify))
+        observation_bytes = configuration.environment.observation_bytes
+        style = configuration.environment.prompt
+        factory = environment_factory(
+            configuration.run.environment,
+            verifier=verifier,
+            observation_bytes=observation_bytes,
+            prompt=None if style == "auto" else style,
+        )
+        async with verifier.running(), factory.running():
+            await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
+
+    return work
+
+
+@click.command("environment", cls=SettingsCommand)
+@role_options
+@settings_options("run", "nats", "environment", "limits", "log")
+def command(**values: Any) -> int:
+    """An environment worker: takes requested episodes, plays them with whatever policy answers, grades them.
+
+    Install with `pip install 'fleetbus[environment]'`; needs no torch. SIGTERM or Ctrl-C: finish or hand back, then exit.
+    """
+    return run_role("environment", _load_work, values)

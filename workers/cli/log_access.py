@@ -1,0 +1,76 @@
+"""How commands that look at a run reach its log: the named server, the one that `up` runs, or one of their own on its files."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleetbus.errors import UserError
+from workers.cli.role import made_up_name, server_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+
+def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: where the run is. The values have the names that `workers.cli.options.load_settings` takes."""
+    from pathlib import Path
+
+    options = [
+        click.option("--nats", "nats__url", metavar="URL", help="Server to use (default: the run's own)"),
+        click.option("--run-folder", "run__folder", metavar="TEXT", help="Folder that holds a folder per run"),
+        click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings"),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@asynccontextmanager
+async def open_run(configuration: Configuration, role: str, *, own_server: bool = False) -> AsyncIterator[Bus]:
+    """A bus of the run for the length of the block; raises `UserError` when there is none.
+
+    With ``own_server`` a run that nobody serves now is served from its own files meanwhile: for those that only read.
+    """
+    from fleetbus.bus.nats import connect
+    from fleetbus.bus.nats.server import run_server
+    from fleetbus.config.run_folder import run_folder
+
+    name, run = made_up_name(role), configuration.run.name
+    folder = run_folder(configuration.run)
+    if own_server and not configuration.nats.url and not folder.server.is_file() and folder.store.is_dir():
+        async with run_server(folder.store) as server, connect(server.url, run=run, role=role, worker=name) as bus:
+            await _check_run(bus, run)
+            yield bus
+        return
+    async with connect(server_url(configuration), run=run, role=role, worker=name) as bus:
+        await _check_run(bus, run)
+        yield bus
+
+
+async def _check_run(bus: Bus, run: str) -> None:
+    from fleetbus.errors import BusClosed, BusError
+
+    try:
+        await bus.last_sequence()
+    except BusClosed:
+        raise
+    except BusError as error:
+        raise UserError(f"the log of run {run} cannot be read: {error}: check the run's name and --nats") from error
+
+
+def is_reachable(configuration: Configuration) -> bool:
+    """Whether there is anything to connect to, or files to serve."""
+    from fleetbus.config.run_folder import run_folder
+
+    try:
+        server_url(configuration)
+    except UserError:
+        return run_folder(configuration.run).store.is_dir()
+    return True

@@ -1,0 +1,114 @@
+"""Settings as flags: per command only the tables that it reads, the usual ones in short form, help grouped by table.
+
+Values stay text here; `fleetbus.config.load` converts and checks them, so that every source gets the same messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from fleetbus.config.fields import Setting, tables
+
+if TYPE_CHECKING:
+    from fleetbus.config.load import Loaded
+
+SHORT_FLAGS = {
+    "run.name": "--run",
+    "run.seed": "--seed",
+    "run.model": "--model",
+    "run.tasks": "--tasks",
+    "run.environment": "--environment",
+    "nats.url": "--nats",
+    "learner.steps": "--steps",
+}
+"""Settings that are common enough for a flag without their table's name; the long form works too."""
+
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+_SEPARATOR = "__"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SettingOption(click.Option):
+    """A flag that stands for one setting."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        kind: dict[str, Any] = {"metavar": _METAVARS.get(setting.base)}
+        if setting.choices:
+            kind = {"type": click.Choice(setting.choices)}
+        super().__init__([_parameter(setting), *_flags(setting)], default=None, help=_help(setting), **kind)
+
+
+class SettingsCommand(click.Command):
+    """A command whose help has one section per table, the short flags first."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(context):
+            record = parameter.get_help_record(context)
+            if record is not None:
+                sections.setdefault(_section(parameter), []).append(record)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def settings_options(*names: str) -> Callable[[F], F]:
+    """Decorator: ``--config`` and a flag per setting of these tables, short ones first."""
+    settings = [setting for name in names for setting in tables()[name].values()]
+    settings.sort(key=lambda setting: setting.name not in SHORT_FLAGS)
+
+    def add(function: F) -> F:
+        options: list[click.Option] = [_config_option(), *(SettingOption(setting) for setting in settings)]
+        known: list[click.Parameter] = function.__dict__.setdefault("__click_params__", [])
+        known.extend(reversed(options))
+        return function
+
+    return add
+
+
+def load_settings(values: dict[str, Any], working_folder: Path | None = None) -> Loaded:
+    """The effective configuration for the flags that click collected; raises `UserError`."""
+    import os
+
+    from fleetbus.config.load import default_file, load_configuration
+    from fleetbus.config.run_folder import earlier_configuration
+
+    flags = {name.replace(_SEPARATOR, "."): value for name, value in values.items() if _SEPARATOR in name and value is not None}
+    file = values.get("config") or default_file(working_folder or Path.cwd())
+    return load_configuration(file=file, variables=os.environ, flags=flags, earlier=earlier_configuration)
+
+
+def _config_option() -> click.Option:
+    return click.Option(
+        ["--config"],
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="TOML file with settings (default: fleetbus.toml in the working folder, if there is one)",
+    )
+
+
+def _parameter(setting: Setting) -> str:
+    return f"{setting.table}{_SEPARATOR}{setting.key}"
+
+
+def _flags(setting: Setting) -> Sequence[str]:
+    long = setting.flag
+    if setting.base is bool:
+        return [f"{long}/--no-{long.removeprefix('--')}"]
+    return [SHORT_FLAGS[setting.name], long] if setting.name in SHORT_FLAGS else [long]
+
+
+def _help(setting: Setting) -> str:
+    shown = {True: "yes", False: "no"}.get(setting.default, setting.default) if setting.base is bool else setting.default
+    return f"{setting.description} [{shown}]" if shown != "" else setting.description
+
+
+def _section(parameter: click.Parameter) -> str:
+    if not isinstance(parameter, SettingOption) or parameter.setting.name in SHORT_FLAGS:
+        return "Options"
+    return f"Settings of {parameter.setting.table}"

@@ -1,0 +1,128 @@
+"""One role as one process: connect, work, and stop in the way that was asked for.
+
+A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A process that `fleetbus up`
+started also ends when `up` is gone, however that happened: see `workers.up.guard`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus.errors import UserError
+from workers.cli.options import load_settings
+from workers.cli.program import CRASHED, FINISHED, INTERRUPTED, is_bad_input
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+Work = Callable[["Bus", "Configuration", str, anyio.Event], Awaitable[None]]
+"""A role's loop: returns when it is finished or, once the event is set, drained."""
+
+_EXTRAS = {"torch": "torch", "transformers": "torch", "tokenizers": "torch", "safetensors": "torch", "numpy": "torch"}
+_EXTRAS |= {"mcp": "environment", "httpx": "environment", "matplotlib": "plot"}
+
+
+def role_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: what every role command takes besides settings."""
+    name = click.option("--name", metavar="NAME", help="Name of this worker, unique in the run (default: made up)")
+    supervised = click.option("--supervised", is_flag=True, hidden=True, help="End when standard input reaches its end")
+    return name(supervised(function))
+
+
+def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -> int:
+    """Run a role until it is finished, drained or interrupted; the command's exit code. Raises `UserError`."""
+    import structlog
+
+    from fleetbus.logs import configure_logs
+
+    configuration = load_settings(values).configuration
+    name = values.get("name") or made_up_name(role)
+    _check_name(name)
+    url = server_url(configuration)
+    if values.get("supervised"):
+        from workers.up.guard import end_with_supervisor
+
+        end_with_supervisor()
+    configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
+    work = _import_work(load_work)
+    try:
+        return anyio.run(_serve, role, work, configuration, name, url, backend_options={"use_uvloop": os.name != "nt"})
+    except Exception as error:
+        if is_bad_input(error):
+            raise
+        structlog.get_logger().exception("crashed")
+        return CRASHED
+
+
+def made_up_name(role: str) -> str:
+    """A name that no other worker of the run has: role, host and process id."""
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:64] or "host"
+    return f"{role}-{host}-{os.getpid()}"
+
+
+def server_url(configuration: Configuration) -> str:
+    """The server to connect to: the one that was named, or the one that a running `up` of the same run started here."""
+    import msgspec
+
+    from fleetbus.config.run_folder import run_folder
+
+    if configuration.nats.url:
+        return configuration.nats.url
+    file = run_folder(configuration.run).server
+    if file.is_file():
+        return str(msgspec.json.decode(file.read_bytes())["url"])
+    raise UserError(
+        f"no server for run {configuration.run.name}: give --nats nats://HOST:4222, or start `fleetbus up` in this folder first"
+    )
+
+
+def _check_name(name: str) -> None:
+    from schemas.subjects import BadName, check_name
+
+    try:
+        check_name("--name", name)
+    except BadName as error:
+        raise UserError(str(error)) from error
+
+
+def _import_work(load_work: Callable[[], Work]) -> Work:
+    try:
+        return load_work()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise UserError(f"{package} is not installed: pip install 'fleetbus[{_EXTRAS[package]}]'") from error
+
+
+async def _serve(role: str, work: Work, configuration: Configuration, name: str, url: str) -> int:
+    from fleetbus.bus.nats import connect
+
+    drain = anyio.Event()
+    exit_code = FINISHED
+    async with anyio.create_task_group() as tasks:
+
+        async def obey() -> None:
+            nonlocal exit_code
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    if drain.is_set():
+                        exit_code = INTERRUPTED
+                        tasks.cancel_scope.cancel()
+                        return
+                    drain.set()
+
+        tasks.start_soon(obey)
+        async with connect(url, run=configuration.run.name, role=role, worker=name) as bus:
+            await work(bus, configuration, name, drain)
+        tasks.cancel_scope.cancel()
+    return exit_code

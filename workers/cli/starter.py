@@ -1,0 +1,47 @@
+"""``fleetbus starter``: the small policy that runs begin with when no model is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("starter")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
+@click.option("--seed", default=0, metavar="N", help="Seed of conversations and training [0]")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON")
+def command(folder: Path | None, seed: int, as_json: bool) -> None:
+    """Say where the starter policy is that comes with fleetbus, or build one from nothing into FOLDER.
+
+    Building takes minutes on one core and needs `pip install 'fleetbus[torch]'`. Use it with `fleetbus up --model FOLDER`.
+    """
+    if folder is None:
+        _tell(as_json)
+    else:
+        _build(folder, seed, as_json)
+
+
+def _tell(as_json: bool) -> None:
+    from workers.cli.model import starter_folder
+
+    print(json.dumps({"folder": str(starter_folder())}) if as_json else starter_folder())
+
+
+def _build(folder: Path, seed: int, as_json: bool) -> None:
+    import msgspec
+
+    from fleetbus.errors import UserError
+
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: name a new folder")
+    try:
+        from workers.starter.build import build_starter
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'fleetbus[environment,torch]'") from error
+    report = build_starter(folder, seed=seed, report=lambda line: click.echo(line, err=as_json))
+    if as_json:
+        print(json.dumps({"folder": str(folder), **msgspec.structs.asdict(report)}))
+    else:
+        print(f"built in {folder}; train it with `fleetbus up --model {folder}`")

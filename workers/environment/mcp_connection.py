@@ -1,0 +1,184 @@
+"""One episode's connection to an MCP server: the protocol, and the connection to a server object in this very process.
+
+Above it is `McpEnvironment`; below it the SDK's server. `DirectConnection` hands each request to the server's own request
+pipeline inside the task that asked. It has no task and no stream of its own, so cancelling a call cancels the tool, there is
+nothing to leave behind, and an episode costs half of what it costs over the SDK's in-memory transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+import structlog
+from mcp.server import Server
+from mcp.server.lowlevel.server import lifespan as default_lifespan
+from mcp.server.runner import modern_on_request
+from mcp.shared.dispatcher import CallOptions
+from mcp.shared.exceptions import MCPError, NoBackChannelError
+from mcp.shared.message import MessageMetadata
+from mcp.shared.transport_context import TransportContext
+from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOCOL_VERSION_META_KEY, RequestId
+from mcp_types.version import LATEST_MODERN_VERSION
+from pydantic import ValidationError
+
+from fleetbus.core.prompts import result_error
+from schemas import ToolSpec
+
+MAX_TOOL_PAGES = 100
+"""Most pages of a tool listing that are read: a server that never ends its listing hangs nobody."""
+
+_log = structlog.get_logger(__name__)
+
+
+class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call gave: text, or JSON-like data where a server sent no text; ``failed`` if the tool says that it failed."""
+
+    content: Any
+    failed: bool = False
+
+
+class Connection(Protocol):
+    """One connection, used by one call at a time. `close` may follow a failed or cancelled `open`, and may be repeated."""
+
+    async def open(self) -> None: ...
+
+    async def list_tools(self) -> tuple[ToolSpec, ...]: ...
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """Raises `EnvironmentFailed` when the server is gone; whatever else goes wrong with a call is its result."""
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        """Rows from the database behind the server, for verifiers; raises `LookupError` if it shows none."""
+
+    async def close(self) -> None: ...
+
+
+class DirectConnection:
+    """A connection to a server object. It must have the SDK's default lifespan: another one may hold tasks of its own.
+
+    ``listings`` is shared by the connections of one factory; a server class that declares ``tools_are_fixed`` is asked once.
+    """
+
+    def __init__(self, server: Server[Any], listings: dict[type[Server[Any]], tuple[ToolSpec, ...]]) -> None:
+        self._server = server
+        self._listings = listings
+        self._handle = modern_on_request(server, {})
+
+    async def open(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async def list_tools(self) -> tuple[ToolSpec, ...]:
+        if not getattr(self._server, "tools_are_fixed", False):
+            return await self._list_tools()
+        kind = type(self._server)
+        if kind not in self._listings:
+            self._listings[kind] = await self._list_tools()
+        return self._listings[kind]
+
+    async def _list_tools(self) -> tuple[ToolSpec, ...]:
+        tools: list[ToolSpec] = []
+        cursor: str | None = None
+        for _ in range(MAX_TOOL_PAGES):
+            params = {} if cursor is None else {"cursor": cursor}
+            page = await self._handle(_RequestContext(), "tools/list", params | _ENVELOPE)
+            tools += [tool_spec(tool) for tool in page.get("tools", ())]
+            cursor = page.get("nextCursor")
+            if cursor is None:
+                break
+        return tuple(tools)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        params = {"name": name, "arguments": arguments, **_ENVELOPE}
+        try:
+            return tool_result(await self._handle(_RequestContext(), "tools/call", params))
+        except MCPError as error:
+            return ToolResult(content=error.error.message, failed=True)
+        except ValidationError:
+            return ToolResult(content="invalid request", failed=True)
+        except Exception as error:  # a handler that raises is a tool that failed: what the SDK makes of it on a wire
+            _log.warning("tool_raised", tool=name, error=repr(error))
+            return ToolResult(content=f"the tool failed ({type(error).__name__})", failed=True)
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        query = getattr(self._server, "query", None)
+        if query is None:
+            raise LookupError("this environment has no database")
+        return query(sql, params)
+
+    async def close(self) -> None:
+        close = getattr(self._server, "close", None)
+        if close is not None:
+            close()
+
+
+def has_default_lifespan(server: object) -> bool:
+    """Whether ``server`` is a low-level server that holds nothing of its own for as long as it is connected."""
+    return isinstance(server, Server) and server.lifespan is default_lifespan
+
+
+def tool_spec(tool: Mapping[str, Any]) -> ToolSpec:
+    """A tool as the wire describes it."""
+    return ToolSpec(
+        name=tool["name"], description=tool.get("description") or "", parameters=dict(tool.get("inputSchema") or {})
+    )
+
+
+def tool_result(result: Mapping[str, Any]) -> ToolResult:
+    """A call's result as the wire carries it: its texts, a word for every block that is none, or the structured content."""
+    parts = [_block_text(block) for block in result.get("content", ())]
+    content: Any = "\n".join(parts) if parts else result.get("structuredContent")
+    return ToolResult(content=content, failed=bool(result.get("isError")) or result_error(content) is not None)
+
+
+def _block_text(block: Mapping[str, Any]) -> str:
+    match block.get("type"):
+        case "text":
+            return str(block.get("text", ""))
+        case "image" | "audio" as kind:
+            return f"[{kind}, {block.get('mimeType')}, {len(block.get('data', '')) * 3 // 4} bytes]"
+        case "resource_link":
+            return f"[{block.get('name')}: {block.get('uri')}]"
+        case "resource":
+            resource = block.get("resource", {})
+            return str(resource.get("text") or f"[resource {resource.get('uri')}]")
+    return f"[{block.get('type')}]"
+
+
+_ENVELOPE = {
+    "_meta": {
+        PROTOCOL_VERSION_META_KEY: LATEST_MODERN_VERSION,
+        CLIENT_INFO_META_KEY: {"name": "fleetbus", "version": "1"},
+        CLIENT_CAPABILITIES_META_KEY: {},
+    }
+}
+"""What every request says of its sender, in place of a handshake."""
+
+_TRANSPORT = TransportContext(kind="direct", can_send_request=False)
+
+
+class _RequestContext:
+    """The way back from a handler to its client: there is none, as nothing listens between two calls."""
+
+    __slots__ = ("cancel_requested",)
+
+    transport = _TRANSPORT
+    can_send_request = False
+    request_id: RequestId | None = 1
+    message_metadata: MessageMetadata = None
+
+    def __init__(self) -> None:
+        self.cancel_requested = anyio.Event()
+
+    async def notify(self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None) -> None:
+        pass
+
+    async def send_raw_request(
+        self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None
+    ) -> dict[str, Any]:
+        raise NoBackChannelError(method)
+
+    async def progress(self, progress: float, total: float | None = None, message: str | None = None) -> None:
+        pass

@@ -1,0 +1,158 @@
+"""Tool use over MCP as an environment: prompt with tools, one call per action, results as observations. The default.
+
+Above it is the session of an environment worker; below it one `Connection` per episode and a verifier. What goes wrong with a
+call is part of the observation; only a server that is gone ends the episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import date
+from typing import Any, Literal
+
+from fleetbus.core.prompts import (
+    NO_CALL,
+    compact_system_prompt,
+    cut_text,
+    error_text,
+    fleet_system_prompt,
+    further_calls,
+    tool_result_text,
+    unknown_tool,
+)
+from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from schemas import Action, ChatMessage, Task, ToolCall, ToolSpec
+from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from workers.environment.mcp_connection import Connection, ToolResult
+from workers.environment.verifier.base import Grader
+
+PromptStyle = Literal["compact", "fleet", "template"]
+"""Who tells the policy of its tools: a short prompt, Fleet's long one, or the model's own chat template."""
+
+
+Connect = Callable[[Task], Connection]
+"""Makes the connection of an episode; it is opened and closed by the environment."""
+
+
+class McpEnvironment:
+    """One episode with the tools of an MCP server. ``observation_bytes`` bounds each observation's text."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        grader: Grader,
+        prompt: PromptStyle = "fleet",
+        observation_bytes: int = 32_768,
+        replayable: bool = False,
+        today: Callable[[], date] = date.today,
+    ) -> None:
+        self.replayable = replayable
+        self._connect = connect
+        self._grader = grader
+        self._prompt = prompt
+        self._observation_bytes = observation_bytes
+        self._today = today
+        self._task: Task | None = None
+        self._connection: Connection | None = None
+        self._tools: tuple[ToolSpec, ...] = ()
+        self._conversation: list[ChatMessage] = []
+        self._answer: str | None = None
+        self._tool_calls = self._tool_errors = 0
+
+    async def open(self, task: Task) -> None:
+        """Connect and read the tools. Raises `EnvironmentFailed` if the server has none."""
+        self._task = task
+        self._connection = self._connect(task)
+        await self._connection.open()
+        self._tools = await self._connection.list_tools()
+        if not self._tools:
+            raise EnvironmentFailed(f"the server of task {task.key} lists no tools")
+
+    async def reset(self) -> Start:
+        assert self._task is not None
+        messages = [ChatMessage(role="user", content=self._task.prompt)]
+        system = self._system_prompt(self._task)
+        if system:
+            messages.insert(0, ChatMessage(role="system", content=system))
+        self._conversation = list(messages)
+        # Told once: a chat template that is given the tools describes them as well.
+        return Start(messages=tuple(messages), tools=self._tools if self._prompt == "template" else ())
+
+    def _system_prompt(self, task: Task) -> str:
+        if self._prompt == "template":
+            return ""
+        if self._prompt == "compact":
+            return compact_system_prompt(self._tools)
+        return fleet_system_prompt(self._tools, today=self._today(), env_variables=task.env_variables, modality=task.modality)
+
+    async def step(self, action: Action) -> Step:
+        """Execute the first call of the action, if any; then the episode is over if the action says so."""
+        calls = action.tool_calls or parse_tool_calls(action.text).calls
+        done = is_done(action.text)
+        self._conversation.append(ChatMessage(role="assistant", content=action.text))
+        if done:
+            self._answer = final_answer(action.text)
+        if not calls:
+            return Step(terminated=True) if done else self._observed(NO_CALL)
+        text, failed = await self._execute(calls[0])
+        self._tool_calls += 1
+        self._tool_errors += failed
+        step = self._observed(text, more=further_calls(len(calls) - 1) if len(calls) > 1 else "", done=done)
+        return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(failed))
+
+    async def _execute(self, call: ToolCall) -> tuple[str, bool]:
+        assert self._connection is not None
+        if all(tool.name != call.name for tool in self._tools):
+            return unknown_tool(call.name, self._tools), True
+        result = await self._connection.call_tool(call.name, call.arguments)
+        return _result_text(result), result.failed
+
+    def _observed(self, text: str, *, more: str = "", done: bool = False) -> Step:
+        message = ChatMessage(role="user", content=cut_text(text, self._observation_bytes - len(more)) + more)
+        self._conversation.append(message)
+        return Step(messages=() if done else (message,), terminated=done)
+
+    async def state(self) -> dict[str, Any]:
+        return {
+            "task": self._task.key if self._task else "",
+            "messages": len(self._conversation),
+            "tool_calls": self._tool_calls,
+            "tool_errors": self._tool_errors,
+            "answer": self._answer,
+        }
+
+    async def verify(self) -> Verdict:
+        """The verdict of the task's verifier; none if the task has no verifier."""
+        if self._task is None or not self._task.verifier:
+            return Verdict(reward=None, reason="the task has no verifier")
+        return await self._grader.verify(
+            self._task.verifier,
+            final_answer=self._answer,
+            conversation=[{"role": message.role, "content": message.content} for message in self._conversation],
+            tools=self,
+        )
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        """For the verifier: what a tool gives; raises `LookupError` with its text if it fails."""
+        assert self._connection is not None
+        result = await self._connection.call_tool(name, arguments)
+        if result.failed:
+            raise LookupError(str(result.content))
+        return result.content
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        """For the verifier: rows from the database behind the server."""
+        assert self._connection is not None
+        return await self._connection.query(sql, params)
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+
+def _result_text(result: ToolResult) -> str:
+    if not result.failed:
+        return tool_result_text(result.content)
+    return error_text(result.content.strip()) if isinstance(result.content, str) else tool_result_text(result.content)

@@ -1,0 +1,181 @@
+"""Environments by name: what a user writes after ``--environment`` becomes a factory of environments, one per episode.
+
+Above it are the command line and the environment worker; below it one module per kind, imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+
+from fleetbus.errors import UserError
+from schemas import Task
+from workers.environment.base import Environment
+
+if TYPE_CHECKING:
+    from workers.environment.mcp_connection import Connection
+    from workers.environment.mcp_environment import PromptStyle
+    from workers.environment.verifier import Grader
+
+FORMS = "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio:COMMAND ARGUMENTS, MODULE:CLASS"
+_CALLS = ("open", "reset", "step", "state", "verify", "close")
+
+
+class EnvironmentFactory(Protocol):
+    """Makes the environment of an episode. `running` is entered around all of them: it holds what outlives an episode."""
+
+    def __call__(self) -> Environment: ...
+
+    def running(self) -> AbstractAsyncContextManager[None]: ...
+
+
+def environment_factory(
+    spec: str, *, verifier: Grader, observation_bytes: int = 32_768, prompt: PromptStyle | None = None
+) -> EnvironmentFactory:
+    """The factory for a spec, one of `FORMS`. Raises `UserError` when the spec has no such form or names what is not there.
+
+    ``prompt`` overrides how the policy is told of its tools: briefly for the warehouse, at length elsewhere.
+    """
+    form, _, rest = spec.partition(":")
+    match form:
+        case "scripted":
+            return _scripted(spec, rest)
+        case "warehouse" if not rest:
+            from workers.environment.warehouse.server import serve_task
+
+            return _mcp(serve_task, verifier, observation_bytes, prompt or "compact", replayable=True)
+        case "mcp" if rest:
+            factory = _load(spec, rest)
+            replayable = bool(getattr(factory, "replayable", False))
+            return _mcp(factory, verifier, observation_bytes, prompt or "fleet", replayable=replayable)
+        case "stdio":
+            return _stdio(spec, rest, verifier, observation_bytes, prompt or "fleet")
+        case _ if form and rest and form not in ("warehouse", "mcp"):
+            return _python_class(spec)
+    raise UserError(f"environment {spec!r} is none of: {FORMS}")
+
+
+class _Factory:
+    """A factory from its parts."""
+
+    def __init__(self, make: Callable[[], Environment], running: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        self._make = make
+        self.running = running
+
+    def __call__(self) -> Environment:
+        return self._make()
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    await anyio.lowlevel.checkpoint()
+    yield
+
+
+def _scripted(spec: str, turns: str) -> EnvironmentFactory:
+    from workers.environment.scripted import ScriptedEnvironment
+
+    if turns and not (turns.isdecimal() and int(turns) > 0):
+        raise UserError(f"environment {spec!r}: the number of turns must be 1 or more, as in scripted:3")
+    count = int(turns or 3)
+    return _Factory(lambda: ScriptedEnvironment(count), _nothing)
+
+
+def _mcp(
+    serve: Callable[[Task], Any],
+    verifier: Grader,
+    observation_bytes: int,
+    prompt: PromptStyle,
+    *,
+    replayable: bool,
+) -> EnvironmentFactory:
+    """Environments over server objects: called directly where that is possible, through a client otherwise."""
+    from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
+    from workers.environment.mcp_connection import DirectConnection, has_default_lifespan
+    from workers.environment.mcp_environment import McpEnvironment
+
+    host = ConnectionHost()
+    listings: dict[Any, Any] = {}
+
+    def connect(task: Task) -> Connection:
+        server = serve(task)
+        if has_default_lifespan(server):
+            return DirectConnection(server, listings)
+        return ClientConnection(partial(open_server, server), host)
+
+    return _Factory(
+        lambda: McpEnvironment(
+            connect, grader=verifier, prompt=prompt, observation_bytes=observation_bytes, replayable=replayable
+        ),
+        host.running,
+    )
+
+
+def _stdio(spec: str, command_line: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle) -> EnvironmentFactory:
+    from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
+    from workers.environment.mcp_environment import McpEnvironment
+
+    command = _split(spec, command_line)
+    host = ConnectionHost()
+    return _Factory(
+        lambda: McpEnvironment(
+            lambda _: ClientConnection(partial(open_command, command), host),
+            grader=verifier,
+            prompt=prompt,
+            observation_bytes=observation_bytes,
+        ),
+        host.running,
+    )
+
+
+def _split(spec: str, command_line: str) -> Sequence[str]:
+    try:
+        command = shlex.split(command_line)
+    except ValueError as error:
+        raise UserError(f"environment {spec!r}: the command cannot be read: {error}") from error
+    if not command:
+        raise UserError(f"environment {spec!r} names no command, as in stdio:python -m my_server")
+    if shutil.which(command[0]) is None:
+        raise UserError(f"environment {spec!r}: there is no command {command[0]!r}; install it or give its path")
+    return command
+
+
+def _python_class(spec: str) -> EnvironmentFactory:
+    kind = _load(spec, spec)
+    missing = [call for call in (*_CALLS, "replayable") if not hasattr(kind, call)]
+    if missing:
+        raise UserError(f"environment {spec!r} is no environment: it lacks {', '.join(missing)} (workers/environment/base.py)")
+    return _Factory(kind, _nothing)
+
+
+def _load(spec: str, path: str) -> Callable[..., Any]:
+    """The callable that ``package.module:name`` names, also from the current folder."""
+    module_name, _, name = path.partition(":")
+    if not name or not all(part.isidentifier() for part in module_name.split(".")) or not name.isidentifier():
+        raise UserError(f"environment {spec!r} must name a module and what is in it, as in my_package.my_module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        raise UserError(f"environment {spec!r}: cannot import {module_name}: {_first_line(error)}") from error
+    loaded = getattr(module, name, None)
+    if loaded is None:
+        raise UserError(f"environment {spec!r}: module {module_name} has no {name!r}")
+    if not callable(loaded):
+        raise UserError(f"environment {spec!r}: {name!r} in {module_name} cannot be called")
+    return loaded  # type: ignore[no-any-return]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,41 @@
+"""What grading needs and gives: the protocol between an environment and whatever runs a task's verifier code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from workers.environment.base import Verdict
+
+
+class VerifierLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one verification may use. ``seconds`` is wall-clock time, ``cpu_seconds`` are whole seconds."""
+
+    seconds: float = 60.0
+    cpu_seconds: int = 30
+    memory_bytes: int = 1 << 30
+    open_files: int = 64
+    at_a_time: int = 16
+
+
+class VerifierTools(Protocol):
+    """All that verifier code may ask of its episode's environment. What these raise is raised in the code."""
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any: ...
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any: ...
+
+
+class Grader(Protocol):
+    """Runs verifier code; `workers.environment.verifier.Verifier` is the real one."""
+
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        """The verdict of ``code``, a Python source that defines ``verify`` or one function of another name.
+
+        It is called with those of ``env``, ``final_answer`` and ``conversation`` that it has parameters for. Anything but a
+        finite number from it is no verdict, and is not an exception here.
+        """

@@ -1,0 +1,286 @@
+"""Runs verifier code in children of a warm process (`zygote`) and makes the calls that the code asks for.
+
+Above it are environments; below it one process per worker and one child per verification. The other end of a child's socket is
+its life line: closing it kills the child, so a verdict, a time limit, a cancellation and the death of this very process all
+clean up in the same way. Nothing that the code does is an exception here: without a finite number there is no verdict.
+
+The code has no network (where the system permits namespaces), no environment variables, none of our descriptors, no processes
+of its own, and limits. Under a worker that runs as root it is nobody; otherwise it is the worker's user and reads its files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import Process
+
+from workers.environment.base import Verdict
+from workers.environment.verifier.base import VerifierLimits, VerifierTools
+
+MAX_FRAME_BYTES = 16 << 20
+"""Largest request to a child and largest message of one."""
+
+START_SECONDS = 10.0
+MAX_STARTS = 3
+STOP_SECONDS = 2.0
+_ZYGOTE = Path(__file__).with_name("zygote.py")
+_HEADER = struct.Struct("!I")
+_log = structlog.get_logger(__name__)
+
+
+class ChannelBroken(Exception):
+    """The child sent something that is no frame, or nothing more."""
+
+
+class NeverBegun(Exception):
+    """The warm process died before the child said anything: nothing has happened, and the verification may be repeated."""
+
+
+class Verifier:
+    """Grades episodes; use it inside `running`. ``limits`` hold for each verification."""
+
+    def __init__(self, limits: VerifierLimits | None = None) -> None:
+        self.limits = limits or VerifierLimits()
+        self._zygote: _Zygote | None = None
+        self._running = False
+        self._starting: anyio.Lock | None = None
+        self._places: anyio.CapacityLimiter | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The lifetime of the processes; the first verification starts them."""
+        self._starting, self._places = anyio.Lock(), anyio.CapacityLimiter(self.limits.at_a_time)
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+            zygote, self._zygote = self._zygote, None
+            if zygote is not None:
+                await zygote.stop()
+
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        """The verdict of ``code`` (see `Grader`). Cancelling it kills its process."""
+        if not self._running or self._places is None:
+            raise RuntimeError("enter Verifier.running() before the first verification")
+        request = {"code": code, "final_answer": final_answer, "conversation": conversation}
+        async with self._places:
+            with anyio.move_on_after(self.limits.seconds):
+                return await self._verify(request, tools)
+        return Verdict(reward=None, reason=f"no verdict within {self.limits.seconds:g} s")
+
+    async def _verify(self, request: dict[str, Any], tools: VerifierTools) -> Verdict:
+        for _ in range(MAX_STARTS):
+            zygote = await self._running_zygote()
+            try:
+                return await _verify_in_child(zygote, request, tools)
+            except ChannelBroken as broken:
+                return Verdict(reward=None, reason=f"the verifier's process failed: {broken}")
+            except NeverBegun:
+                _log.warning("verifier_process_died")
+                await self._discard(zygote)
+        return Verdict(reward=None, reason="the process that runs verifiers dies as soon as it is started")
+
+    async def _running_zygote(self) -> _Zygote:
+        assert self._starting is not None
+        async with self._starting:
+            zygote = self._zygote
+            if zygote is None:
+                with anyio.CancelScope(shield=True):  # tens of milliseconds, and others wait for it as well
+                    zygote = self._zygote = await _start_zygote(self.limits)
+            assert zygote is not None  # nobody else can cancel that scope
+            return zygote
+
+    async def _discard(self, zygote: _Zygote) -> None:
+        if self._zygote is zygote:
+            self._zygote = None
+            await zygote.stop()
+
+
+async def _verify_in_child(zygote: _Zygote, request: dict[str, Any], tools: VerifierTools) -> Verdict:
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+    channel = _Channel(mine)
+    try:
+        try:
+            await zygote.adopt(theirs)
+        except OSError as error:
+            raise NeverBegun from error
+        finally:
+            theirs.close()
+        await channel.send(request)
+        while True:
+            message = await channel.receive()
+            if "call" not in message:
+                return _verdict(message)
+            await channel.send(await _make_call(message, tools))
+    except ChannelBroken as broken:
+        # A child's death is told by the zygote; silence is the zygote's own.
+        if channel.silent:
+            raise NeverBegun from broken
+        raise
+    finally:
+        channel.close()
+
+
+class _Zygote:
+    """The process and the socket on which it is handed the children's sockets."""
+
+    def __init__(self, process: Process, control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+
+    async def adopt(self, child: socket.socket) -> None:
+        """Hand over a child's end of its socket; raises `OSError` if the process is gone."""
+        while True:
+            try:
+                socket.send_fds(self._control, [b"v"], [child.fileno()])
+                return
+            except BlockingIOError:
+                await anyio.wait_writable(self._control)
+
+    async def stop(self) -> None:
+        """End the process and all children; it goes by itself once its socket is closed."""
+        self._control.close()
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(STOP_SECONDS):
+                await self._process.wait()
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.aclose()
+
+
+async def _start_zygote(limits: VerifierLimits) -> _Zygote:
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+    arguments = (str(theirs.fileno()), msgspec.json.encode(limits).decode())
+    try:
+        process = await anyio.open_process(
+            [sys.executable, "-I", "-S", "-B", str(_ZYGOTE), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None,
+            cwd="/",
+            env={},
+            start_new_session=True,  # Ctrl-C is for the worker, which still wants verdicts while it drains
+            pass_fds=(theirs.fileno(),),
+        )
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
+    zygote = _Zygote(process, mine)
+    try:
+        with anyio.fail_after(START_SECONDS):
+            await anyio.wait_readable(mine)
+        if mine.recv(1) == b"n":
+            _log.warning("verifier_has_network", reason="this system permits no network namespace")
+    except BaseException:
+        await zygote.stop()
+        raise
+    return zygote
+
+
+class _Channel:
+    """Frames to and from one child."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._received = bytearray()
+        self.silent = True
+        """Whether nothing was received yet."""
+
+    async def send(self, message: dict[str, Any]) -> None:
+        payload = json.dumps(message, default=str).encode()
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ChannelBroken(f"{len(payload)} bytes for the verifier exceed {MAX_FRAME_BYTES}")
+        rest = memoryview(_HEADER.pack(len(payload)) + payload)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                await anyio.wait_writable(self._socket)
+            except OSError as error:
+                raise ChannelBroken(str(error)) from error
+
+    async def receive(self) -> dict[str, Any]:
+        length = _HEADER.unpack(await self._read(_HEADER.size))[0]
+        if length > MAX_FRAME_BYTES:
+            raise ChannelBroken(f"a message of {length} bytes exceeds {MAX_FRAME_BYTES}")
+        try:
+            message = json.loads(await self._read(length))
+        except (ValueError, RecursionError) as error:
+            raise ChannelBroken(f"not a message: {error}") from error
+        if not isinstance(message, dict):
+            raise ChannelBroken("not a message")
+        return message
+
+    async def _read(self, count: int) -> bytes:
+        while len(self._received) < count:
+            try:
+                chunk = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                await anyio.wait_readable(self._socket)
+                continue
+            except OSError as error:
+                raise ChannelBroken(str(error)) from error
+            if not chunk:
+                raise ChannelBroken("it ended without a verdict")
+            self.silent = False
+            self._received += chunk
+        data = bytes(self._received[:count])
+        del self._received[:count]
+        return data
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def _make_call(message: dict[str, Any], tools: VerifierTools) -> dict[str, Any]:
+    """Make a call that verifier code asks for, if it is one of the two that it may ask for."""
+    try:
+        match message:
+            case {"call": "call_tool", "arguments": [str(name), dict(arguments)]}:
+                return {"result": await tools.call_tool(name, arguments)}
+            case {"call": "query", "arguments": [str(sql), list(params)]}:
+                return {"result": await tools.query(sql, params)}
+    except Exception as error:  # it goes to the code that asked, which may handle it
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": "verifiers may call call_tool(name, arguments) and query(sql, params), nothing else"}
+
+
+def _verdict(message: dict[str, Any]) -> Verdict:
+    output = str(message.get("output") or "").strip()
+    if "error" in message:
+        return Verdict(reward=None, reason=f"{message['error']}{f' (output: {output})' if output else ''}")
+    if "died" in message:
+        return Verdict(reward=None, reason=f"the verifier's process died ({_exit_reason(message['died'])})")
+    reward = message.get("reward")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        return Verdict(reward=None, reason=f"the verifier returned {reward!r}, not a finite number")
+    return Verdict(reward=float(reward), reason=output)
+
+
+def _exit_reason(code: Any) -> str:
+    if not isinstance(code, int) or code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

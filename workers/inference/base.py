@@ -1,0 +1,82 @@
+"""What an engine is to fleetbus: tokens in, tokens out, with log-probabilities and the version that made each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ToolSpec, VersionSpan
+from workers.weights import WeightsRejected
+
+__all__ = ["EngineFailed", "Generation", "GenerationRequest", "Sampler", "Template", "WeightsRejected"]
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn to be sampled: ``ids`` is the whole token history including this turn's prompt delta.
+
+    ``cache_key`` names the episode, so that keys and values of its history may be kept between turns. ``seed`` makes the
+    sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1.
+    """
+
+    cache_key: str
+    ids: Sequence[int]
+    sampling: SamplingSettings
+    stop_ids: frozenset[int]
+    max_tokens: int
+    seed: int
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sampled. The stop token, if one was sampled, is the last id. ``logprobs`` are natural logarithms under the
+    softmax at the sampling temperature (at temperature 1 when greedy), before top-p is applied."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+
+
+class EngineFailed(Exception):
+    """The engine cannot answer this request; another worker, or this one after a restart, may."""
+
+
+class Sampler(Protocol):
+    """An engine with one policy loaded. Requests join and leave between tokens; `load` never drops one."""
+
+    version: int
+    """The version that new tokens come from."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """The engine's lifetime: enter before the first call; leaving stops it and fails what is in flight."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn; cancelling frees its place. Raises `EngineFailed`."""
+
+    async def load(self, policy: PolicyPublished) -> None:
+        """Validate and swap to a published version between tokens; raises `WeightsRejected` and keeps the old one."""
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what is kept for an episode."""
+
+
+class Template(Protocol):
+    """The model's chat template, delta by delta, so that no token is ever tokenised twice."""
+
+    stop_ids: frozenset[int]
+    """The model's own end-of-turn ids."""
+
+    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        """Ids of the whole prompt of turn 0, ending where the assistant begins."""
+
+    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids between the last sampled token and the assistant's next turn: the end of its turn if it was not sampled,
+        the new messages, and the assistant's header."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The sampled ids as text, without the end-of-turn token; `<done>` and tool-call tags stay."""
+
+    def ids_of(self, token: str) -> int | None:
+        """The id of a token by its string, None if the vocabulary has no such single token."""

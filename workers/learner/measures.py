@@ -1,0 +1,28 @@
+"""What a batch of groups was worth, before it is trained. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from fleetbus.core.groups import Group
+
+SUCCESS = 1.0
+"""A reward of at least this is a success."""
+
+
+def measure_groups(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, float]:
+    """Reward, success, staleness (``lags``: steps, one per group), turns and tool errors of a batch."""
+    results = [result for group in groups for result in group.graded]
+    rewards = [result.reward for result in results if result.reward is not None]
+    flat = sum(len({result.reward for result in group.graded}) == 1 for group in groups)
+    return {
+        "reward": statistics.fmean(rewards),
+        "success": statistics.fmean(float(reward >= SUCCESS) for reward in rewards),
+        "staleness_max": max(lags),
+        "staleness_mean": statistics.fmean(lags),
+        "episodes": len(results),
+        "groups_without_signal": flat,
+        "turns": statistics.fmean(result.turns for result in results),
+        "tool_errors": sum(result.tool_errors for result in results),
+    }

@@ -1,0 +1,144 @@
+"""Episodes are asked for here: requests made from tasks, stored once each, closed by their author when nobody answers.
+
+The log admits new requests only up to a share of its size; the rest is reserved for the work that was admitted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
+from fleetbus.episodes import RETRY_SECONDS, read_standing, store_result
+from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
+
+EXPIRY_CHECK_SECONDS = 5.0
+
+log = structlog.get_logger()
+
+
+class Requests:
+    """Publishes requests and remembers them until they are answered, so that none stays open for ever."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, *, configuration: Configuration, worker: str) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._configuration = configuration
+        self._worker = worker
+        self._open: dict[str, tuple[EpisodeRequested, int]] = {}
+        self.full = False
+        """True while new work waits for room in the log."""
+
+    async def wait_for_room(self) -> None:
+        """Return once the log has room for new work."""
+        while True:
+            used, limit = await self._bus.usage()
+            self.full = bool(limit) and used >= limit * self._configuration.nats.admission
+            if not self.full:
+                return
+            log.warning("admission waits: the log is full", used_bytes=used, limit_bytes=limit)
+            await anyio.sleep(RETRY_SECONDS)
+
+    def make(
+        self,
+        task: Task,
+        *,
+        episode_id: str,
+        group_id: str,
+        sample_index: int,
+        group_size: int,
+        split: Split,
+        lineage: str,
+        version: int,
+        pinned: bool = False,
+        temperature: float | None = None,
+    ) -> EpisodeRequested:
+        """A request as the configuration wants it; ``temperature`` overrides the one of training."""
+        episode, run = self._configuration.episode, self._configuration.run
+        seed = hashlib.blake2b(f"{run.seed}/{episode_id}".encode(), digest_size=7).digest()
+        return EpisodeRequested(
+            episode_id=episode_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            split=split,
+            task=task,
+            policy=run.policy,
+            pinned_version=version if pinned else None,
+            sampling=SamplingSettings(
+                temperature=episode.temperature if temperature is None else temperature,
+                top_p=episode.top_p,
+                max_tokens=episode.max_tokens,
+                seed=int.from_bytes(seed, "little"),
+            ),
+            max_turns=episode.max_turns,
+            max_tokens=episode.max_episode_tokens,
+            deadline_ns=self._bus.now_ns() + int(self._configuration.limits.episode * 1e9),
+            lineage=lineage,
+            policy_version=version,
+            group_size=group_size,
+        )
+
+    async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
+        """Store a request once, whatever is lost on the way.
+
+        Returns its sequence, and its result if it has one: a learner that was replaced may have asked for it long ago.
+        """
+        subject = self._subjects.task(self._configuration.run.pool, request.episode_id)
+        payload = encode(request, subject=subject)
+        result = None
+        while True:
+            try:
+                sequence = (await self._bus.publish(subject, payload, expected_last=0)).sequence
+                break
+            except SequenceConflict:
+                stored = await self._bus.last(subject)
+                assert stored is not None
+                sequence = stored.sequence
+                result = (await read_standing(self._bus, self._subjects, request.episode_id)).result
+                break
+            except (LogFull, PublishUnanswered) as error:
+                log.warning("request is tried again", episode=request.episode_id, reason=str(error))
+                await anyio.sleep(RETRY_SECONDS)
+        if result is None:
+            self.remember(request, sequence)
+        return sequence, result
+
+    def remember(self, request: EpisodeRequested, sequence: int) -> None:
+        """Watch a request until `answered`."""
+        self._open[request.episode_id] = (request, sequence)
+
+    def answered(self, episode_id: str) -> None:
+        self._open.pop(episode_id, None)
+
+    async def close_expired(self) -> None:
+        """For ever: store a ``timeout`` result for every request whose deadline and grace have passed (rule 9)."""
+        while True:
+            await anyio.sleep(EXPIRY_CHECK_SECONDS)
+            latest_ns = self._bus.now_ns() - int(self._configuration.limits.grace * 1e9)
+            for request, sequence in tuple(self._open.values()):
+                if request.deadline_ns < latest_ns:
+                    await self._close(request, sequence)
+
+    async def _close(self, request: EpisodeRequested, sequence: int) -> None:
+        standing = await read_standing(self._bus, self._subjects, request.episode_id)
+        if standing.result is not None:
+            return
+        result = EpisodeFinished(
+            episode_id=request.episode_id,
+            group_id=request.group_id,
+            attempt=standing.attempts,
+            outcome="timeout",
+            worker=self._worker,
+            split=request.split,
+            task_key=request.task.key,
+            env=request.task.env,
+            request_sequence=sequence,
+            error_class="unanswered",
+            error="the deadline passed and no worker stored a result",
+            attempts=standing.attempts,
+        )
+        await store_result(self._bus, self._subjects, result, expected_last=standing.last_sequence)

@@ -1,0 +1,143 @@
+"""The loss of one micro-batch as the settings say, and what is measured on the way. The formulae are in `fleetbus.core`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS, kl_k3
+from fleetbus.core.objectives import OBJECTIVES, constant_mean, outside_clip, sequence_mean, token_mean, token_ratio
+from workers.learner.base import TrainingSequence
+from workers.learner.torch.batches import MicroBatch
+from workers.learner.torch.forward import Scores
+from workers.learner.torch.settings import TorchTrainerSettings
+
+
+class Totals(NamedTuple):
+    """Of all sequences of one optimizer step: the denominators of the reductions."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, batch: Sequence[TrainingSequence]) -> Totals:
+        return cls(max(sum(int(sequence.loss_mask.sum()) for sequence in batch), 1), len(batch))
+
+
+class SampledTokens(NamedTuple):
+    """What is known of N sampled tokens of a micro-batch, in its order: ``logprobs`` (the sampler's), ``advantages`` and
+    ``temperature`` float32 [N], ``versions`` int32 [N]."""
+
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    versions: torch.Tensor
+    temperature: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Sequence[TrainingSequence], indices: Sequence[int], device: torch.device) -> SampledTokens:
+        chosen = [batch[index] for index in indices]
+        # Greedy episodes carry log-probabilities at temperature 1.
+        temperatures = [np.full(int(s.loss_mask.sum()), s.temperature or 1.0, np.float32) for s in chosen]
+        arrays = (
+            [s.logprobs[s.loss_mask] for s in chosen],
+            [s.advantages[s.loss_mask] for s in chosen],
+            [s.versions[s.loss_mask] for s in chosen],
+            temperatures,
+        )
+        return cls(*(torch.from_numpy(np.concatenate(array)).to(device) for array in arrays))
+
+
+class Measured:
+    """Sums and maxima over the tokens of all micro-batches of one call of the trainer."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = dict.fromkeys(("tokens", "loss", "entropy", "clip_fraction", "ratio_mean", "kl"), 0.0)
+        self._ratio_max = 0.0
+        self._difference_max = math.nan
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        self._sums["loss"] += loss.item()
+
+    def add_tokens(self, *, entropies: torch.Tensor, ratio: torch.Tensor, clipped: torch.Tensor, kl: torch.Tensor) -> None:
+        if not len(ratio):
+            return
+        self._sums["tokens"] += len(ratio)
+        for name, values in (("entropy", entropies), ("clip_fraction", clipped), ("ratio_mean", ratio), ("kl", kl)):
+            self._sums[name] += values.double().sum().item()
+        self._ratio_max = max(self._ratio_max, ratio.max().item())
+
+    def add_differences(self, differences: torch.Tensor) -> None:
+        """Of log-probabilities that the sampler and the trainer computed with the same weights."""
+        if len(differences):
+            largest = differences.abs().max().item()
+            self._difference_max = largest if math.isnan(self._difference_max) else max(self._difference_max, largest)
+
+    def metrics(self, updates: int, epochs: int) -> dict[str, float]:
+        """Means per token; ``loss`` is the mean over updates, ``tokens`` counts each sampled token once."""
+        tokens = max(self._sums["tokens"], 1.0)
+        means = {name: total / tokens for name, total in self._sums.items() if name not in ("tokens", "loss")}
+        return means | {
+            "loss": self._sums["loss"] / updates,
+            "tokens": self._sums["tokens"] / epochs,
+            "ratio_max": self._ratio_max,
+            "logprob_difference_max": self._difference_max,
+        }
+
+
+def measured_loss(
+    settings: TorchTrainerSettings,
+    batch: MicroBatch,
+    tokens: SampledTokens,
+    scores: Scores,
+    *,
+    proximal: torch.Tensor | None,
+    totals: Totals,
+    measured: Measured,
+) -> torch.Tensor:
+    """This micro-batch's share of the loss of its optimizer step. ``proximal`` [N]: the trainer's log-probabilities before the
+    first update, which the ratio is taken to when differences to the sampler are corrected; None: now is before."""
+    corrects = settings.correction != "none"
+    if proximal is None:
+        proximal = scores.logprobs.detach()
+    old = proximal if corrects else tokens.logprobs
+    logprobs, old_rows, mask = (batch.rowwise(values) for values in (scores.logprobs, old, torch.ones_like(old)))
+    sampler, advantages = batch.rowwise(tokens.logprobs), batch.rowwise(tokens.advantages)
+    losses = OBJECTIVES[settings.objective](
+        logprobs,
+        old_rows,
+        advantages,
+        mask,
+        low=settings.clip_low,
+        high=settings.clip_high,
+        dual=settings.dual_clip,
+    )
+    if corrects:
+        weigh = CORRECTIONS[settings.correction]
+        difference = batch.rowwise(proximal - tokens.logprobs)
+        losses = losses * weigh(difference, mask, low=settings.correction_low, high=settings.correction_high)
+    if settings.kl_coefficient:
+        losses = losses + settings.kl_coefficient * KL_ESTIMATORS[settings.kl_estimator](logprobs, sampler)
+    loss = _reduce(settings, losses, mask, totals)
+    measured.add_loss(loss)
+    with torch.no_grad():
+        ratio = token_ratio(scores.logprobs, old)
+        clipped = outside_clip(ratio, tokens.advantages, low=settings.clip_low, high=settings.clip_high)
+        measured.add_tokens(
+            entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)
+        )
+    return loss
+
+
+def _reduce(settings: TorchTrainerSettings, losses: torch.Tensor, mask: torch.Tensor, totals: Totals) -> torch.Tensor:
+    reduced: torch.Tensor
+    if settings.reduction == "token_mean":
+        reduced = token_mean(losses, mask, tokens=totals.tokens)
+    elif settings.reduction == "sequence_mean":
+        reduced = sequence_mean(losses, mask, sequences=totals.sequences)
+    else:
+        reduced = constant_mean(losses, mask, sequences=totals.sequences, length=settings.constant_length)
+    return reduced

@@ -1,0 +1,364 @@
+"""The learner: asks for groups of episodes, trains batches of them, publishes each new version of the policy.
+
+Above it is the command line; below are the bus and one `Trainer`. It never acks: it follows the log from a position, and its
+checkpoints say which requests are settled. Being refused on its own subjects means that it has been replaced.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.settings import Configuration
+from fleetbus.control import Control
+from fleetbus.core.groups import Group
+from fleetbus.core.ledger import Ledger
+from fleetbus.episodes import episode_entry
+from fleetbus.ports import Ports
+from fleetbus.presence import Presence, present
+from schemas import (
+    CheckpointStored,
+    EpisodeFinished,
+    Heartbeat,
+    LineageStarted,
+    StepTrained,
+    Subjects,
+    TrainingFinished,
+)
+from workers.learner.admission import Admission
+from workers.learner.base import Trainer
+from workers.learner.batches import read_sequences
+from workers.learner.beginning import Beginning, find_beginning, requests_from_floor
+from workers.learner.book import Chain
+from workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune, write_checkpoint
+from workers.learner.curriculum import Curriculum
+from workers.learner.evaluation import Evaluations
+from workers.learner.measures import measure_groups
+from workers.learner.pool import GroupPool
+from workers.learner.publication import Publication
+from workers.learner.requests import Requests
+
+log = structlog.get_logger()
+
+
+FULL_CHECK_SECONDS = 1.0
+"""How often a learner that waits for groups looks whether admission waits for the log."""
+
+
+class Learner:
+    """One lineage from its beginning to its last step, or until ``drain`` is set."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        configuration: Configuration,
+        name: str,
+        drain: anyio.Event,
+        trainer: Trainer,
+        curriculum: Curriculum,
+        beginning: Beginning,
+        ports: Ports,
+    ) -> None:
+        self._bus = bus
+        self._configuration = configuration
+        self._settings = configuration.learner
+        self._name = name
+        self._drain = drain
+        self._trainer = trainer
+        self._curriculum = curriculum
+        self._beginning = beginning
+        self._ports = ports
+        self._subjects = Subjects(configuration.run.name)
+        self._folder: RunFolder = run_folder(configuration.run)
+        policy = configuration.run.policy
+        self._train = Chain(bus, self._subjects.train(policy), beginning.train_last)
+        self._publication = Publication(
+            bus,
+            self._subjects,
+            trainer,
+            policy=policy,
+            lineage=beginning.lineage,
+            folder=self._folder.weights,
+            keep=self._settings.keep_weights,
+            ports=ports,
+        )
+        self._lineage = beginning.lineage
+        self._step = beginning.step
+        settled = beginning.checkpoint.settled if beginning.checkpoint else ()
+        self._ledger = Ledger(beginning.floor, settled)
+        self._pool = GroupPool(
+            self._ledger,
+            minimum=self._settings.min_group_size,
+            max_staleness=self._settings.max_staleness,
+            drop_late=self._settings.late == "drop",
+        )
+        self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name)
+        self._admission = Admission(
+            self._requests,
+            self._pool,
+            curriculum,
+            settings=self._settings,
+            lineage=beginning.lineage,
+            next_group=beginning.checkpoint.next_group if beginning.checkpoint else 0,
+            progress=lambda: (self._step, self._publication.version),
+        )
+        self._evaluations = Evaluations(self._requests)
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._unstored: Checkpoint | None = None
+
+    async def run(self) -> None:
+        """Train until the last step or until drained."""
+        bus, subjects = self._bus, self._subjects
+        presence = Presence(bus, subjects, role="learner", worker=self._name, beat=self._heartbeat, lane=None)
+        control = Control(
+            bus,
+            subjects,
+            role="learner",
+            worker=self._name,
+            drain=self._drain,
+            cancel=lambda episodes: (),
+            busy_with=lambda: (),
+        )
+        await self._begin()
+        async with present(presence, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
+            group.start_soon(control.run)
+            group.start_soon(self._follow_results)
+            group.start_soon(self._train.watch)
+            group.start_soon(self._requests.close_expired)
+            group.start_soon(self._admission.run, self._drain)
+            await self._work()
+            group.cancel_scope.cancel()
+
+    # Beginning and end
+
+    async def _begin(self) -> None:
+        """Restore, announce the lineage, take over the open requests, publish the first version."""
+        beginning = self._beginning
+        if beginning.checkpoint_path is not None:
+            path = beginning.checkpoint_path
+            await self._ports.offload(self._trainer.restore, path / WEIGHTS, path / STATE)
+        started = LineageStarted(
+            lineage=self._lineage,
+            worker=self._name,
+            parent=beginning.parent,
+            parent_step=beginning.step,
+            floor=beginning.floor,
+            seed=self._configuration.run.seed,
+            nonce=self._ports.nonce(),
+        )
+        await self._train.append(started)
+        versions = await self._publication.fence(started, decided_on=self._train)
+        log.info("lineage started", lineage=self._lineage, parent=beginning.parent, step=self._step)
+        for version, step in versions.items():
+            self._pool.published(version, step)
+        requests = await requests_from_floor(self._bus, self._subjects, self._configuration.run.pool, beginning)
+        await self._admission.take_over(requests)
+        await self._publish_version()
+
+    async def _work(self) -> None:
+        evaluation = self._configuration.evaluation
+        if evaluation.episodes and "start" not in self._beginning.evaluated:
+            await self._unless_drained(self._evaluate, "start", self._configuration.episode.temperature)
+        while self._step < self._settings.steps and not self._drain.is_set():
+            await self._train_batch()
+        if self._drain.is_set() and self._step < self._settings.steps:
+            if self._unstored is not None:
+                await self._store_checkpoint(self._unstored)
+            log.info("drained", step=self._step)
+            return
+        await self._finish()
+
+    async def _finish(self) -> None:
+        self._pool.discard_all("training_finished")
+        await self._ports.offload(self._trainer.save_model, self._folder.model)
+        if self._configuration.evaluation.episodes:
+            await self._unless_drained(self._evaluate_end)
+        if self._drain.is_set():
+            return
+        await self._train.append(
+            TrainingFinished(
+                lineage=self._lineage,
+                step=self._step,
+                version=self._publication.version,
+                excluded=tuple(self._pool.take_exclusions()),
+            )
+        )
+
+    async def _evaluate_end(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._evaluate, "end", self._configuration.episode.temperature)
+            if self._configuration.evaluation.greedy:
+                group.start_soon(self._evaluate, "end_greedy", 0.0)
+
+    async def _evaluate(self, name: str, temperature: float) -> None:
+        started = anyio.current_time()
+        tasks = self._curriculum.evaluation(self._configuration.evaluation.episodes)
+        if not tasks:
+            return
+        evaluated = await self._evaluations.play(
+            name, tasks, lineage=self._lineage, step=self._step, version=self._publication.version, temperature=temperature
+        )
+        self._counters["seconds_evaluate"] += anyio.current_time() - started
+        log.info("evaluated", name=name, success=evaluated.success, graded=evaluated.graded)
+        await self._train.append(evaluated)
+
+    # Requests and results
+
+    async def _follow_results(self) -> None:
+        """Read results from the floor on, for ever; claims and goodbyes stand on the same subjects."""
+        async with self._bus.read([self._subjects.episodes], start=self._beginning.floor) as reader:
+            while True:
+                entry = episode_entry(await reader.receive())
+                if isinstance(entry, EpisodeFinished):
+                    self._requests.answered(entry.episode_id)
+                    self._counters["results"] += 1
+                    if entry.split == "eval":
+                        self._evaluations.finished(entry)
+                    else:
+                        self._pool.finished(entry)
+
+    # One step
+
+    async def _train_batch(self) -> None:
+        waited = anyio.current_time()
+        groups = await self._next_batch()
+        if not groups:
+            return
+        read = anyio.current_time()
+        sequences = await read_sequences(
+            self._bus,
+            self._subjects,
+            groups,
+            advantage=self._settings.advantage,
+            minimum=self._settings.min_group_size,
+            temperature=self._configuration.episode.temperature,
+        )
+        trained = anyio.current_time()
+        progress = self._step / self._settings.steps
+        metrics = await self._ports.offload(
+            self._trainer.train, sequences, version=self._publication.version, progress=progress
+        )
+        done = anyio.current_time()
+        metrics |= measure_groups(groups, [self._pool.lag(group, self._step) for group in groups])
+        metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
+        await self._record_step(groups, metrics)
+
+    async def _next_batch(self) -> list[Group]:
+        """The groups of the next step; [] when drained while waiting."""
+        while not self._drain.is_set():
+            groups = self._pool.take(self._settings.groups, self._step)
+            if groups:
+                return groups
+            if self._requests.full and self._unstored is not None:
+                await self._store_checkpoint(self._unstored)  # the log is trimmed up to a checkpoint only
+            with anyio.move_on_after(FULL_CHECK_SECONDS):
+                await self._unless_drained(self._pool.changed.wait)
+        return []
+
+    async def _unless_drained(self, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run to the end, or until drained."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._cancel_when_drained, group.cancel_scope)
+            await function(*arguments)
+            group.cancel_scope.cancel()
+
+    async def _cancel_when_drained(self, scope: anyio.CancelScope) -> None:
+        await self._drain.wait()
+        scope.cancel()
+
+    async def _record_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
+        """The step goes to the log before the version that it made; a checkpoint holds what the log says by then."""
+        self._step += 1
+        trained, excluded = self._pool.settle(groups)
+        self._unstored = checkpoint = Checkpoint(
+            lineage=self._lineage,
+            step=self._step,
+            version=self._publication.version + 1,
+            floor=self._ledger.floor,
+            settled=self._ledger.settled_above,
+            next_group=self._admission.next_group,
+        )
+        await self._train.append(
+            StepTrained(
+                lineage=self._lineage,
+                step=self._step,
+                version=self._publication.version + 1,
+                episodes=tuple(trained),
+                excluded=tuple(excluded),
+                metrics={name: float(value) for name, value in metrics.items()},
+            )
+        )
+        await self._publish_version()
+        self._counters["steps"] += 1
+        if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps or self._drain.is_set():
+            await self._store_checkpoint(checkpoint)
+
+    async def _publish_version(self) -> None:
+        started = anyio.current_time()
+        self._pool.published(await self._publication.publish(self._step), self._step)
+        self._counters["seconds_publish"] += anyio.current_time() - started
+
+    async def _store_checkpoint(self, checkpoint: Checkpoint) -> None:
+        started = anyio.current_time()
+        folder = self._folder.checkpoints.absolute()
+        path: Path = await self._ports.offload(write_checkpoint, folder, checkpoint, self._trainer)
+        await self._train.append(
+            CheckpointStored(
+                lineage=checkpoint.lineage,
+                step=checkpoint.step,
+                version=checkpoint.version,
+                file=str(path),
+                floor=checkpoint.floor,
+            )
+        )
+        kept = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)[-self._settings.keep_checkpoints :]
+        await self._ports.offload(prune, folder, kept)
+        self._unstored = None
+        self._counters["seconds_checkpoint"] += anyio.current_time() - started
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            role="learner",
+            worker=self._name,
+            slots=self._settings.groups,
+            in_flight=len(self._pool),
+            policy_version=self._publication.version,
+            draining=self._drain.is_set(),
+            counters=dict(self._counters) | {"step": float(self._step)},
+        )
+
+
+async def run_learner(
+    bus: Bus,
+    *,
+    configuration: Configuration,
+    name: str,
+    drain: anyio.Event,
+    trainer: Trainer,
+    curriculum: Curriculum,
+    ports: Ports | None = None,
+) -> None:
+    """A learner from where the log says training stands to the last step."""
+    subjects = Subjects(configuration.run.name)
+    beginning = await find_beginning(bus, subjects, configuration.run.policy)
+    if beginning.finished_step >= configuration.learner.steps:
+        log.info("training is finished already", step=beginning.finished_step)
+        return
+    learner = Learner(
+        bus,
+        configuration=configuration,
+        name=name,
+        drain=drain,
+        trainer=trainer,
+        curriculum=curriculum,
+        beginning=beginning,
+        ports=ports or Ports(),
+    )
+    await learner.run()

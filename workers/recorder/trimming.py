@@ -1,0 +1,102 @@
+"""Makes room in the log: removes what is archived, settled, acked by everybody and older than the duplicate window.
+
+Only observations and actions are removed. Requests, claims, results and the learner's entries stay: compare-and-set needs them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import structlog
+
+from fleetbus.archive_writer import ArchiveWriter
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.core.retention import Retention
+from fleetbus.floors import safe_floor
+from fleetbus.ports import Ports
+from schemas import (
+    AttemptReleased,
+    AttemptStarted,
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeRequested,
+    EvaluationFinished,
+    LineageStarted,
+    MalformedMessage,
+    Message,
+    StepTrained,
+    Subjects,
+    TrainingFinished,
+)
+from schemas.message import decode_any
+
+SAMPLES_PER_WINDOW = 64
+
+_READ: dict[str, tuple[type[Message], ...]] = {
+    "task": (EpisodeRequested,),
+    "episode": (AttemptStarted, AttemptReleased, EpisodeFinished),
+    "train": (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished),
+}
+
+log = structlog.get_logger()
+
+
+class Trimming:
+    """Enter every archived entry in order, then trim now and then. ``followed`` is the last entry that was entered."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, archive: ArchiveWriter, *, window_seconds: float, ports: Ports) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._archive = archive
+        self._window_ns = int(window_seconds * 1e9)
+        self._ports = ports
+        self._retention = Retention()
+        self._ages: deque[tuple[int, int]] = deque()
+        self._old_sequence = 0
+        self.followed = 0
+        self.trimmed = 0
+
+    @property
+    def unsettled(self) -> int:
+        """Episodes whose content is still needed."""
+        return len(self._retention)
+
+    def enter(self, entry: Stored) -> None:
+        """One entry that is in the archive for good."""
+        self._retention.enter(entry.sequence, entry.subject, _decoded(entry))
+        self.followed = entry.sequence
+        if not self._ages or entry.time_ns - self._ages[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
+            self._ages.append((entry.sequence, entry.time_ns))
+
+    async def trim(self) -> None:
+        """Remove what may be removed by now."""
+        limit = min(self._retention.limit(self.followed), self._old_enough())
+        if limit <= self.trimmed:
+            return
+        floor = await safe_floor(self._bus, limit=limit, is_ignorable=self._retention.is_settled)
+        if floor <= self.trimmed:
+            return
+        await self._ports.offload(self._archive.guard, floor)
+        for subject in (self._subjects.observations(), self._subjects.actions()):
+            await self._bus.purge(subject, below=floor + 1)
+        self.trimmed = floor
+        used, limit_bytes = await self._bus.usage()
+        log.info("log trimmed", up_to=floor, used_bytes=used, limit_bytes=limit_bytes, unsettled=self.unsettled)
+
+    def _old_enough(self) -> int:
+        """The newest sampled entry that is older than the duplicate window."""
+        latest_ns = self._bus.now_ns() - self._window_ns
+        while self._ages and self._ages[0][1] < latest_ns:
+            self._old_sequence = self._ages.popleft()[0]
+        return self._old_sequence
+
+
+def _decoded(entry: Stored) -> Message | None:
+    expected = _READ.get(entry.subject.split(".", 3)[2])
+    if expected is None:
+        return None
+    try:
+        return decode_any(expected, entry.payload, subject=entry.subject)
+    except MalformedMessage as malformed:
+        log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
+        return None

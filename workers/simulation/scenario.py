@@ -1,0 +1,189 @@
+"""From a seed to a scenario: how large the fleet is, what is noisy, what happens when. Pure.
+
+Not every kind of fault takes part in every seed: with a few kinds at a time, one cannot hide what another would show.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+import msgspec
+
+HappeningKind = Literal[
+    "crash",
+    "pause",
+    "cut",
+    "drain",
+    "join",
+    "restart_server",
+    "second_learner",
+    "fill_log",
+    "cancel",
+    "spoil_checkpoint",
+]
+
+ROLES = ("environment", "inference", "learner")
+"""Roles that every fleet has; some have a recorder, too."""
+
+FAULTY_SECONDS = 120.0
+"""Timed faults begin in this many first seconds; a run without faults takes about as long."""
+
+QUIET_SHARE = 0.05
+
+
+class Happening(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happens at ``at`` seconds; ``pick`` chooses among those it can happen to, then."""
+
+    kind: HappeningKind
+    at: float
+    seconds: float
+    role: str
+    pick: int
+
+
+class NoiseRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Probabilities per event on the network, and the longest delay in seconds."""
+
+    delayed: float = 0.0
+    longest_delay_seconds: float = 0.0
+    publish_lost: float = 0.0
+    answer_lost: float = 0.0
+    delivery_lost: float = 0.0
+    delivery_repeated: float = 0.0
+    word_lost: float = 0.0
+    call_lost: float = 0.0
+
+
+class Mischief(msgspec.Struct, frozen=True, kw_only=True):
+    """Probabilities of what environments and engines do: per stage of an environment, per episode, per turn."""
+
+    hang: float = 0.0
+    fail: float = 0.0
+    slow: float = 0.0
+    odd_verdict: float = 0.0
+    tool_error: float = 0.1
+    diverge: float = 0.0
+    engine_failed: float = 0.0
+    weights_rejected: float = 0.0
+    poison_episode: float = 0.0
+    poison_observation: float = 0.0
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one simulated run that its seed decides beforehand."""
+
+    seed: int
+    environment_workers: int = 2
+    inference_workers: int = 2
+    environment_slots: int = 16
+    inference_slots: int = 16
+    steps: int = 4
+    groups: int = 5
+    group_size: int = 4
+    checkpoint_every: int = 2
+    max_staleness: int = 1
+    evaluation_episodes: int = 4
+    duplicate_window_seconds: float = 120.0
+    drain_seconds: float = 20.0
+    replayable: bool = True
+    recorder: bool = False
+    noise: NoiseRates = NoiseRates()
+    mischief: Mischief = Mischief()
+    happenings: tuple[Happening, ...] = ()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing goes wrong."""
+        return not self.happenings and self.noise == NoiseRates() and self.mischief == Mischief()
+
+
+def quiet_scenario(seed: int) -> Scenario:
+    """A fleet to which nothing happens."""
+    return Scenario(seed=seed)
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    draw = random.Random(f"scenario/{seed}")
+    scenario = Scenario(
+        seed=seed,
+        environment_workers=draw.randint(2, 3),
+        inference_workers=draw.randint(2, 3),
+        environment_slots=draw.choice((6, 12, 24)),
+        inference_slots=draw.choice((4, 8, 24)),
+        checkpoint_every=draw.randint(1, 3),
+        max_staleness=draw.randint(0, 2),
+        duplicate_window_seconds=draw.choice((0.0, 0.0, 120.0)),
+        drain_seconds=draw.choice((1.0, 5.0, 20.0)),
+        replayable=draw.random() < 0.65,
+        recorder=draw.random() < 0.3,
+    )
+    if draw.random() < QUIET_SHARE:
+        return scenario
+    return msgspec.structs.replace(
+        scenario,
+        noise=_draw_noise(draw),
+        mischief=_draw_mischief(draw),
+        happenings=_draw_happenings(draw, recorder=scenario.recorder),
+    )
+
+
+def _draw_noise(draw: random.Random) -> NoiseRates:
+    def rate(highest: float) -> float:
+        return draw.choice((0.0, highest * 0.1, highest))
+
+    return NoiseRates(
+        delayed=rate(0.3),
+        longest_delay_seconds=draw.choice((0.05, 0.5, 1.5)),
+        publish_lost=rate(0.03),
+        answer_lost=rate(0.03),
+        delivery_lost=rate(0.02),
+        delivery_repeated=rate(0.02),
+        word_lost=rate(0.05),
+        call_lost=rate(0.1),
+    )
+
+
+def _draw_mischief(draw: random.Random) -> Mischief:
+    def rate(highest: float) -> float:
+        return draw.choice((0.0, 0.0, highest * 0.2, highest))
+
+    return Mischief(
+        hang=rate(0.01),
+        fail=rate(0.01),
+        slow=rate(0.05),
+        odd_verdict=rate(0.05),
+        diverge=rate(0.02),
+        engine_failed=rate(0.02),
+        weights_rejected=rate(0.2),
+        poison_episode=rate(0.02),
+        poison_observation=rate(0.01),
+    )
+
+
+def _draw_happenings(draw: random.Random, *, recorder: bool) -> tuple[Happening, ...]:
+    weights: dict[HappeningKind, float] = {
+        "crash": 4,
+        "pause": 2,
+        "cut": 2,
+        "drain": 2,
+        "join": 1,
+        "restart_server": 2,
+        "second_learner": 1,
+        "fill_log": 0.5,
+        "cancel": 1,
+        "spoil_checkpoint": 0.0 if recorder else 0.5,  # behind its newest checkpoint a learner misses what was trimmed
+    }
+    kinds = [kind for kind in weights if draw.random() < 0.6 and weights[kind]] or ["crash"]
+    happenings = [
+        Happening(
+            kind=draw.choices(kinds, [weights[kind] for kind in kinds])[0],
+            at=round(draw.uniform(0, FAULTY_SECONDS), 3),
+            seconds=round(draw.choice((0.3, 3.0, 14.0)) * draw.uniform(0.5, 1.0), 3),
+            role=draw.choice((*ROLES, "recorder") if recorder else ROLES),
+            pick=draw.randrange(1000),
+        )
+        for _ in range(draw.randint(1, 10))
+    ]
+    return tuple(sorted(happenings, key=lambda happening: happening.at))

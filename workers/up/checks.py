@@ -1,0 +1,136 @@
+"""Everything that can be wrong with what a user asks of `up`, found before anything is started. Raises `UserError`."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fleetbus.config.load import without_credentials
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+
+CONNECT_SECONDS = 3.0
+DEFAULT_PORT = 4222
+LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+"""What the three roles import; `up` runs all of them."""
+
+
+def check_everything(configuration: Configuration) -> None:
+    """Raise `UserError` for the first thing that would keep the run from working."""
+    run, nats = configuration.run, configuration.nats
+    check_installed()
+    check_writable(Path(run.folder))
+    if run.model:
+        check_model(Path(run.model))
+    if run.tasks:
+        check_tasks(Path(run.tasks))
+    check_environment(run.environment)
+    if nats.url:
+        check_answers(nats.url)
+    else:
+        check_server_program()
+        check_port_free(nats.port)
+
+
+def check_installed() -> None:
+    """The packages of all roles, found but not imported."""
+    missing = [package for package in LOCAL_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)} not installed: pip install 'fleetbus[local]'")
+
+
+def check_writable(folder: Path) -> None:
+    """The folder, or the nearest one above it that exists, takes new files."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write below {existing} ({error.strerror}): choose another folder with --run-folder") from error
+
+
+def check_model(folder: Path) -> None:
+    """A Hugging Face model folder: configuration, weights as safetensors, tokenizer."""
+    if not folder.is_dir():
+        raise UserError(f"no model folder {folder}: --model takes a folder that transformers' from_pretrained loads")
+    missing = [
+        what
+        for what, found in (
+            ("config.json", (folder / "config.json").is_file()),
+            ("weights (*.safetensors)", any(folder.glob("*.safetensors"))),
+            ("tokenizer.json", (folder / "tokenizer.json").is_file()),
+        )
+        if not found
+    ]
+    if missing:
+        raise UserError(f"the model folder {folder} lacks {', '.join(missing)}")
+
+
+def check_tasks(file: Path) -> None:
+    """A tasks file that loads."""
+    from fleetbus.tasks import load_tasks
+
+    load_tasks(file)
+
+
+def check_environment(spec: str) -> None:
+    """A SPEC that resolves; the environment itself is opened by the workers."""
+    if spec == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
+        return
+    from workers.environment.specs import environment_factory
+
+    environment_factory(spec, verifier=_NoGrader())
+
+
+class _NoGrader:
+    """Stands in for the grader of a factory that never makes an environment."""
+
+    async def verify(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+def check_server_program() -> None:
+    """A nats-server that can be started."""
+    from fleetbus.bus.nats.server import find_server
+
+    find_server()
+
+
+def check_port_free(port: int) -> None:
+    """Nobody listens on ``port`` of this machine; 0 is always free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} cannot be used ({error.strerror}): choose another with --nats-port, or none for a free one"
+            ) from error
+
+
+def check_answers(url: str) -> None:
+    """At least one server of a URL list answers as NATS does."""
+    reasons = [reason for each in url.split(",") if (reason := _why_no_answer(each.strip()))]
+    if len(reasons) == len(url.split(",")):
+        raise UserError(f"no NATS server at {without_credentials(url)}: {reasons[0]}")
+
+
+def _why_no_answer(url: str) -> str:
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+    except ValueError as error:
+        return f"not a URL ({error})"
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
+            if parts.scheme in ("ws", "wss") or connection.recv(5) == b"INFO ":
+                return ""
+            return "something else answers there"
+    except TimeoutError:
+        return f"no answer within {CONNECT_SECONDS:g} s"
+    except OSError as error:
+        return error.strerror or str(error)

@@ -1,0 +1,122 @@
+"""The command `fleetbus up` around a `Run`: checks first, then the run's folder and lock, then the run, then the report."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from fleetbus.config.load import Loaded, dump_configuration
+from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.settings import Configuration
+from fleetbus.logs import configure_logs
+from workers.cli.program import CRASHED, FINISHED, INTERRUPTED
+from workers.up.checks import check_everything
+from workers.up.display import shown
+from workers.up.fleet import WorkerGaveUp
+from workers.up.identity import check_identity, identity_of, write_identity
+from workers.up.lock import locked
+from workers.up.plans import role_command
+from workers.up.progress import Progress
+from workers.up.run import Ending, Run
+from workers.up.summary import finished_line, load_summary, report_lines, write_summary
+
+
+def run_up(loaded: Loaded, json_summary: Path | None) -> int:
+    """Run everything until training is finished or somebody stops it; the exit code. Raises `UserError`."""
+    configuration = with_absolute_paths(loaded.configuration)
+    folder = run_folder(configuration.run)
+    check_everything(configuration)
+    check_identity(folder.identity, identity_of(configuration), loaded.given)
+    if _tell_if_finished(configuration, folder, json_summary):
+        return FINISHED
+    _prepare(folder)
+    with locked(folder.lock, configuration.run.name):
+        write_identity(folder.identity, identity_of(configuration))
+        folder.configuration.write_bytes(dump_configuration(configuration))
+        configure_logs(configuration.log, run=configuration.run.name, role="up")
+        ending = anyio.run(_run, configuration, folder, backend_options={"use_uvloop": True})
+        return _conclude(ending, folder, json_summary)
+
+
+def with_absolute_paths(configuration: Configuration) -> Configuration:
+    """The same configuration for a process in any working folder."""
+    run = configuration.run
+    named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
+    paths = {key: str(Path(path).expanduser().absolute()) for key, path in named.items() if path}
+    return msgspec.structs.replace(configuration, run=msgspec.structs.replace(run, **paths))
+
+
+def opening_line(configuration: Configuration, folder: RunFolder) -> str:
+    """The first line that a person sees."""
+    run, learner = configuration.run, configuration.learner
+    model = shown_path(Path(run.model)) if run.model else "the starter policy"
+    tasks = f" with the tasks of {shown_path(Path(run.tasks))}" if run.tasks else ""
+    verb = "resumes" if folder.store.exists() else "trains"
+    return f"run {run.name} {verb} {model} on {run.environment}{tasks}, {learner.steps} steps ({shown_path(folder.path)})"
+
+
+def shown_path(path: Path) -> str:
+    """``path`` as a person would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _tell_if_finished(configuration: Configuration, folder: RunFolder, json_summary: Path | None) -> bool:
+    summary = load_summary(folder)
+    if summary is None or not summary.finished or max(summary.steps, default=0) < configuration.learner.steps:
+        return False
+    if json_summary is not None:
+        write_summary(summary, json_summary)
+    _say(finished_line(summary, folder, shown_path))
+    return True
+
+
+def _prepare(folder: RunFolder) -> None:
+    for path in (folder.path, folder.logs):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+async def _run(configuration: Configuration, folder: RunFolder) -> Ending:
+    progress = Progress(configuration.learner.steps)
+    async with shown(progress) as display:
+        display.line(opening_line(configuration, folder))
+        run = Run(configuration, folder, command=role_command(folder.configuration), display=display)
+        return await run.run(progress)
+
+
+def _conclude(ending: Ending, folder: RunFolder, json_summary: Path | None) -> int:
+    if ending.summary is not None:
+        write_summary(ending.summary, folder.summary, *([json_summary] if json_summary else []))
+        _draw(ending, folder)
+        for line in report_lines(ending.summary, folder, shown_path):
+            _say(line)
+    if ending.failure is not None:
+        _complain(ending, folder)
+        return CRASHED
+    return INTERRUPTED if ending.signal == signal.SIGINT else FINISHED
+
+
+def _draw(ending: Ending, folder: RunFolder) -> None:
+    from workers.up.picture import draw_rewards
+
+    assert ending.summary is not None
+    try:
+        draw_rewards(ending.summary, folder.picture)
+    except ModuleNotFoundError:
+        _say("no picture of the rewards: pip install 'fleetbus[plot]'")
+
+
+def _complain(ending: Ending, folder: RunFolder) -> None:
+    """The failure in one line, after the last lines of the log of whoever failed."""
+    if isinstance(ending.failure, WorkerGaveUp):
+        for line in ending.failure.tail:
+            print(f"  | {line}", file=sys.stderr)  # noqa: T201
+    print(f"fleetbus: {ending.failure}; its log is in {shown_path(folder.logs)}", file=sys.stderr)  # noqa: T201
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201

@@ -1,0 +1,112 @@
+"""Feeds `Progress` and `Book` from the bus: the log's training, episode, policy and life entries, and heartbeats."""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus, Stored
+from schemas import (
+    AttemptReleased,
+    AttemptStarted,
+    CheckpointStored,
+    EpisodeFinished,
+    EvaluationFinished,
+    Heartbeat,
+    LineageStarted,
+    MalformedMessage,
+    Message,
+    PolicyPublished,
+    StepTrained,
+    Subjects,
+    TrainingFinished,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStopped,
+    decode,
+)
+from schemas.message import decode_any
+from workers.up.book import Book
+from workers.up.display import Display
+from workers.up.progress import Progress
+
+FOLLOWED: tuple[type[Message], ...] = (
+    LineageStarted,
+    StepTrained,
+    CheckpointStored,
+    EvaluationFinished,
+    TrainingFinished,
+    AttemptStarted,
+    AttemptReleased,
+    EpisodeFinished,
+    PolicyPublished,
+    WorkerStarted,
+    WorkerDraining,
+    WorkerStopped,
+    WorkerFailed,
+)
+"""Every message on the subjects that are followed."""
+
+log = structlog.get_logger()
+
+
+def read_entry(entry: Stored) -> Message | None:
+    """The message in an entry of a followed subject; None if it is malformed, which is logged."""
+    try:
+        return decode_any(FOLLOWED, entry.payload, subject=entry.subject)
+    except MalformedMessage as malformed:
+        log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
+        return None
+
+
+class Follower:
+    """Folds the log of one run, from its first entry on, into ``progress`` and ``book``; what is new is shown."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, policy: str, progress: Progress, display: Display) -> None:
+        self._bus = bus
+        self._heartbeats = subjects.heartbeats
+        self._followed = [subjects.train(policy), subjects.policy(policy), subjects.episodes, subjects.life("*", "*")]
+        self._progress = progress
+        self._display = display
+        self._next_sequence = 1
+        self._shown_from = 1
+        self.book = Book()
+
+    async def run(self) -> None:
+        """Follow the log and the heartbeats until cancelled."""
+        self._shown_from = await self._bus.last_sequence() + 1
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow_log)
+            tasks.start_soon(self._follow_heartbeats)
+
+    async def finish(self) -> None:
+        """After `run`: take in what the log holds beyond."""
+        async for entry in self._bus.scan(self._followed, start=self._next_sequence):
+            self._take(entry)
+
+    async def _follow_log(self) -> None:
+        async with self._bus.read(self._followed, start=self._next_sequence) as reader:
+            while True:
+                self._take(await reader.receive())
+
+    def _take(self, entry: Stored) -> None:
+        self._next_sequence = entry.sequence + 1
+        try:
+            message = decode_any(FOLLOWED, entry.payload, subject=entry.subject)
+        except MalformedMessage as malformed:
+            log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
+            return
+        self._progress.apply(message, entry.time_ns)
+        self.book.apply(message)
+        if entry.sequence >= self._shown_from:
+            self._display.happened(message)
+
+    async def _follow_heartbeats(self) -> None:
+        async with self._bus.listen(self._heartbeats) as listener:
+            while True:
+                subject, payload = await listener.receive()
+                try:
+                    self._progress.heard(decode(Heartbeat, payload, subject=subject), anyio.current_time())
+                except MalformedMessage as malformed:
+                    log.warning("heartbeat ignored", reason=malformed.reason)

@@ -1,0 +1,60 @@
+"""What a run is: whoever calls the same name again must mean the same model, tasks, environment and seed.
+
+Written to ``run.json`` at the first start. Steps, worker counts and limits may change between starts; these may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+
+_DEFAULTS = {"model": "the starter policy", "tasks": "the warehouse tasks"}
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that make a run this run, paths absolute."""
+
+    model: str
+    tasks: str
+    environment: str
+    seed: int
+    policy: str
+    pool: str
+
+
+def identity_of(configuration: Configuration) -> Identity:
+    """The identity of a configuration whose paths are absolute already."""
+    run = configuration.run
+    return Identity(
+        model=run.model, tasks=run.tasks, environment=run.environment, seed=run.seed, policy=run.policy, pool=run.pool
+    )
+
+
+def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> None:
+    """Raise `UserError` if the run in ``file`` was started as something else; ``given`` says where settings came from."""
+    if not file.is_file():
+        return
+    before = msgspec.json.decode(file.read_bytes(), type=Identity)
+    for key in Identity.__struct_fields__:
+        was, wanted = getattr(before, key), getattr(identity, key)
+        if was != wanted:
+            origin = given.get(f"run.{key}", "the defaults")
+            raise UserError(
+                f"this run was started with {key} {_shown(key, was)}, not {_shown(key, wanted)} ({origin}): "
+                "leave that out to resume it, or give a new name with --run"
+            )
+
+
+def write_identity(file: Path, identity: Identity) -> None:
+    """Record what the run is; the first start's word stands."""
+    if not file.is_file():
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(identity), indent=2) + b"\n")
+
+
+def _shown(key: str, value: str | int) -> str:
+    return str(value) if value != "" else _DEFAULTS.get(key, "none")

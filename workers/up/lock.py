@@ -1,0 +1,27 @@
+"""One `up` per run and machine: a lock that the kernel drops when its holder ends, however that happens."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fleetbus.errors import UserError
+
+
+@contextmanager
+def locked(file: Path, run: str) -> Iterator[None]:
+    """Hold the lock for the length of the block; raises `UserError` when another process holds it."""
+    with file.open("a+") as holder:
+        try:
+            fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder.seek(0)
+            owner = holder.read().strip() or "another process"
+            raise UserError(f"run {run} is being trained already (process {owner}): stop it, or choose another --run") from None
+        holder.truncate(0)
+        holder.write(str(os.getpid()))
+        holder.flush()
+        yield

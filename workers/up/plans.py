@@ -1,0 +1,99 @@
+"""What a configuration asks for, as data: streams, and processes with command line, log file and environment variables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fleetbus.bus.streams import RunPlan, plan_run
+from fleetbus.config.fields import all_settings
+from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.settings import Configuration
+from workers.up.process import ProcessPlan
+
+STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 5.5, "inference": 6.5}
+"""Who asks stops first, who answers last; with summary and server the whole stop takes less than 10 s."""
+
+SERVER_STOP_SECONDS = 2.0
+SERVER_GRACE_SECONDS = 1.0
+"""nats-server runs in a session of its own, out of reach of our signals: its holder must get to stop it."""
+
+DRAIN_SECONDS = 1.5
+"""What a worker under `up` gets to finish what it has; then it hands back."""
+
+RoleCommand = Callable[[str, str], Sequence[str]]
+"""The command line of a role process, for its role and name; tests put scripted processes here."""
+
+
+def stream_plan(configuration: Configuration) -> RunPlan:
+    """The streams and consumers of the run."""
+    run, nats = configuration.run, configuration.nats
+    return plan_run(run.name, pools=(run.pool,), policies=(run.policy,), lanes=nats.lanes, max_bytes=nats.max_bytes)
+
+
+def role_command(configuration_file: Path) -> RoleCommand:
+    """The real one: this interpreter, the role's own command."""
+
+    def command(role: str, name: str) -> Sequence[str]:
+        settings = ["--config", str(configuration_file), "--name", name]
+        return [sys.executable, "-m", "workers.cli", role, *settings, "--supervised"]
+
+    return command
+
+
+def role_plans(
+    configuration: Configuration, folder: RunFolder, url: str, variables: Mapping[str, str], command: RoleCommand
+) -> list[ProcessPlan]:
+    """The learner, the environment workers and the inference workers."""
+    counted = (
+        ("learner", 1, configuration.learner.threads),
+        ("environment", configuration.environment.workers, 1),
+        ("inference", configuration.inference.workers, configuration.inference.threads),
+    )
+    return [
+        ProcessPlan(
+            name=_name(role, index, count),
+            stop_limit_seconds=STOP_LIMITS_SECONDS[role],
+            command=_numbered(command, role, _name(role, index, count)),
+            log=folder.logs / f"{_name(role, index, count)}.log",
+            environment=role_variables(configuration, url, variables, threads),
+        )
+        for role, count, threads in counted
+        for index in range(count)
+    ]
+
+
+def server_plan(folder: RunFolder, port: Callable[[], int], variables: Mapping[str, str]) -> ProcessPlan:
+    """The process that holds the run's own server; ``port`` is asked at each start, so that it can stay the same."""
+
+    def command(_start: int) -> Sequence[str]:
+        return [sys.executable, "-m", "workers.up.server", str(folder.store), str(port()), str(folder.server)]
+
+    return ProcessPlan(
+        name="server",
+        stop_limit_seconds=SERVER_STOP_SECONDS,
+        grace_seconds=SERVER_GRACE_SECONDS,
+        command=command,
+        log=folder.logs / "server.log",
+        environment=variables,
+    )
+
+
+def role_variables(configuration: Configuration, url: str, variables: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment of a role process. Settings come from the file alone, except what must not stand in a file (the
+    server's URL may hold a password) and what `up` decides."""
+    settings = {setting.variable for setting in all_settings()}
+    kept = {name: value for name, value in variables.items() if name not in settings}
+    drain = min(configuration.limits.drain, DRAIN_SECONDS)
+    decided = {"FLEETBUS_NATS_URL": url, "FLEETBUS_LIMITS_DRAIN": str(drain)}
+    return {"OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1", **kept, **decided}
+
+
+def _name(role: str, index: int, count: int) -> str:
+    return role if count == 1 else f"{role}-{index}"
+
+
+def _numbered(command: RoleCommand, role: str, name: str) -> Callable[[int], Sequence[str]]:
+    """A worker that is started again is a new worker with a new name: what the old one held is not its own."""
+    return lambda start: command(role, name if start == 0 else f"{name}-{start}")

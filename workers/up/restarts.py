@@ -1,0 +1,28 @@
+"""When a worker that ended may start again: back-off that doubles, and a bound after which the run has failed. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+CRASHES_ALLOWED = 5
+"""The fifth crash of one worker within `WINDOW_SECONDS` fails the run."""
+
+WINDOW_SECONDS = 60.0
+FIRST_DELAY_SECONDS = 0.25
+LONGEST_DELAY_SECONDS = 5.0
+
+
+class RestartBudget:
+    """The crashes of one worker, by a clock that the caller reads."""
+
+    def __init__(self) -> None:
+        self._crashes: deque[float] = deque()
+
+    def delay_after_crash(self, now_seconds: float) -> float | None:
+        """Seconds to wait before the next start, or None when there have been too many."""
+        while self._crashes and self._crashes[0] <= now_seconds - WINDOW_SECONDS:
+            self._crashes.popleft()
+        self._crashes.append(now_seconds)
+        if len(self._crashes) >= CRASHES_ALLOWED:
+            return None
+        return float(min(FIRST_DELAY_SECONDS * 2 ** (len(self._crashes) - 1), LONGEST_DELAY_SECONDS))

@@ -1,0 +1,83 @@
+"""The run's own nats-server, held by a process of its own: ``python -m workers.up.server STORE PORT FILE``.
+
+It starts the server again when that dies, tells the address in FILE, and stops it when it is told to or when `up` is gone.
+`up` cannot hold the server itself: killed hard, it would leave it behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, NatsServerProcess, run_server
+from fleetbus.errors import UserError
+from workers.cli.program import CRASHED, FINISHED, REFUSED
+from workers.up.guard import end_with_supervisor
+from workers.up.restarts import RestartBudget
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """What FILE holds while the server runs."""
+
+    url: str
+    pid: int
+
+
+async def hold_server(store: Path, port: int, file: Path) -> int:
+    """Run a server until SIGTERM; the exit status."""
+    status = FINISHED
+    async with run_server(store, port=port) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(_until_told, tasks.cancel_scope)
+        status = await _keep_running(server, file)
+        tasks.cancel_scope.cancel()
+    return status
+
+
+async def end_stray_server(store: Path) -> None:
+    """Stop a server whose holder was killed before it could; does nothing if there is none."""
+    if (store / "owner").exists():
+        binary = Path("nats-server")  # not started again, so any name will do
+        await NatsServerProcess(binary, store, "127.0.0.1", 0, None, None).end_orphan()
+
+
+async def _until_told(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for _ in signals:
+            scope.cancel()
+
+
+async def _keep_running(server: NatsServerProcess, file: Path) -> int:
+    budget = RestartBudget()
+    while True:
+        _tell(file, Address(url=server.url, pid=server.pid))
+        status = await server.wait()
+        delay = budget.delay_after_crash(anyio.current_time())
+        print(f"nats-server ended with status {status}", flush=True)  # noqa: T201
+        if delay is None:
+            return CRASHED
+        await anyio.sleep(delay)
+        await server.restart()
+
+
+def _tell(file: Path, address: Address) -> None:
+    temporary = file.with_name(file.name + ".part")
+    temporary.write_bytes(msgspec.json.encode(address))
+    os.replace(temporary, file)
+
+
+def _main(store: str, port: str, file: str) -> int:
+    end_with_supervisor(seconds_to_leave=STOP_LIMIT_SECONDS + 2)
+    try:
+        return anyio.run(hold_server, Path(store), int(port), Path(file), backend_options={"use_uvloop": True})
+    except UserError as error:
+        print(f"fleetbus: {error}", file=sys.stderr)  # noqa: T201
+        return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""The end of a run: its summary written as JSON and told in a few lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.config.run_folder import RunFolder
+from workers.up.book import Summary
+from workers.up.wording import duration
+
+FULL_LENGTH_STEPS = 50
+
+
+def write_summary(summary: Summary, *files: Path) -> None:
+    """Write the summary as JSON, atomically, to each of the files."""
+    content = msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(file.name + ".part")
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
+
+
+def load_summary(folder: RunFolder) -> Summary | None:
+    """The summary that an earlier `up` wrote, or None if there is none or it is of another release."""
+    try:
+        return msgspec.json.decode(folder.summary.read_bytes(), type=Summary)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def report_lines(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
+    """What a person is told at the end: success before and after, cost, where the files are, how to go on."""
+    lines = [f"{_success_change(summary)} · {_cost(summary)}"]
+    files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
+    lines += [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
+    return [*lines, f"  {'go on':8} {go_on(summary)}"]
+
+
+def finished_line(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> str:
+    """A finished run that is called again, in one line."""
+    where = f" (model in {shown(folder.model)})" if folder.model.exists() else ""
+    return f"run {summary.run} is finished: {_success_change(summary)}{where} · {go_on(summary)}"
+
+
+def go_on(summary: Summary) -> str:
+    """The commands that a person may want next."""
+    name = "" if summary.run == "default" else f" --run {summary.run}"
+    if not summary.finished:
+        return f"`fleetbus up{name}` resumes it"
+    more = summary.optimizer_steps + max(summary.optimizer_steps, FULL_LENGTH_STEPS)
+    return f"`fleetbus up{name} --steps {more}` trains it further, `fleetbus up --run NAME` starts another"
+
+
+def _success_change(summary: Summary) -> str:
+    start, end, greedy = summary.success_start, summary.success_end, summary.success_end_greedy
+    if end is None:
+        begun = "" if start is None else f", success at the start {start:.1%}"
+        return f"{'finished' if summary.finished else 'stopped'}{begun}"
+    before = "" if start is None else f"{start:.1%} → "
+    after = "" if greedy is None else f", {greedy:.1%} greedy"
+    return f"success on held-out tasks {before}{end:.1%} sampled{after}"
+
+
+def _cost(summary: Summary) -> str:
+    excluded = ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(summary.episodes_excluded.items()))
+    trained = f"{summary.optimizer_steps} steps, {summary.episodes_trained:,} episodes trained"
+    return f"{trained}{f', excluded: {excluded}' if excluded else ''} · {duration(summary.wall_seconds)}"
