@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import psutil
 import pytest
 from mcp.server import MCPServer, Server, ServerRequestContext
 from mcp_types import (
@@ -27,6 +26,7 @@ from mcp_types import (
 
 from fleetbus.core.prompts import NO_CALL
 from schemas import Action, Task, ToolCall, encode
+from tests.support.processes import children, until
 from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command, open_server
 from workers.environment.mcp_connection import Connection, DirectConnection
@@ -130,19 +130,6 @@ def seen(step: Step) -> str:
     assert isinstance(message.content, str)
     assert encode(Action(episode_id="e", attempt=1, turn=0, text=message.content[:1000]))
     return message.content
-
-
-def children() -> list[psutil.Process]:
-    """Living processes below this one, but for the nats-server that the whole test session shares."""
-    living = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in living if child.name() != "nats-server"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Processes of other processes end without an event that could be waited for here."""
-    with anyio.fail_after(10):
-        while not condition():  # noqa: ASYNC110
-            await anyio.sleep(0.01)
 
 
 async def test_every_page_of_tools_is_read_and_told_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import anyio
 import psutil
 import pytest
 
+from tests.support.processes import children, until
 from workers.environment.verifier import Verifier, VerifierLimits
 
 LIMITS = VerifierLimits(seconds=20.0, cpu_seconds=1, memory_bytes=512 << 20)
@@ -55,15 +56,10 @@ async def grade(
     return verdict.reward, verdict.reason
 
 
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Processes of other processes end without an event that could be waited for here."""
-    with anyio.fail_after(10):
-        while not condition():  # noqa: ASYNC110
-            await anyio.sleep(0.01)
+def the_zygote() -> psutil.Process:
+    """The warm process of the verifier: the only direct child (those below it come and go)."""
+    (zygote,) = [child for child in children() if child.ppid() == os.getpid()]
+    return zygote
 
 
 VERDICTS: dict[str, tuple[str, float]] = {
@@ -204,7 +200,7 @@ async def test_a_verification_that_takes_too_long_ends_without_a_verdict() -> No
 async def test_a_cancelled_verification_kills_its_process(verifier: Verifier) -> None:
     tools = Tools()
     assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
-    (zygote,) = psutil.Process().children()
+    zygote = the_zygote()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(grade, verifier, "def verify(env): return env.call_tool('hang')")
         tasks.start_soon(lambda: grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
@@ -244,7 +240,7 @@ async def test_a_killed_process_is_replaced(verifier: Verifier) -> None:
         outcome.append(await grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
 
     assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
-    (zygote,) = psutil.Process().children()
+    zygote = the_zygote()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(interrupted)
         with anyio.fail_after(10):
@@ -302,7 +298,7 @@ async def test_a_killed_worker_takes_its_verifications_with_it() -> None:
 
 async def test_signals_of_the_terminal_do_not_reach_the_verifications(verifier: Verifier) -> None:
     await grade(verifier, "def verify(env): return 1")
-    (zygote,) = psutil.Process().children()
+    zygote = the_zygote()
     assert os.getsid(zygote.pid) == zygote.pid
 
 
