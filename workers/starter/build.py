@@ -21,13 +21,13 @@ from workers.starter.rehearsal import rehearse, success
 from workers.starter.tokenizer import CONTROL_TOKENS, encode_with_mask, render, train_tokenizer
 from workers.starter.warm_start import Sequences, copy_sequences, fit, new_model
 
-CONVERSATIONS = 2000
+CONVERSATIONS = 4000
 TOKENIZER_CONVERSATIONS = 500
 COPY_STEPS = 500
 COPIED_LOSS = 0.6
 """Copy training ends early once the mean negative log-likelihood of a predictable token is below this."""
 
-IMITATION_STEPS = 200
+IMITATION_STEPS = 350
 BATCH_SIZE = 32
 TEST_EPISODES = 256
 TEST_SEED = 1 << 29
