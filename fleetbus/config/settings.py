@@ -96,7 +96,7 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
 class LearnerSettings(Settings, frozen=True, kw_only=True):
     """The learner."""
 
-    steps: Annotated[int, Meta(ge=1, description="Batches to train")] = 60
+    steps: Annotated[int, Meta(ge=1, description="Batches to train")] = 80
     groups: Annotated[int, Meta(ge=1, description="Groups per batch")] = 16
     group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
     min_group_size: Annotated[int, Meta(ge=2, description="Fewest graded episodes for a group to be trained")] = 2
