@@ -76,19 +76,19 @@ def first_sequence(segment: Path) -> int:
 
 def encode_segment_start(run: str, first: int) -> bytes:
     """What stands before the first entry of a segment."""
-    return MAGIC + _record(_encode(SegmentHeader(run=run, format=FORMAT, first=first)))
+    return MAGIC + frame(_encode(SegmentHeader(run=run, format=FORMAT, first=first)))
 
 
 def encode_entry(entry: Stored) -> bytes:
     """The record of one entry."""
-    return _record(_encode(ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)))
+    return frame(_encode(ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)))
 
 
 def read_header(file: BufferedReader, segment: Path, run: str | None) -> None:
     """Read up to the first entry; raises `TornRecord`, or `UserError` for another run or format."""
     if file.read(len(MAGIC)) != MAGIC:
         raise TornRecord(0)
-    header = _decode_header(_read_record(file))
+    header = _decode_header(read_frame(file))
     if header.format != FORMAT:
         raise UserError(f"{segment} has format {header.format}; this fleetbus reads {FORMAT}: upgrade it")
     if run is not None and header.run != run:
@@ -98,15 +98,17 @@ def read_header(file: BufferedReader, segment: Path, run: str | None) -> None:
 def read_entries(file: BufferedReader) -> Iterator[Stored]:
     """The entries from here to the end of the file; raises `TornRecord`."""
     while file.peek(1):
-        entry = _decode_entry(_read_record(file))
+        entry = _decode_entry(read_frame(file))
         yield Stored(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
 
 
-def _record(payload: bytes) -> bytes:
+def frame(payload: bytes) -> bytes:
+    """A payload with its length and check sum before it."""
     return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _read_record(file: BufferedReader) -> bytes:
+def read_frame(file: BufferedReader) -> bytes:
+    """The payload of the next whole frame; raises `TornRecord`."""
     offset = file.tell()
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:

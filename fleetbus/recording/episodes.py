@@ -1,0 +1,168 @@
+"""Episodes as people look for them: one row per episode, and what was said in one of them. A fold of log entries; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from fleetbus.bus.base import Stored
+from fleetbus.core.history import Turn, fold_history
+from fleetbus.episodes import decoded
+from schemas import (
+    Action,
+    AttemptReleased,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    MalformedMessage,
+    Observation,
+    Split,
+    Subjects,
+    ToolSpec,
+    decode,
+)
+
+
+class EpisodeRow(msgspec.Struct, kw_only=True):
+    """One episode. ``outcome`` is empty while it has none; ``seconds`` runs from its request to its result, in log time."""
+
+    episode_id: str
+    group_id: str = ""
+    split: Split = "train"
+    task_key: str = ""
+    env: str = ""
+    policy: str = ""
+    outcome: str = ""
+    error_class: str = ""
+    error: str = ""
+    reward: float | None = None
+    turns: int = 0
+    tokens: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    attempts: int = 0
+    policy_versions: tuple[int, ...] = ()
+    worker: str = ""
+    sequence: int = 0
+    requested_ns: int = 0
+    seconds: float | None = None
+    timings: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class EpisodeIndex:
+    """Folds ``task.>`` and ``episode.>`` into rows, in order of their first entry."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, EpisodeRow] = {}
+
+    def add(self, entry: Stored) -> None:
+        """Note an entry; those of other subjects and those that are no messages say nothing."""
+        kind = entry.subject.split(".", 3)[2]
+        try:
+            if kind == "task":
+                self._requested(entry, decode(EpisodeRequested, entry.payload))
+            elif kind == "episode":
+                self._happened(entry)
+        except MalformedMessage:
+            return
+
+    def _requested(self, entry: Stored, request: EpisodeRequested) -> None:
+        row = self._row(request.episode_id, entry)
+        row.group_id, row.split, row.policy = request.group_id, request.split, request.policy
+        row.task_key, row.env = request.task.key, request.task.env
+        row.requested_ns = entry.time_ns
+
+    def _happened(self, entry: Stored) -> None:
+        row = self._row(entry.subject.rpartition(".")[2], entry)
+        claims = decoded(AttemptStarted, [entry], beside=(AttemptReleased, EpisodeFinished))
+        if claims:
+            row.attempts, row.worker = claims[0][1].attempt, claims[0][1].worker
+        for _, result in decoded(EpisodeFinished, [entry], beside=(AttemptReleased, AttemptStarted)):
+            if not row.outcome:
+                self._finished(row, entry, result)
+
+    def _finished(self, row: EpisodeRow, entry: Stored, result: EpisodeFinished) -> None:
+        for field in ("group_id", "split", "task_key", "env", "outcome", "error_class", "error", "reward", "turns", "tokens"):
+            setattr(row, field, getattr(result, field))
+        for field in ("tool_calls", "tool_errors", "attempts", "policy_versions", "worker", "timings"):
+            setattr(row, field, getattr(result, field))
+        if row.requested_ns:
+            row.seconds = (entry.time_ns - row.requested_ns) / 1e9
+
+    def _row(self, episode_id: str, entry: Stored) -> EpisodeRow:
+        return self.rows.setdefault(episode_id, EpisodeRow(episode_id=episode_id, sequence=entry.sequence))
+
+
+class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn: what the policy was shown, and the Action that answered it (None while there is none)."""
+
+    turn: int
+    attempt: int
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    action: Action | None = None
+    sequence: int = 0
+
+
+class Transcript(msgspec.Struct, frozen=True, kw_only=True):
+    """One episode as it counts: the turns of its final history, and after them what is still unanswered."""
+
+    request: EpisodeRequested | None
+    result: EpisodeFinished | None
+    claims: tuple[AttemptStarted, ...]
+    turns: tuple[TranscriptTurn, ...]
+
+
+def episode_subjects(subjects: Subjects, episode_id: str, *, pool: str = "*") -> list[str]:
+    """Wildcards that match every entry of one episode."""
+    return [
+        subjects.task(pool, episode_id),
+        subjects.observation("*", "*", episode_id),
+        subjects.action("*", episode_id),
+        subjects.episode(episode_id),
+    ]
+
+
+def read_transcript(entries: Iterable[Stored]) -> Transcript:
+    """The transcript of the one episode that ``entries`` are of, in log order; others must not be among them."""
+    by_kind: dict[str, list[Stored]] = {}
+    for entry in entries:
+        by_kind.setdefault(entry.subject.split(".", 3)[2], []).append(entry)
+    story = by_kind.get("episode", [])
+    claims = tuple(claim for _, claim in decoded(AttemptStarted, story, beside=(AttemptReleased, EpisodeFinished)))
+    results = decoded(EpisodeFinished, story, beside=(AttemptStarted, AttemptReleased))
+    requests = decoded(EpisodeRequested, by_kind.get("task", []))
+    observations = [each for _, each in decoded(Observation, by_kind.get("obs", []))]
+    turns = [
+        Turn(sequence=entry.sequence, lane=entry.subject.split(".")[3], action=action)
+        for entry, action in decoded(Action, by_kind.get("act", []))
+    ]
+    return Transcript(
+        request=requests[0][1] if requests else None,
+        result=results[0][1] if results else None,
+        claims=claims,
+        turns=tuple(_turns(fold_history(claims, turns), observations, claims)),
+    )
+
+
+def _turns(
+    history: tuple[Turn, ...], observations: list[Observation], claims: tuple[AttemptStarted, ...]
+) -> Iterable[TranscriptTurn]:
+    seen = {(each.attempt, each.turn): each for each in observations}
+    shown: dict[int, tuple[ChatMessage, ...]] = {each.turn: each.messages for each in observations}
+    for turn in history:
+        asked = seen.get((turn.action.attempt, turn.action.turn))
+        yield TranscriptTurn(
+            turn=turn.action.turn,
+            attempt=turn.action.attempt,
+            messages=asked.messages if asked else shown.get(turn.action.turn, ()),
+            tools=asked.tools if asked else (),
+            action=turn.action,
+            sequence=turn.sequence,
+        )
+    newest = claims[-1].attempt if claims else 1
+    waiting = seen.get((newest, len(history)))
+    if waiting is not None:
+        yield TranscriptTurn(turn=waiting.turn, attempt=newest, messages=waiting.messages, tools=waiting.tools)

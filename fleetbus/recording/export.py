@@ -1,0 +1,123 @@
+"""A run's log exported to a recording: all of it, or followed while it goes on.
+
+Entries come from the bus, an archive or another recording; they are cleaned, encoded and written in a thread, a frame's worth at
+a time, so that the event loop keeps reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.recording.reader import RecordingReader
+from fleetbus.recording.redaction import Redactor
+from fleetbus.recording.writer import FRAME_ENTRIES, RecordingWriter
+from schemas import Subjects
+
+FLUSH_SECONDS = 1.0
+"""While a log is followed, what came is readable after this."""
+
+EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
+
+
+class Export:
+    """Writes entries to a recording. ``selected`` episodes only, if given; ``redactor`` None keeps secrets."""
+
+    def __init__(self, writer: RecordingWriter, *, redactor: Redactor | None, selected: Container[str] | None = None) -> None:
+        self._writer = writer
+        self._redactor = redactor
+        self._selected = selected
+        self.seen = 0
+        """Entries read so far, selected or not."""
+
+    async def copy(self, entries: AsyncIterator[Stored], *, progress: Callable[[int], None] = lambda seen: None) -> None:
+        """Write all of ``entries``."""
+        batch: list[Stored] = []
+        async for entry in entries:
+            batch.append(entry)
+            if len(batch) >= FRAME_ENTRIES:
+                await anyio.to_thread.run_sync(self.write, batch)
+                progress(self.seen)
+                batch = []
+        await anyio.to_thread.run_sync(self.write, batch)
+        progress(self.seen)
+
+    async def follow(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        stop: anyio.Event,
+        *,
+        start: int,
+        progress: Callable[[int], None] = lambda seen: None,
+    ) -> None:
+        """Write what is stored from ``start`` on until ``stop`` is set, flushing once a second."""
+        batch: list[Stored] = []
+        async with bus.read([subjects.log], start=start) as reader, anyio.create_task_group() as group:
+            group.start_soon(_cancel_when_set, stop, group.cancel_scope)
+            while True:
+                batch.append(await reader.receive())
+                with anyio.move_on_after(FLUSH_SECONDS):
+                    while len(batch) < FRAME_ENTRIES:
+                        batch.append(await reader.receive())
+                await self._write_through(batch)
+                batch = []
+                progress(self.seen)
+        await self._write_through(batch)
+
+    async def _write_through(self, batch: Sequence[Stored]) -> None:
+        """Write and flush; what was received is written whole even when following ends meanwhile."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.write, batch)
+            await anyio.to_thread.run_sync(self._writer.flush)
+
+    def write(self, entries: Sequence[Stored]) -> None:
+        """Select, clean and write; blocking."""
+        self.seen += len(entries)
+        chosen: Iterable[Stored] = entries
+        if self._selected is not None:
+            chosen = (entry for entry in entries if is_selected(entry.subject, self._selected))
+        if self._redactor is not None:
+            chosen = map(self._redactor.clean, chosen)
+        self._writer.add(list(chosen))
+
+
+def is_selected(subject: str, episodes: Container[str]) -> bool:
+    """True for entries of these episodes, and for the published versions that they were played with."""
+    kind = subject.split(".", 3)[2]
+    if kind == "policy":
+        return True
+    return kind in EPISODE_KINDS and subject.rpartition(".")[2] in episodes
+
+
+async def scan_recording(reader: RecordingReader) -> AsyncIterator[Stored]:
+    """The entries of a recording, without blocking the event loop."""
+    entries = reader.entries()
+    while batch := await anyio.to_thread.run_sync(_take, entries):
+        for entry in batch:
+            yield entry
+
+
+def restore_files(files: dict[str, bytes], folder: Path) -> dict[str, Path]:
+    """Write the files of a recording to ``folder`` and return their paths by name; names never leave the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: dict[str, Path] = {}
+    for name, content in files.items():
+        path = folder / Path(name).name
+        path.write_bytes(content)
+        paths[name] = path
+    return paths
+
+
+async def _cancel_when_set(stop: anyio.Event, scope: anyio.CancelScope) -> None:
+    await stop.wait()
+    scope.cancel()
+
+
+def _take(entries: Iterator[Stored]) -> list[Stored]:
+    return list(islice(entries, FRAME_ENTRIES))

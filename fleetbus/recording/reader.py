@@ -1,0 +1,95 @@
+"""Reading a recording, also one whose writer was cut off: everything before the damage, and word of the damage. Blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.archive_format import ArchivedEntry, TornRecord
+from fleetbus.bus.base import Stored
+from fleetbus.errors import UserError
+from fleetbus.recording.format import FilePart, RecordingEnd, RecordingHeader, read_parts, read_start, stored
+from schemas import Subjects
+
+
+class Recording(msgspec.Struct, kw_only=True):
+    """A recording in memory. ``torn`` says in one line what is missing at its end, empty if nothing is."""
+
+    path: Path
+    header: RecordingHeader
+    entries: list[Stored]
+    files: dict[str, bytes] = msgspec.field(default_factory=dict)
+    torn: str = ""
+
+    @property
+    def run(self) -> str:
+        return self.header.run
+
+    @property
+    def subjects(self) -> Subjects:
+        return Subjects(self.header.run)
+
+    @property
+    def seconds(self) -> float:
+        """Time between the first entry and the last."""
+        return (self.entries[-1].time_ns - self.entries[0].time_ns) / 1e9 if self.entries else 0.0
+
+
+class RecordingReader:
+    """Streams a recording. ``torn`` and ``files`` are final when `entries` has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = read_header(path)
+        self.files: dict[str, bytes] = {}
+        self.torn = ""
+        self._growing: dict[str, bytearray] = {}
+        self._ended = False
+
+    def entries(self) -> Iterator[Stored]:
+        """All whole entries in order."""
+        count = 0
+        with self.path.open("rb") as file:
+            read_start(file, self.path)
+            try:
+                for part in read_parts(file):
+                    if isinstance(part, list):
+                        count += len(part)
+                        yield from self._entries(part)
+                    else:
+                        self._note(part)
+            except TornRecord as torn:
+                self.torn = f"{self.path} is damaged at byte {torn.offset}: the {count} entries before are whole"
+        if not self._ended and not self.torn:
+            self.torn = f"{self.path} has no end: its writer was cut off after {count} entries"
+
+    def _entries(self, part: list[ArchivedEntry]) -> Iterator[Stored]:
+        return (stored(entry) for entry in part)
+
+    def _note(self, part: FilePart | RecordingEnd) -> None:
+        if isinstance(part, RecordingEnd):
+            self._ended = True
+            return
+        content = self._growing.setdefault(part.name, bytearray())
+        if len(content) == part.offset:
+            content += part.data
+        if part.last:
+            self.files[part.name] = bytes(self._growing.pop(part.name))
+
+
+def read_header(path: Path) -> RecordingHeader:
+    """What a recording is of; raises `UserError`."""
+    try:
+        with path.open("rb") as file:
+            return read_start(file, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def load_recording(path: Path) -> Recording:
+    """The whole recording in memory; raises `UserError`."""
+    reader = RecordingReader(path)
+    entries = list(reader.entries())
+    return Recording(path=path, header=reader.header, entries=entries, files=reader.files, torn=reader.torn)

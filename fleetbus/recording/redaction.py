@@ -1,0 +1,155 @@
+"""Secrets taken out of what is exported: values of secret keys, credentials in URLs, well-known key formats, known values.
+
+Text alone would not do: token ids spell the text that they came from. So where a text of a turn lost a secret, the ids of that
+turn are wiped too (as many zeros), and the turn can no longer be replayed against an engine. Pure but for what it remembers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from fleetbus.bus.base import Stored
+from fleetbus.config.load import without_credentials
+from fleetbus.logs import REDACTED, SECRET_WORDS
+
+SHORTEST_KNOWN_SECRET = 8
+"""Shorter values of secret keys are not searched for elsewhere: they would hit innocent text."""
+
+_FORMATS = (
+    r"\bS[A-Z2-7]{57}\b",  # nkey seed (nats-io/nkeys)
+    r"\bsk-[A-Za-z0-9_-]{16,}",  # OpenAI, Anthropic
+    r"\bgh[pousr]_[A-Za-z0-9]{20,}",  # GitHub
+    r"\bhf_[A-Za-z0-9]{20,}",  # Hugging Face
+    r"\bAKIA[0-9A-Z]{16}\b",  # AWS access key id
+    r"\bxox[abprs]-[A-Za-z0-9-]{10,}",  # Slack
+    r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",  # JWT (RFC 7519)
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*-----END [A-Z ]*PRIVATE KEY-----",
+)
+_FORMAT = re.compile("|".join(_FORMATS))
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}")
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/@\"'<>]+@[^\s\"'<>]+")
+_WORDS = "|".join(word.replace("_", "[_-]?") for word in SECRET_WORDS if word not in ("seed", "credential"))
+_ASSIGNED = re.compile(
+    rf"(?i)([\w-]*(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
+)
+_MARKS = tuple(word.encode() for word in SECRET_WORDS if word != "seed") + (
+    *(b"apikey", b"api-key", b"private-key", b"private key", b"token=", b"token:", b"_token", b"-token", b'token"', b"bearer "),
+    *(b"sk-", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"hf_", b"akia", b"xox", b"eyj", b"://"),
+)
+"""A payload without any of these, in lower case, needs no closer look; searching for them takes microseconds."""
+
+_SEED_KEY = re.compile(rb"(?i:(?:seed|token)[a-z0-9_-]{0,16})[\xa0-\xbf\xd9-\xdb]|\bS[A-Z2-7]{57}\b")
+"""A key that names a seed or a token, followed by the first byte of a msgpack text; or an nkey seed."""
+
+_TOKEN_FIELDS = ("prompt_delta", "sampled", "logprobs")
+
+
+class Redactor:
+    """Takes secrets out of entries, in the order of the log. ``redacted`` counts the entries that lost something.
+
+    ``known`` are values that are secret wherever they stand; values found under secret keys are added to them.
+    """
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._known = {value for value in known if len(value) >= SHORTEST_KNOWN_SECRET}
+        self._known_bytes = _any_of(self._known)
+        self._wiped: set[tuple[str, int]] = set()
+        self.redacted = 0
+
+    def clean(self, entry: Stored) -> Stored:
+        """The entry without secrets; the same object if there were none."""
+        payload = entry.payload
+        is_action_after = bool(self._wiped) and b"prompt_delta" in payload
+        if not is_action_after and not self._is_suspicious(payload):
+            return entry
+        try:
+            content = msgspec.msgpack.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self._unreadable(entry)
+        if not isinstance(content, dict):
+            return self._unreadable(entry)
+        cleaned = self._cleaned_message(content)
+        if cleaned == content:
+            return entry
+        self.redacted += 1
+        return msgspec.structs.replace(entry, payload=msgspec.msgpack.encode(cleaned))
+
+    def clean_text(self, text: str) -> str:
+        """One text without secrets."""
+        for value in self._known:
+            if value in text:
+                text = text.replace(value, REDACTED)
+        text = _FORMAT.sub(REDACTED, text)
+        text = _BEARER.sub(rf"\1{REDACTED}", text)
+        text = _URL.sub(lambda found: without_credentials(found.group()), text)
+        return _ASSIGNED.sub(_assigned, text)
+
+    def clean_value(self, key: str, value: Any) -> Any:
+        """A JSON-like value without secrets; ``key`` is where it stands."""
+        if isinstance(value, Mapping):
+            return {name: self.clean_value(str(name), item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.clean_value(key, item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if value and value != REDACTED and _is_secret(key):
+            self._learn(value)
+            return REDACTED
+        return self.clean_text(value)
+
+    def _cleaned_message(self, content: dict[str, Any]) -> dict[str, Any]:
+        cleaned: dict[str, Any] = self.clean_value("", content)
+        turn = (content.get("episode_id", ""), content.get("turn", 0))
+        match content.get("type"):
+            case "Observation" if cleaned != content:
+                self._wiped.add(turn)
+            case "Action":
+                wipe = _TOKEN_FIELDS if cleaned != content else _TOKEN_FIELDS[:1] if turn in self._wiped else ()
+                cleaned |= {field: bytes(len(content[field])) for field in wipe if content.get(field)}
+            case "EpisodeFinished":
+                self._wiped = {each for each in self._wiped if each[0] != turn[0]}
+        return cleaned
+
+    def _unreadable(self, entry: Stored) -> Stored:
+        """What is no message cannot be cleaned by field: it is left out whole."""
+        self.redacted += 1
+        return msgspec.structs.replace(entry, payload=REDACTED.encode())
+
+    def _is_suspicious(self, payload: bytes) -> bool:
+        lowered = payload.lower()
+        if any(mark in lowered for mark in _MARKS) or _SEED_KEY.search(payload):
+            return True
+        return self._known_bytes is not None and self._known_bytes.search(payload) is not None
+
+    def _learn(self, value: str) -> None:
+        if len(value) >= SHORTEST_KNOWN_SECRET and value not in self._known:
+            self._known.add(value)
+            self._known_bytes = _any_of(self._known)
+
+
+def environment_secrets(variables: Mapping[str, str]) -> list[str]:
+    """Values of environment variables whose names are those of secrets."""
+    return [value for name, value in variables.items() if _is_secret(name) and not value.startswith(("/", "."))]
+
+
+def is_wiped(ids: bytes) -> bool:
+    """True for token ids that a redaction replaced with zeros."""
+    return bool(ids) and not any(ids)
+
+
+def _is_secret(key: str) -> bool:
+    lowered = key.lower().replace("-", "_")
+    return lowered.endswith("token") or any(word in lowered for word in SECRET_WORDS)
+
+
+def _assigned(found: re.Match[str]) -> str:
+    return found.group() if found.group(2).startswith("[redacted") else found.group(1) + REDACTED
+
+
+def _any_of(values: Iterable[str]) -> re.Pattern[bytes] | None:
+    alternatives = [re.escape(value.encode()) for value in sorted(values)]
+    return re.compile(b"|".join(alternatives)) if alternatives else None

@@ -1,0 +1,108 @@
+"""Writing a recording: entries gathered into compressed frames, files in pieces, an end that says that all is there. Blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from io import BufferedWriter
+from pathlib import Path
+
+from fleetbus.bus.base import Stored
+from fleetbus.errors import UserError
+from fleetbus.recording.format import FilePart, RecordingEnd, RecordingHeader, archived, encode_part, encode_start
+
+FRAME_ENTRIES = 1024
+"""Most entries of a frame: what a torn tail can cost."""
+
+FRAME_BYTES = 1 << 20
+"""A frame is closed when its payloads reach this."""
+
+FILE_PART_BYTES = 4 << 20
+
+
+class RecordingWriter:
+    """Appends to one recording; made by `create_recording`."""
+
+    def __init__(self, file: BufferedWriter) -> None:
+        self._file = file
+        self._waiting: list[Stored] = []
+        self._waiting_bytes = 0
+        self.entries = 0
+        self.last_sequence = 0
+        self.size_bytes = 0
+
+    def add(self, entries: Sequence[Stored]) -> None:
+        """Append entries, in order after those before; whole frames are written."""
+        for entry in entries:
+            self._waiting.append(entry)
+            self._waiting_bytes += len(entry.payload)
+            if len(self._waiting) >= FRAME_ENTRIES or self._waiting_bytes >= FRAME_BYTES:
+                self._close_frame()
+
+    def flush(self) -> None:
+        """Hand everything to the operating system: another process can read it then."""
+        self._close_frame()
+        self._file.flush()
+
+    def add_file(self, name: str, path: Path) -> None:
+        """Record a file under ``name``; raises `OSError`."""
+        self._close_frame()
+        size, offset = path.stat().st_size, 0
+        with path.open("rb") as source:
+            while True:
+                data = source.read(FILE_PART_BYTES)
+                last = offset + len(data) >= size
+                self._write(encode_part(FilePart(name, offset, data, last)))
+                offset += len(data)
+                if last:
+                    return
+
+    def finish(self) -> None:
+        """Write the end; nothing follows it."""
+        self._close_frame()
+        self._write(encode_part(RecordingEnd(self.entries, self.last_sequence)))
+        self._file.flush()
+
+    def begin(self, header: RecordingHeader) -> None:
+        self._write(encode_start(header))
+        self._file.flush()
+
+    def _close_frame(self) -> None:
+        if not self._waiting:
+            return
+        self._write(encode_part([archived(entry) for entry in self._waiting]))
+        self.entries += len(self._waiting)
+        self.last_sequence = self._waiting[-1].sequence
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.size_bytes += len(data)
+
+
+@contextmanager
+def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = False) -> Iterator[RecordingWriter]:
+    """A recording at ``path`` for the length of the block; raises `UserError` if there is a file, or none can be made.
+
+    It gets its end when the block ends by itself; an error leaves it torn, and readable up to there.
+    """
+    try:
+        file = path.open("wb" if overwrite else "xb")
+    except FileExistsError:
+        raise UserError(f"{path} exists already: give another --output, or --force to replace it") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    with file:
+        writer = RecordingWriter(file)
+        writer.begin(header)
+        yield writer
+        writer.finish()
+
+
+def fleetbus_version() -> str:
+    """The installed version, empty when the package runs from source."""
+    try:
+        return version("fleetbus")
+    except PackageNotFoundError:
+        return ""

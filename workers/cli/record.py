@@ -1,0 +1,216 @@
+"""``fleetbus record RUN -o FILE``: a run's log as one file, all of it or followed live, without the secrets in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from workers.cli.log_access import reach_options
+from workers.cli.options import load_settings
+from workers.cli.program import FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Stored
+    from fleetbus.config.settings import Configuration
+    from fleetbus.recording.export import Export
+    from fleetbus.recording.format import RecordingHeader
+    from fleetbus.recording.writer import RecordingWriter
+    from workers.cli.sources import Source
+
+
+@click.command("record")
+@click.argument("source", required=False, metavar="[RUN|FILE]")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write (.fbrec)")
+@click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C or SIGTERM")
+@click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be given several times")
+@click.option("--weights", is_flag=True, help="Put the published weights files that still exist into the file, too")
+@click.option("--keep-secrets", is_flag=True, help="Do not redact; the file then holds whatever the log holds")
+@click.option("--force", is_flag=True, help="Replace the output file if there is one")
+@click.option(
+    "--archive",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="The recorder's archive, for a log that was trimmed; without a server it is recorded alone",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+@reach_options
+def command(
+    source: str | None, output: Path, follow: bool, archive: Path | None, force: bool, as_json: bool, **values: Any
+) -> int:
+    """Export the log of a run, or part of a recording, as one self-describing file.
+
+    API keys, passwords and the like are replaced by [redacted]. `fleetbus episodes FILE` shows what is in it, `fleetbus replay
+    FILE` plays it against a worker. Exit status 0: written; 2: bad input, and nothing was written.
+    """
+    from fleetbus.errors import UserError
+    from workers.cli.sources import is_recording
+
+    choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets")}
+    if follow and is_recording(source):
+        raise UserError("--follow needs a run that is reachable, not a file")
+    given = {} if is_recording(source) else {"run__name": source}
+    configuration = load_settings({**values, **given}).configuration
+    work = partial(_record, source, configuration, output, archive=archive, follow=follow, overwrite=force, **choices)
+    facts = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    _print(facts, output, as_json)
+    return FINISHED
+
+
+async def _record(
+    source: str | None,
+    configuration: Configuration,
+    output: Path,
+    *,
+    archive: Path | None,
+    follow: bool,
+    overwrite: bool,
+    episodes: tuple[str, ...],
+    weights: bool,
+    keep_secrets: bool,
+) -> dict[str, Any]:
+    from fleetbus.errors import UserError
+    from fleetbus.recording.export import Export
+    from fleetbus.recording.redaction import Redactor, environment_secrets
+    from fleetbus.recording.writer import create_recording
+    from workers.cli.sources import open_source
+
+    redactor = None if keep_secrets else Redactor(environment_secrets(os.environ))
+    async with open_source(source, configuration, archive) as entries_of:
+        if follow and entries_of.bus is None:
+            raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
+        if entries_of.file is not None and entries_of.file.resolve() == output.resolve():
+            raise UserError(f"{output} is the recording that is read: give another --output")
+        header = _header(entries_of, configuration, episodes, redactor is not None)
+        with create_recording(output, header, overwrite=overwrite) as writer:
+            export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
+            published = _Published()
+            await export.copy(published.noting(entries_of.entries()), progress=_progress(writer))
+            if follow:
+                await _follow(export, entries_of, writer, published.last + 1)
+            files = await anyio.to_thread.run_sync(_add_weights, writer, published.uris) if weights else 0
+            writer.flush()
+    return {
+        "file": str(output),
+        "run": entries_of.subjects.run,
+        "entries": writer.entries,
+        "bytes": output.stat().st_size,
+        "last_sequence": writer.last_sequence,
+        "redacted_entries": redactor.redacted if redactor else 0,
+        "weights_files": files,
+        "torn_source": entries_of.torn,
+    }
+
+
+class _Published:
+    """Notes weights files and the last sequence while entries pass by."""
+
+    def __init__(self) -> None:
+        self.uris: list[str] = []
+        self.last = 0
+
+    async def noting(self, entries: AsyncIterator[Stored]) -> AsyncIterator[Stored]:
+        from schemas import MalformedMessage, PolicyPublished, decode
+
+        async for entry in entries:
+            self.last = entry.sequence
+            if entry.subject.split(".", 3)[2] == "policy":
+                try:
+                    self.uris.append(decode(PolicyPublished, entry.payload).uri)
+                except MalformedMessage:
+                    pass  # a learner's LineageStarted stands beside the versions
+            yield entry
+
+
+def _header(source: Source, configuration: Configuration, episodes: tuple[str, ...], redacted: bool) -> RecordingHeader:
+    import time
+
+    import msgspec
+
+    from fleetbus.config.load import dump_configuration
+    from fleetbus.config.run_folder import run_folder
+    from fleetbus.recording.format import RecordingHeader, message_schema
+    from fleetbus.recording.reader import read_header
+    from fleetbus.recording.writer import fleetbus_version
+
+    if source.file is not None:
+        earlier = read_header(source.file)
+        return msgspec.structs.replace(earlier, selected=episodes or earlier.selected, redacted=redacted or earlier.redacted)
+    known = run_folder(configuration.run).configuration.is_file()
+    return RecordingHeader(
+        run=source.subjects.run,
+        fleetbus=fleetbus_version(),
+        messages=message_schema(),
+        created_ns=time.time_ns(),
+        configuration=_portable(msgspec.json.decode(dump_configuration(configuration))) if known else {},
+        selected=episodes,
+        redacted=redacted,
+    )
+
+
+def _portable(tables: dict[str, Any]) -> dict[str, Any]:
+    """Where the run's server and files were says nothing to others."""
+    tables["nats"]["url"] = ""
+    tables["run"]["folder"] = ""
+    return tables
+
+
+async def _follow(export: Export, source: Source, writer: RecordingWriter, start: int) -> None:
+    assert source.bus is not None
+    stop = anyio.Event()
+
+    async def obey() -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                stop.set()
+                return
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(obey)
+        click.echo("following; Ctrl-C ends it", err=True)
+        await export.follow(source.bus, source.subjects, stop, start=start, progress=_progress(writer))
+        group.cancel_scope.cancel()
+
+
+def _progress(writer: RecordingWriter) -> Callable[[int], None]:
+    """On a terminal one line that counts; elsewhere nothing."""
+    import sys
+
+    if not sys.stderr.isatty():
+        return lambda seen: None
+
+    def show(seen: int) -> None:
+        click.echo(f"\r{seen:,} entries, {writer.size_bytes / 1e6:.1f} MB", nl=False, err=True)
+
+    return show
+
+
+def _add_weights(writer: RecordingWriter, uris: list[str]) -> int:
+    from urllib.parse import unquote, urlsplit
+
+    added = 0
+    for uri in uris:
+        path = Path(unquote(urlsplit(uri).path))
+        if path.is_file():
+            writer.add_file(path.name, path)
+            added += 1
+    return added
+
+
+def _print(facts: dict[str, Any], output: Path, as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        return
+    redacted = f", {facts['redacted_entries']} redacted" if facts["redacted_entries"] else ""
+    files = f", {facts['weights_files']} weights files" if facts["weights_files"] else ""
+    print(f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}: {output} ({facts['bytes'] / 1e6:.2f} MB)")
+    if facts["torn_source"]:
+        click.echo(f"fleetbus: {facts['torn_source']}", err=True)

@@ -1,0 +1,80 @@
+"""``RUN|FILE``: the entries that a command looks at come from a run's log or from a recording."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workers.cli.log_access import is_reachable, open_run
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus, Stored
+    from fleetbus.config.settings import Configuration
+    from schemas import Subjects
+
+
+class Source:
+    """Where entries come from: ``bus`` for a run that can be reached, ``file`` for a recording, ``archive`` alone or besides."""
+
+    def __init__(self, run: str, *, bus: Bus | None = None, file: Path | None = None, archive: Path | None = None) -> None:
+        from schemas import Subjects
+
+        self.subjects: Subjects = Subjects(run)
+        self.bus = bus
+        self.file = file
+        self.archive = archive
+        self.torn = ""
+        """What is missing at the end of a recording, once it was read."""
+
+    async def entries(self, subjects: list[str] | None = None) -> AsyncIterator[Stored]:
+        """All entries, or those that match one of these subjects (wildcards allowed), in order."""
+        from fleetbus.bus.memory_subjects import any_matcher
+
+        if self.bus is not None and self.archive is None and subjects:
+            async for entry in self.bus.scan(subjects):
+                yield entry
+            return
+        matches = any_matcher(subjects or [self.subjects.log])
+        async for entry in self._all():
+            if matches(entry.subject):
+                yield entry
+
+    async def _all(self) -> AsyncIterator[Stored]:
+        from fleetbus.archive import scan_archive, scan_whole
+        from fleetbus.recording.export import scan_recording
+        from fleetbus.recording.reader import RecordingReader
+
+        if self.file is not None:
+            reader = RecordingReader(self.file)
+            async for entry in scan_recording(reader):
+                yield entry
+            self.torn = reader.torn
+        elif self.bus is not None:
+            async for entry in scan_whole(self.bus, self.subjects, self.archive):
+                yield entry
+        elif self.archive is not None:
+            async for entry in scan_archive(self.archive, run=self.subjects.run):
+                yield entry
+
+
+def is_recording(name: str | None) -> bool:
+    """True if ``RUN|FILE`` names a file rather than a run."""
+    return bool(name) and (Path(str(name)).is_file() or str(name).endswith(".fbrec"))
+
+
+@asynccontextmanager
+async def open_source(name: str | None, configuration: Configuration, archive: Path | None = None) -> AsyncIterator[Source]:
+    """The recording if ``name`` is one, else the run of the configuration; raises `UserError`."""
+    if is_recording(name):
+        from fleetbus.recording.reader import read_header
+
+        yield Source(read_header(Path(str(name))).run, file=Path(str(name)))
+        return
+    run = configuration.run.name
+    if archive is not None and not is_reachable(configuration):
+        yield Source(run, archive=archive)
+        return
+    async with open_run(configuration, "look", own_server=True) as bus:
+        yield Source(run, bus=bus, archive=archive)
