@@ -16,6 +16,8 @@ import msgspec
 from fleetbus.config.settings import Configuration, Settings
 
 VARIABLE_PREFIX = "FLEETBUS_"
+REPEATABLE = frozenset({"run.environment"})
+"""Settings that may be given several times, or as a list; the value is text with one line per item."""
 
 
 class NotAllowed(ValueError):
@@ -49,6 +51,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return self.limits.description or self.key.replace("_", " ").capitalize()
 
     @property
+    def is_repeatable(self) -> bool:
+        return self.name in REPEATABLE
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The words it takes, empty if it takes other things."""
         return typing.get_args(self.base) if typing.get_origin(self.base) is Literal else ()
@@ -62,6 +68,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     def convert(self, value: object, *, text: bool) -> Any:
         """``value`` as this setting's type; ``text`` if it came as a string that spells it. Raises `NotAllowed`."""
+        if self.is_repeatable and isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
+            value = "\n".join(value)
         try:
             converted = msgspec.convert(value, self.annotation, strict=not text)
         except msgspec.ValidationError as error:

@@ -24,9 +24,13 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(description="Seed of tasks, sampling and training")] = 1
     model: Annotated[str, Meta(description="Hugging Face model folder (default: the starter policy that ships)")] = ""
     tasks: Annotated[str, Meta(description="Tasks file in Fleet JSON (default: the warehouse tasks)")] = ""
-    environment: Annotated[str, Meta(description="Environment: warehouse, mcp:module:factory, stdio:command, module:Class")] = (
-        "warehouse"
-    )
+    environment: Annotated[
+        str,
+        Meta(
+            description="Environment: warehouse, mcp:module:factory, module:Class, ... (docs/environments.md); KEY=SPEC for the "
+            "tasks of one environment key; repeatable"
+        ),
+    ] = "warehouse"
     policy: Annotated[str, Meta(description="Name of the policy")] = "default"
     pool: Annotated[str, Meta(description="Name of the pool of environment workers")] = "default"
 

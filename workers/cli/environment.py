@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def _load_work() -> Work:
+    from workers.environment.by_task import environments_by_task
     from workers.environment.specs import environment_factory
     from workers.environment.verifier import Verifier, VerifierLimits
     from workers.environment.worker import run_environment
@@ -24,12 +26,13 @@ def _load_work() -> Work:
         verifier = Verifier(VerifierLimits(seconds=configuration.limits.verify))
         observation_bytes = configuration.environment.observation_bytes
         style = configuration.environment.prompt
-        factory = environment_factory(
-            configuration.run.environment,
+        make_factory = partial(
+            environment_factory,
             verifier=verifier,
             observation_bytes=observation_bytes,
             prompt=None if style == "auto" else style,
         )
+        factory = environments_by_task(configuration.run.environment, make_factory)
         async with verifier.running(), factory.running():
             await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
 

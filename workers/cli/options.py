@@ -41,6 +41,8 @@ class SettingOption(click.Option):
         kind: dict[str, Any] = {"metavar": _METAVARS.get(setting.base)}
         if setting.choices:
             kind = {"type": click.Choice(setting.choices)}
+        if setting.is_repeatable:
+            kind["multiple"] = True
         super().__init__([_parameter(setting), *_flags(setting)], default=None, help=_help(setting), **kind)
 
 
@@ -79,7 +81,8 @@ def load_settings(values: dict[str, Any], working_folder: Path | None = None) ->
     from fleetbus.config.load import default_file, load_configuration
     from fleetbus.config.run_folder import earlier_configuration
 
-    flags = {name.replace(_SEPARATOR, "."): value for name, value in values.items() if _SEPARATOR in name and value is not None}
+    given = {name: value for name, value in values.items() if _SEPARATOR in name and value not in (None, ())}
+    flags = {name.replace(_SEPARATOR, "."): value for name, value in given.items()}
     file = values.get("config") or default_file(working_folder or Path.cwd())
     return load_configuration(file=file, variables=os.environ, flags=flags, earlier=earlier_configuration)
 

@@ -31,6 +31,7 @@ from schemas import (
     MalformedMessage,
     Outcome,
     Subjects,
+    Task,
     decode,
     encode,
 )
@@ -47,7 +48,7 @@ log = structlog.get_logger()
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
-    """What all attempts of one worker share. ``make`` makes one environment per episode; ``nonce`` names one claim."""
+    """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim."""
 
     bus: Bus
     subjects: Subjects
@@ -55,7 +56,7 @@ class Crew(msgspec.Struct, frozen=True, kw_only=True):
     lane: str
     settings: EnvironmentSettings
     limits: LimitSettings
-    make: Callable[[], Environment]
+    make: Callable[[Task], Environment]
     nonce: Callable[[], str]
 
 
@@ -194,7 +195,7 @@ class Attempts:
         request, crew = running.request, self._crew
         try:
             with Stages().within("make", crew.limits.open):
-                environment = crew.make()
+                environment = crew.make(request.task)
         except EpisodeEnded as ended:
             await self._conclude(running, standing, ended.outcome, ended.error_class, ended.error)
             return

@@ -6,7 +6,7 @@ one outside system. `close` is called exactly once, in every case, even after a 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -69,3 +69,11 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Release everything; never raises for what is already gone."""
+
+
+@runtime_checkable
+class MakesByTask(Protocol):
+    """A factory whose environments depend on the task."""
+
+    def for_task(self, task: Task) -> Environment:
+        """The environment of one episode; any exception ends the episode as `env_failed`."""

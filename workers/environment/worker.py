@@ -23,7 +23,7 @@ from fleetbus.presence import Presence, present
 from fleetbus.slots import Slots
 from schemas import Action, Heartbeat, MalformedMessage, Subjects, decode
 from workers.environment.attempts import Attempts, Crew
-from workers.environment.base import Environment
+from workers.environment.base import Environment, MakesByTask
 
 log = structlog.get_logger()
 
@@ -113,10 +113,11 @@ async def run_environment(
     configuration: Configuration,
     name: str,
     drain: anyio.Event,
-    make: Callable[[], Environment],
+    make: Callable[[], Environment] | MakesByTask,
     ports: Ports | None = None,
 ) -> None:
     """An environment worker from claiming a lane to its goodbye. ``make`` makes one environment per episode."""
+    make_for = make.for_task if isinstance(make, MakesByTask) else lambda _: make()
     ports = ports or Ports()
     subjects = Subjects(configuration.run.name)
     lanes = environment_lanes(configuration.nats.lanes)
@@ -128,7 +129,7 @@ async def run_environment(
         lane=lane.name,
         settings=configuration.environment,
         limits=configuration.limits,
-        make=make,
+        make=make_for,
         nonce=ports.nonce,
     )
     await EnvironmentWorker(bus, configuration=configuration, name=name, drain=drain, lane=lane, crew=crew).run()

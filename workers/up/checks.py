@@ -28,7 +28,7 @@ def check_everything(configuration: Configuration) -> None:
         check_model(Path(run.model))
     if run.tasks:
         check_tasks(Path(run.tasks))
-    check_environment(run.environment)
+    check_environment(run.environment, run.tasks)
     if nats.url:
         check_answers(nats.url)
     else:
@@ -77,13 +77,17 @@ def check_tasks(file: Path) -> None:
     load_tasks(file)
 
 
-def check_environment(spec: str) -> None:
-    """A SPEC that resolves; the environment itself is opened by the workers."""
-    if spec == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
+def check_environment(specs: str, tasks: str = "") -> None:
+    """SPECs that resolve and serve every task of the file; the environments themselves are opened by the workers."""
+    if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
+    from fleetbus.tasks import load_tasks
+    from workers.environment.by_task import check_tasks_served, environments_by_task, specs_by_key
     from workers.environment.specs import environment_factory
 
-    environment_factory(spec, verifier=_NoGrader())
+    environments_by_task(specs, lambda spec: environment_factory(spec, verifier=_NoGrader()))
+    if tasks:
+        check_tasks_served(specs_by_key(specs), load_tasks(tasks))
 
 
 class _NoGrader:

@@ -56,7 +56,8 @@ def opening_line(configuration: Configuration, folder: RunFolder) -> str:
     model = shown_path(Path(run.model)) if run.model else "the starter policy"
     tasks = f" with the tasks of {shown_path(Path(run.tasks))}" if run.tasks else ""
     verb = "resumes" if folder.store.exists() else "trains"
-    return f"run {run.name} {verb} {model} on {run.environment}{tasks}, {learner.steps} steps ({shown_path(folder.path)})"
+    environments = ", ".join(run.environment.split("\n"))
+    return f"run {run.name} {verb} {model} on {environments}{tasks}, {learner.steps} steps ({shown_path(folder.path)})"
 
 
 def shown_path(path: Path) -> str:
