@@ -39,6 +39,7 @@ class NatsSettings(Settings, frozen=True, kw_only=True):
     """The broker and the log."""
 
     url: Annotated[str, Meta(description="Server to use; empty: `up` starts one of its own")] = ""
+    auth: Annotated[str, Meta(description="Folder of `fleetbus auth init` with key and certificates; empty: neither")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of the server that `up` starts; 0: a free one")] = 0
     lanes: Annotated[int, Meta(ge=1, le=1024, description="Lanes declared per role: the most workers of one role")] = 16
     max_bytes: Annotated[int, Meta(ge=1 << 20, description="Limit of the log in bytes")] = 4 << 30
@@ -104,9 +105,14 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     groups: Annotated[int, Meta(ge=1, description="Groups per batch")] = 16
     group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
     min_group_size: Annotated[int, Meta(ge=2, description="Fewest graded episodes for a group to be trained")] = 2
-    advantage: Annotated[Literal["grpo", "dr_grpo", "rloo", "maxrl"], Meta(description="Advantage estimator")] = "grpo"
+    advantage: Annotated[Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch"], Meta(description="Advantage estimator")] = (
+        "grpo"
+    )
     max_staleness: Annotated[int, Meta(ge=0, description="Most versions between sampling and training")] = 1
-    late: Annotated[Literal["drop", "keep"], Meta(description="What happens to groups that are too stale")] = "drop"
+    late: Annotated[
+        Literal["drop", "keep", "wait"],
+        Meta(description="Groups that are too stale: drop them, train them with a warning, or wait for them beforehand"),
+    ] = "drop"
     learning_rate: Annotated[float, Meta(gt=0, description="Highest learning rate")] = 3e-4
     learning_rate_final: Annotated[float, Meta(ge=0, description="Share of the learning rate left at the last step")] = 0.2
     clip_low: Annotated[float, Meta(gt=0, description="Lower clip of the ratio")] = 0.2
@@ -124,11 +130,87 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
 
 
+class AlgorithmSettings(Settings, frozen=True, kw_only=True):
+    """The objective beyond its clips, and how rewards become advantages. Formulae: `fleetbus/core`."""
+
+    objective: Annotated[Literal["ppo_clip", "gspo", "cispo", "dppo_tv"], Meta(description="Policy-gradient objective")] = (
+        "ppo_clip"
+    )
+    reduction: Annotated[
+        Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"],
+        Meta(description="How losses of tokens become one number"),
+    ] = "token_mean"
+    constant_length: Annotated[int, Meta(ge=1, description="Divisor of constant_mean, in tokens")] = 1024
+    correction: Annotated[
+        Literal["none", "tis", "tis_sequence", "icepop", "mis_sequence", "geometric", "decoupled"],
+        Meta(description="Weight of the difference between sampler and trainer"),
+    ] = "none"
+    correction_low: Annotated[float, Meta(ge=0, description="Lower bound of the correction")] = 0.5
+    correction_high: Annotated[float, Meta(gt=0, description="Upper bound of the correction")] = 2.0
+    ratio_to: Annotated[
+        Literal["auto", "sampler", "trainer"],
+        Meta(description="What the ratio is taken to; auto: the trainer's own with a correction, else the sampler's"),
+    ] = "auto"
+    kl_coefficient: Annotated[float, Meta(ge=0, description="Weight of the KL; 0: none")] = 0.0
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Meta(description="KL estimator")] = "k3"
+    kl_place: Annotated[Literal["loss", "reward"], Meta(description="Where the KL enters")] = "loss"
+    kl_to: Annotated[
+        Literal["sampler", "start"], Meta(description="What the KL pulls to: the sampler, or the model of the run's start")
+    ] = "sampler"
+    credit: Annotated[Literal["episode", "turn"], Meta(description="One advantage per episode, or one per turn")] = "episode"
+    turn_discount: Annotated[float, Meta(ge=0, le=1, description="Discount per turn, with credit per turn")] = 1.0
+    dynamic_sampling: Annotated[bool, Meta(description="Replace groups whose rewards are all equal")] = False
+    dynamic_sampling_batches: Annotated[
+        int, Meta(ge=1, description="Batches' worth of such groups replaced per step at most; further ones are trained")
+    ] = 10
+    overlong: Annotated[
+        Literal["keep", "mask"], Meta(description="Truncated episodes: train them, or only count them in the mean")
+    ] = "keep"
+    overlong_buffer: Annotated[int, Meta(ge=0, description="Tokens before the limit that are punished softly; 0: none")] = 0
+    overlong_factor: Annotated[float, Meta(ge=0, description="Largest soft punishment")] = 1.0
+
+
+class TrainerSettings(Settings, frozen=True, kw_only=True):
+    """The torch trainer."""
+
+    epochs: Annotated[int, Meta(ge=1, description="Passes over each batch")] = 1
+    schedule: Annotated[Literal["linear", "cosine", "constant"], Meta(description="Decay of the learning rate")] = "linear"
+    weight_decay: Annotated[float, Meta(ge=0, description="Weight decay of AdamW")] = 0.0
+    packing: Annotated[bool, Meta(description="Put several sequences in one row instead of padding")] = False
+    token_budget: Annotated[int, Meta(ge=0, description="Most tokens per forward pass, padding included; 0: no limit")] = 0
+    max_tokens: Annotated[int, Meta(ge=0, description="Longer sequences are cut at their end; 0: never")] = 0
+    device: Annotated[str, Meta(description="Device: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
+    precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computing; weights stay float32")] = (
+        "float32"
+    )
+    gradient_checkpointing: Annotated[bool, Meta(description="Compute activations again instead of keeping them")] = False
+    lora_rank: Annotated[int, Meta(ge=0, description="Rank of LoRA adapters; 0: train all weights")] = 0
+    lora_alpha: Annotated[float, Meta(gt=0, description="Scale of LoRA adapters, divided by their rank")] = 32.0
+    lora_targets: Annotated[str, Meta(description="Modules with adapters, comma separated; all-linear: all but the head")] = (
+        "all-linear"
+    )
+
+
+class WeightsSettings(Settings, frozen=True, kw_only=True):
+    """How new versions of the weights travel from the learner to the engines."""
+
+    store: Annotated[
+        str, Meta(description="folder: shared files; nats: object store; or a URL that fsspec writes, as s3://bucket/path")
+    ] = "folder"
+    public_url: Annotated[
+        str, Meta(description="Where engines read what the store's folder or URL holds, as http://host/w")
+    ] = ""
+    full_every: Annotated[
+        int, Meta(ge=1, description="Every n-th version is published whole, the others as differences; 1: all whole")
+    ] = 1
+
+
 class EvaluationSettings(Settings, frozen=True, kw_only=True):
-    """Held-out evaluation: before the first step and after the last."""
+    """Held-out evaluation: before the first step, after the last, and in between."""
 
     episodes: Annotated[int, Meta(ge=0, description="Held-out episodes per evaluation; 0: none")] = 256
     greedy: Annotated[bool, Meta(description="Also evaluate greedily at the end")] = True
+    every: Annotated[int, Meta(ge=0, description="Also evaluate after every so many steps; 0: never")] = 0
 
 
 class LogSettings(Settings, frozen=True, kw_only=True):
@@ -148,5 +230,8 @@ class Configuration(Settings, frozen=True, kw_only=True):
     environment: EnvironmentSettings = EnvironmentSettings()
     inference: InferenceSettings = InferenceSettings()
     learner: LearnerSettings = LearnerSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    weights: WeightsSettings = WeightsSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()

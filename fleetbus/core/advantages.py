@@ -46,7 +46,25 @@ def maxrl(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     return xp.where(mean > 0, centred / xp.where(mean > 0, mean, xp.ones_like(mean)), xp.zeros_like(mean))
 
 
-ADVANTAGES: dict[str, Callable[..., Array]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "maxrl": maxrl}
+def grpo_batch(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
+    """``(R - mean) / (std + 1e-4)`` with the group's mean and the unbiased deviation of all rewards of the batch: a group of
+    nearly equal rewards is not blown up (Lite PPO, arXiv 2508.08221). 0 when the batch has one episode."""
+    xp = namespace(rewards)
+    centred, _ = _centred(rewards, groups, minimum)
+    ones = xp.ones_like(rewards)
+    count = xp.sum(ones)
+    difference = rewards - xp.sum(rewards) / count
+    variance = xp.sum(difference * difference) / xp.clip(count - 1, 1.0, float("inf"))
+    return centred / (xp.sqrt(variance) + EPSILON)
+
+
+ADVANTAGES: dict[str, Callable[..., Array]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "grpo_batch": grpo_batch,
+}
 """Advantage estimators by the name that a configuration gives."""
 
 

@@ -18,7 +18,8 @@ def no_correction(difference: Array, mask: Array, *, low: float, high: float) ->
 
 
 def truncated_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
-    """``min(pi / mu, high)`` per token: truncated importance sampling (TIS)."""
+    """``min(pi / mu, high)`` per token: truncated importance sampling (TIS; Ionides 2008, and for engines that differ from
+    their trainer Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)."""
     xp = namespace(difference)
     return xp.clip(xp.exp(stop_gradient(difference)), 0.0, high)
 
@@ -31,10 +32,34 @@ def truncated_sequence(difference: Array, mask: Array, *, low: float, high: floa
 
 
 def masked_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
-    """``pi / mu`` where it is within ``[low, high]``, else 0: masked importance sampling (IcePop, MIS)."""
+    """``pi / mu`` where it is within ``[low, high]``, else 0: masked importance sampling (MIS; IcePop in Ring-1T, arXiv
+    2510.18855)."""
     xp = namespace(difference)
     ratio = xp.exp(stop_gradient(difference))
     return xp.where((ratio >= low) & (ratio <= high), ratio, xp.zeros_like(ratio))
+
+
+def plain(difference: Array, mask: Array, *, low: float, high: float) -> Array:
+    """``pi / mu`` per token, unbounded: with `ppo_clip` on the ratio to pi it is decoupled PPO as published (AReaL, arXiv
+    2505.24298); the bounded weights above and below are what is used of it in practice."""
+    return namespace(difference).exp(stop_gradient(difference))
+
+
+def masked_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
+    """The product over the sequence of ``pi / mu`` where it is within ``[low, high]``, else 0 for the whole sequence."""
+    xp = namespace(difference)
+    ratio = xp.exp(xp.sum(stop_gradient(difference) * mask, -1))
+    return xp.where((ratio >= low) & (ratio <= high), ratio, xp.zeros_like(ratio))[:, None] * xp.ones_like(difference)
+
+
+def geometric_mask(difference: Array, mask: Array, *, low: float, high: float) -> Array:
+    """1 for sequences whose geometric mean of ``pi / mu`` is within ``[low, high]``, else 0: length does not matter, so the
+    bounds are tight, for example ``[0.99, 1.01]``."""
+    xp = namespace(difference)
+    mean = xp.sum(stop_gradient(difference) * mask, -1) / xp.clip(xp.sum(mask, -1), 1.0, float("inf"))
+    ratio = xp.exp(mean)
+    keep = xp.where((ratio >= low) & (ratio <= high), xp.ones_like(ratio), xp.zeros_like(ratio))
+    return keep[:, None] * xp.ones_like(difference)
 
 
 CORRECTIONS: dict[str, Callable[..., Array]] = {
@@ -42,6 +67,9 @@ CORRECTIONS: dict[str, Callable[..., Array]] = {
     "tis": truncated_token,
     "tis_sequence": truncated_sequence,
     "icepop": masked_token,
+    "mis_sequence": masked_sequence,
+    "geometric": geometric_mask,
+    "decoupled": plain,
 }
 """Corrections by the name that a configuration gives."""
 
@@ -61,6 +89,19 @@ def kl_k3(logprobs: Array, reference: Array) -> Array:
     """``exp(log ref - log pi) - (log ref - log pi) - 1``: unbiased and never negative."""
     difference = reference - logprobs
     return namespace(difference).exp(difference) - difference - 1.0
+
+
+def kl_penalty(divergence: Array, mask: Array) -> Array:
+    """KL in the reward: what a reward of ``-divergence`` on every token adds to its advantage, ``-sum over the sequence's
+    tokens from this one on``, undiscounted, less the mean of that over all tokens as a baseline. No gradient.
+
+    A reward counts for all actions before it and none after, which is why the sum begins at the token itself.
+    """
+    xp = namespace(divergence)
+    masked = stop_gradient(divergence) * mask
+    remaining = xp.sum(masked, -1)[:, None] - xp.cumsum(masked, -1) + masked
+    mean = xp.sum(remaining * mask) / xp.clip(xp.sum(mask), 1.0, float("inf"))
+    return -(remaining - mean) * mask
 
 
 KL_ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

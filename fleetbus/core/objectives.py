@@ -65,7 +65,30 @@ def cispo(
     return -stop_gradient(weight) * advantages * logprobs
 
 
-OBJECTIVES: dict[str, Callable[..., Array]] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}
+def dppo_tv(
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Array:
+    """``-keep A pi / mu``, where ``keep`` is 0 for tokens whose probability has already moved too far the wanted way:
+    ``pi - mu > high`` with a positive advantage, ``pi - mu < -low`` with another (DPPO, binary total variation, arXiv
+    2602.04879). ``low`` and ``high`` are differences of probabilities, not of ratios; ``old_logprobs`` should be the
+    sampler's. ``dual`` has no meaning here. With 1e-3 of the squared log-ratio added (KL k2 at 2e-3) it is prime-rl's default.
+    """
+    xp = namespace(logprobs)
+    now = stop_gradient(logprobs)
+    moved = xp.exp(now) - xp.exp(old_logprobs)
+    outside = ((advantages > 0) & (moved > high)) | ((advantages <= 0) & (moved < -low))
+    losses = -token_ratio(logprobs, old_logprobs) * advantages
+    return xp.where(outside, xp.zeros_like(losses), losses)
+
+
+OBJECTIVES: dict[str, Callable[..., Array]] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "dppo_tv": dppo_tv}
 """Objectives by the name that a configuration gives."""
 
 
@@ -88,6 +111,11 @@ def token_mean(losses: Array, mask: Array, *, tokens: float) -> Array:
 def sequence_mean(losses: Array, mask: Array, *, sequences: float) -> Array:
     """The mean over sequences of the mean over a sequence's tokens (GRPO, GSPO); ``sequences`` counts the whole batch."""
     return namespace(losses).sum(_sequence_mean(losses * mask, mask)) / sequences
+
+
+def sequence_sum(losses: Array, mask: Array, *, sequences: float) -> Array:
+    """The mean over sequences of the sum over a sequence's tokens: REINFORCE's own, long sequences weigh more."""
+    return namespace(losses).sum(losses * mask) / sequences
 
 
 def constant_mean(losses: Array, mask: Array, *, sequences: float, length: float) -> Array:

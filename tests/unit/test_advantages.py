@@ -6,7 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.advantages import ADVANTAGES, dr_grpo, grpo, maxrl, rloo
+from fleetbus.core.advantages import ADVANTAGES, dr_grpo, grpo, grpo_batch, maxrl, rloo
+
+GROUPWISE = [name for name in ADVANTAGES if name != "grpo_batch"]
+"""Estimators that look at nothing but the group."""
 
 
 @pytest.fixture(params=["numpy", "torch"])
@@ -44,7 +47,15 @@ def test_maxrl_of_a_group_without_success_is_zero(array):
     assert np.asarray(maxrl(array([0.0, 0.0]), array([0, 0]))).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+def test_grpo_batch_divides_by_the_deviation_of_the_whole_batch(array):
+    rewards, groups = array([1.0, 0.0, 0.6, 0.4]), array([0, 0, 1, 1])
+
+    # the batch's mean is 1/2, its unbiased variance (0.25 + 0.25 + 0.01 + 0.01) / 3
+    deviation = np.sqrt(0.52 / 3) + 1e-4
+    np.testing.assert_allclose(np.asarray(grpo_batch(rewards, groups)), np.array([0.5, -0.5, 0.1, -0.1]) / deviation, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", GROUPWISE)
 def test_groups_do_not_touch_each_other(array, name):
     first, second = [1.0, 0.0, 0.0], [0.2, 0.9]
     alone = [np.asarray(ADVANTAGES[name](array(rewards), array([0] * len(rewards)))) for rewards in (first, second)]

@@ -70,7 +70,7 @@ def _curriculum(configuration: Configuration) -> Curriculum:
 
 @click.command("learner", cls=SettingsCommand)
 @role_options
-@settings_options("run", "nats", "learner", "episode", "evaluation", "limits", "log")
+@settings_options("run", "nats", "learner", "algorithm", "trainer", "weights", "episode", "evaluation", "limits", "log")
 def command(**values: Any) -> int:
     """The learner: requests episodes, trains on what comes back, publishes the policy, stores checkpoints.
 
