@@ -36,6 +36,12 @@ test *arguments:
 test-slow *arguments:
     .venv/bin/pytest -q -m slow {{arguments}}
 
+# The algorithms beside TRL's own trainers, to 1e-6, in an environment of its own: TRL brings half of Hugging Face
+test-trl *arguments:
+    test -d .venv-trl || python3 -m venv .venv-trl
+    .venv-trl/bin/pip install -q -c constraints.txt -e '.[test]' 'trl>=1.16,<2'
+    HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -q tests/unit/test_against_trl.py --timeout 300 {{arguments}}
+
 # Real processes killed and paused: a minute of it as a test, then two minutes and their figures per seed: `just chaos 1 2 3`
 chaos *seeds="1":
     .venv/bin/pytest -q -m chaos

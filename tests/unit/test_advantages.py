@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.advantages import ADVANTAGES, dr_grpo, grpo, grpo_batch, maxrl, rloo
@@ -82,6 +82,7 @@ def test_a_group_below_the_minimum_has_advantage_zero(array, name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
+@settings(deadline=None)
 @given(reward=st.floats(-10, 10), size=st.integers(2, 9))
 def test_equal_rewards_give_no_advantage(name, reward, size):
     advantages = ADVANTAGES[name](np.full(size, reward), np.zeros(size, np.int64))
@@ -90,6 +91,7 @@ def test_equal_rewards_give_no_advantage(name, reward, size):
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@settings(deadline=None)
 @given(rewards=st.lists(st.floats(-5, 5), min_size=2, max_size=8), shift=st.floats(-3, 3))
 def test_advantages_ignore_what_all_rewards_share_and_sum_to_zero(name, rewards, shift):
     groups = np.zeros(len(rewards), np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.advantages import dr_grpo, grpo
@@ -37,6 +37,7 @@ def test_returns_are_discounted_per_turn_and_the_outcome_comes_with_the_last_tur
     assert turn_returns([1.0], 0.0, turns=3, discount=1.0) == [1.0, 0.0, 0.0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-2, 2), min_size=2, max_size=6), st.integers(1, 4))
 def test_without_rewards_of_turns_every_turn_has_the_advantage_of_the_episode(rewards: list[float], turns: int) -> None:
     returns = [turn_returns([], reward, turns=turns, discount=1.0) for reward in rewards]
