@@ -1,6 +1,7 @@
 """A real fleet under faults: nats-server, two environment workers, two inference workers and the learner, as processes.
 
     python benchmarks/chaos.py --seed 1 --seconds 120 --quiet 60 --json
+    python benchmarks/chaos.py --kills --seconds 240 --quiet 20 --json      # one kill at a time: what recovery takes
 
 From a seed, members are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and terminated while they train the starter policy; what
 ended is started again. Then comes a quiet time, the learner stops, every episode gets its outcome, a last learner evaluates the
@@ -28,7 +29,7 @@ import anyio
 import msgspec
 import structlog
 
-from benchmarks.chaos_faults import MEAN_SECONDS, plan_faults
+from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills
 from benchmarks.chaos_fleet import ChaosFleet
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, percentiles
 from fleetbus.audit import audit_run
@@ -109,7 +110,7 @@ class Chaos:
                 tasks.start_soon(member.keep_running)
             await self._everybody_started()
             self._say("the fleet is at work")
-            await self._fleet.suffer(plan_faults(self._plan.seed, self._plan.seconds, mean_seconds=self._plan.mean))
+            await self._fleet.suffer(_faults(self._plan))
             self._say(f"{len(self._fleet.struck)} faults; quiet now")
             await anyio.sleep(self._plan.quiet)
             await self._retire("learner", LEARNER_STOP_SECONDS)
@@ -209,6 +210,12 @@ class Chaos:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
+def _faults(plan: Plan) -> list[Fault]:
+    if plan.kills:
+        return plan_kills(plan.seed, plan.seconds)
+    return plan_faults(plan.seed, plan.seconds, mean_seconds=plan.mean)
+
+
 def _message(payload: bytes) -> Message | None:
     try:
         return decode_any(MESSAGES, payload)
@@ -304,6 +311,7 @@ def parse() -> Plan:
     parser.add_argument("--seconds", type=float, default=120, help="how long faults happen")
     parser.add_argument("--quiet", type=float, default=60, help="how long none happens afterwards")
     parser.add_argument("--mean", type=float, default=MEAN_SECONDS, help="mean seconds between faults of workers")
+    parser.add_argument("--kills", action="store_true", help="kills alone, one at a time: measures recovery")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--evaluate", type=int, default=128, help="held-out episodes at the start and at the end; 0: none")

@@ -24,6 +24,16 @@ MOST_RARE_FAULTS = 2
 
 FaultRole = Literal["environment", "inference", "learner", "server"]
 FaultKind = Literal["kill", "pause", "terminate"]
+KILLS_APART: tuple[tuple[FaultRole, float], ...] = (
+    ("environment", 16.0),
+    ("inference", 9.0),
+    ("environment", 16.0),
+    ("learner", 20.0),
+    ("inference", 9.0),
+    ("server", 8.0),
+)
+"""The roles that `plan_kills` goes through, and the seconds until the next kill."""
+
 _KINDS: tuple[FaultKind, ...] = ("kill", "pause", "terminate")
 _WEIGHTS = (5, 3, 2)
 
@@ -45,6 +55,18 @@ def plan_faults(seed: int, seconds: float, *, mean_seconds: float = MEAN_SECONDS
     for role in ("learner", "server"):
         faults += _rare(random_numbers, seconds, role)
     return sorted(faults, key=lambda fault: fault.at_seconds)
+
+
+def plan_kills(seed: int, seconds: float) -> list[Fault]:
+    """Kills alone, one role after another, each when the one before has had its time to recover: what recovery takes."""
+    random_numbers = random.Random(seed)
+    faults: list[Fault] = []
+    at, turn = 2.0, 0
+    while at < seconds:
+        role, apart = KILLS_APART[turn % len(KILLS_APART)]
+        faults.append(_fault(random_numbers, at, role, "kill"))
+        at, turn = at + apart, turn + 1
+    return faults
 
 
 def _of_workers(random_numbers: random.Random, seconds: float, mean_seconds: float) -> list[Fault]:

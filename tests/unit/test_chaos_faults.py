@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos_faults import plan_faults
+from benchmarks.chaos_faults import KILLS_APART, plan_faults, plan_kills
 
 
 def test_the_same_seed_plans_the_same_faults_and_another_seed_others() -> None:
@@ -36,3 +36,12 @@ def test_faults_come_in_order_and_within_the_time() -> None:
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] <= 60
     assert plan_faults(3, 0) == []
+
+
+def test_kills_come_one_at_a_time_with_time_to_recover_between() -> None:
+    kills = plan_kills(1, 240)
+    assert {fault.kind for fault in kills} == {"kill"}
+    assert {fault.role for fault in kills} == {role for role, _ in KILLS_APART}
+    apart = dict(KILLS_APART)
+    for fault, following in zip(kills, kills[1:], strict=False):
+        assert following.at_seconds - fault.at_seconds >= apart[fault.role]
