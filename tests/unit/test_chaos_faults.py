@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -43,5 +44,5 @@ def test_kills_come_one_at_a_time_with_time_to_recover_between() -> None:
     assert {fault.kind for fault in kills} == {"kill"}
     assert {fault.role for fault in kills} == {role for role, _ in KILLS_APART}
     apart = dict(KILLS_APART)
-    for fault, following in zip(kills, kills[1:], strict=False):
+    for fault, following in itertools.pairwise(kills):
         assert following.at_seconds - fault.at_seconds >= apart[fault.role]
