@@ -31,6 +31,7 @@ def _load_work() -> Work:
             verifier=verifier,
             observation_bytes=observation_bytes,
             prompt=None if style == "auto" else style,
+            configuration=configuration,
         )
         factory = environments_by_task(configuration.run.environment, make_factory)
         async with verifier.running(), factory.running():

@@ -7,6 +7,7 @@ starts that task, closing asks it to end, and both may be cancelled at any point
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,7 +23,10 @@ from pydantic import ValidationError
 
 from schemas import ToolSpec
 from workers.environment.base import EnvironmentFailed
-from workers.environment.mcp_connection import MAX_TOOL_PAGES, ToolResult, tool_result, tool_spec
+from workers.environment.mcp_connection import MAX_TOOL_PAGES, ServerGone, ToolResult, timed_out, tool_result, tool_spec
+
+LIVENESS_SECONDS = 10.0
+"""After a call that timed out, a server that answers nothing for so long counts as gone."""
 
 STDERR_BYTES = 500
 """How much of what a server said last on standard error goes into the reason of a failure."""
@@ -51,14 +55,34 @@ class ConnectionHost:
                     connection.cut()
 
 
-class ClientConnection:
-    """One client, in a task of ``host``."""
+Diagnose = Callable[[MCPError], str]
+"""Why an error means that the server is gone; empty if it is only a call that failed."""
 
-    def __init__(self, open_client: OpenClient, host: ConnectionHost) -> None:
+
+def closed_connection(error: MCPError) -> str:
+    """The only sign of death that every transport shows."""
+    return "died" if error.error.code == CONNECTION_CLOSED else ""
+
+
+class ClientConnection:
+    """One client, in a task of ``host``. A call may be silent for ``call_seconds``; whenever it reports progress they begin
+    anew, so a long call that moves on is bounded by the step's limit alone."""
+
+    def __init__(
+        self,
+        open_client: OpenClient,
+        host: ConnectionHost,
+        *,
+        call_seconds: float = math.inf,
+        diagnose: Diagnose = closed_connection,
+    ) -> None:
         self._open_client = open_client
         self._host = host
+        self._call_seconds = call_seconds
+        self._diagnose = diagnose
         self._client: Client | None = None
         self._failure = "it was closed"
+        self._kind: type[EnvironmentFailed] = EnvironmentFailed
         # Shielded from the host's cancellation, and cut only once the process is there: asyncio loses track of a process
         # whose start is cancelled half-way.
         self._scope = anyio.CancelScope(shield=True)
@@ -77,7 +101,7 @@ class ClientConnection:
             self.cut()
             raise
         if self._client is None:
-            raise EnvironmentFailed(f"no connection to the MCP server: {self._failure}")
+            raise self._kind(f"no connection to the MCP server: {self._failure}")
 
     async def _live(self) -> None:
         try:
@@ -86,7 +110,8 @@ class ClientConnection:
                     self._ready.set()
                     await self._stop.wait()
         except Exception as error:  # an episode's server must not end the others': the episode learns of it
-            self._failure = _reason(error)
+            self._failure = root_reason(error)
+            self._kind = type(error) if isinstance(error, EnvironmentFailed) else EnvironmentFailed
             _log.warning("mcp_connection_failed", reason=self._failure)
         finally:
             self._client = None
@@ -107,10 +132,23 @@ class ClientConnection:
 
     def _opened(self) -> Client:
         if self._client is None:
-            raise EnvironmentFailed(f"the MCP server is gone: {self._failure}")
+            raise ServerGone(f"the MCP server is gone: {self._failure}")
         return self._client
 
+    @property
+    def is_open(self) -> bool:
+        return self._client is not None and not self._stop.is_set()
+
     async def list_tools(self) -> tuple[ToolSpec, ...]:
+        """All tools, page by page; raises `ServerGone`, or `EnvironmentFailed` with the server's own error."""
+        try:
+            return await self._list_tools()
+        except MCPError as error:
+            if reason := self._diagnose(error):
+                raise ServerGone(f"the MCP server {reason}") from error
+            raise EnvironmentFailed(f"the MCP server does not list its tools: {error.error.message}") from error
+
+    async def _list_tools(self) -> tuple[ToolSpec, ...]:
         tools: list[ToolSpec] = []
         cursor: str | None = None
         for _ in range(MAX_TOOL_PAGES):
@@ -122,16 +160,33 @@ class ClientConnection:
         return tuple(tools)
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        with anyio.move_on_after(self._call_seconds) as scope:
+
+            async def extend(progress: float, total: float | None, message: str | None) -> None:
+                scope.deadline = anyio.current_time() + self._call_seconds
+
+            return await self._called(name, arguments, extend)
+        await self._check_alive()
+        return timed_out(self._call_seconds)
+
+    async def _called(self, name: str, arguments: dict[str, Any], on_progress: Any) -> ToolResult:
         try:
-            result = await self._opened().call_tool(name, arguments)
+            result = await self._opened().call_tool(name, arguments, progress_callback=on_progress)
         except MCPError as error:
-            if error.error.code == CONNECTION_CLOSED:
-                raise EnvironmentFailed("the MCP server died during a call") from error
+            if reason := self._diagnose(error):
+                raise ServerGone(f"the MCP server {reason}") from error
             return ToolResult(content=error.error.message, failed=True)
         except (ValidationError, RuntimeError) as error:
             _log.warning("mcp_result_refused", tool=name, reason=str(error))
             return ToolResult(content="the tool gave a result that breaks its own contract", failed=True)
         return tool_result(result.model_dump(by_alias=True, mode="json", exclude_none=True))
+
+    async def _check_alive(self) -> None:
+        """Raises `ServerGone` unless the server answers anything at all."""
+        with anyio.move_on_after(LIVENESS_SECONDS):
+            await self.list_tools()
+            return
+        raise ServerGone(f"the MCP server answers nothing, {LIVENESS_SECONDS:g} s after a call that timed out")
 
     async def query(self, sql: str, params: Sequence[Any]) -> Any:
         raise LookupError("this environment has no database")
@@ -156,7 +211,7 @@ async def open_command(command: Sequence[str], spawned: Callable[[], None]) -> A
             async with Client(_announced(parameters, errors, spawned), cache=None) as client:
                 yield client
         except Exception as error:
-            raise EnvironmentFailed(f"{_reason(error)}{_last_words(errors)}") from error
+            raise EnvironmentFailed(f"{root_reason(error)}{_last_words(errors)}") from error
 
 
 @asynccontextmanager
@@ -174,7 +229,8 @@ async def open_server(server: Any, spawned: Callable[[], None]) -> AsyncIterator
         yield client
 
 
-def _reason(error: BaseException) -> str:
+def root_reason(error: BaseException) -> str:
+    """The first cause in a nest of exception groups, in words."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return str(error) or type(error).__name__

@@ -7,6 +7,9 @@ nothing to leave behind, and an episode costs half of what it costs over the SDK
 
 from __future__ import annotations
 
+import base64
+import binascii
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ from pydantic import ValidationError
 
 from fleetbus.core.prompts import result_error
 from schemas import ToolSpec
+from workers.environment.base import EnvironmentFailed
 
 MAX_TOOL_PAGES = 100
 """Most pages of a tool listing that are read: a server that never ends its listing hangs nobody."""
@@ -33,11 +37,33 @@ MAX_TOOL_PAGES = 100
 _log = structlog.get_logger(__name__)
 
 
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """An image as a tool sent it: its bytes in the file format ``media_type``."""
+
+    data: bytes
+    media_type: str = "image/png"
+
+
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call gave: text, or JSON-like data where a server sent no text; ``failed`` if the tool says that it failed."""
+    """What a call gave: text, or JSON-like data where a server sent no text; ``failed`` if the tool says that it failed.
+
+    ``abandoned``: nobody knows how the call ended. ``images`` are those among its blocks, in order.
+    """
 
     content: Any
     failed: bool = False
+    abandoned: bool = False
+    images: tuple[Picture, ...] = ()
+
+
+class ServerGone(EnvironmentFailed):
+    """The server died, hangs, or is no longer the one that the episode began with."""
+
+
+def timed_out(seconds: float) -> ToolResult:
+    """The result of a call that was abandoned. It is never sent again: nobody knows what it did."""
+    text = f"the call took longer than {seconds:g} s and was abandoned; it may still have had its effect"
+    return ToolResult(content=text, failed=True, abandoned=True)
 
 
 class Connection(Protocol):
@@ -48,7 +74,7 @@ class Connection(Protocol):
     async def list_tools(self) -> tuple[ToolSpec, ...]: ...
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Raises `EnvironmentFailed` when the server is gone; whatever else goes wrong with a call is its result."""
+        """Raises `ServerGone` when the server is; whatever else goes wrong with a call is its result."""
 
     async def query(self, sql: str, params: Sequence[Any]) -> Any:
         """Rows from the database behind the server, for verifiers; raises `LookupError` if it shows none."""
@@ -60,10 +86,18 @@ class DirectConnection:
     """A connection to a server object. It must have the SDK's default lifespan: another one may hold tasks of its own.
 
     ``listings`` is shared by the connections of one factory; a server class that declares ``tools_are_fixed`` is asked once.
+    A call is cancelled after ``call_seconds``.
     """
 
-    def __init__(self, server: Server[Any], listings: dict[type[Server[Any]], tuple[ToolSpec, ...]]) -> None:
+    def __init__(
+        self,
+        server: Server[Any],
+        listings: dict[type[Server[Any]], tuple[ToolSpec, ...]],
+        *,
+        call_seconds: float = math.inf,
+    ) -> None:
         self._server = server
+        self._call_seconds = call_seconds
         self._listings = listings
         self._handle = modern_on_request(server, {})
 
@@ -91,6 +125,11 @@ class DirectConnection:
         return tuple(tools)
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        with anyio.move_on_after(self._call_seconds):
+            return await self._call_tool(name, arguments)
+        return timed_out(self._call_seconds)
+
+    async def _call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         params = {"name": name, "arguments": arguments, **_ENVELOPE}
         try:
             return tool_result(await self._handle(_RequestContext(), "tools/call", params))
@@ -130,7 +169,21 @@ def tool_result(result: Mapping[str, Any]) -> ToolResult:
     """A call's result as the wire carries it: its texts, a word for every block that is none, or the structured content."""
     parts = [_block_text(block) for block in result.get("content", ())]
     content: Any = "\n".join(parts) if parts else result.get("structuredContent")
-    return ToolResult(content=content, failed=bool(result.get("isError")) or result_error(content) is not None)
+    failed = bool(result.get("isError")) or result_error(content) is not None
+    return ToolResult(content=content, failed=failed, images=_pictures(result.get("content", ())))
+
+
+def _pictures(blocks: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
+    """The images among the blocks; what is no base64 stays a word in the text alone."""
+    pictures = []
+    for block in blocks:
+        if block.get("type") == "image":
+            try:
+                data = base64.b64decode(block.get("data", ""), validate=True)
+            except binascii.Error:
+                continue
+            pictures.append(Picture(data=data, media_type=block.get("mimeType") or "image/png"))
+    return tuple(pictures)
 
 
 def _block_text(block: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
+from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from schemas import Task
 from workers.environment.base import Environment
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from workers.environment.mcp_environment import PromptStyle
     from workers.environment.verifier import Grader
 
-FORMS = "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio:COMMAND ARGUMENTS, MODULE:CLASS"
+FORMS = "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], MODULE:CLASS"
 _CALLS = ("open", "reset", "step", "state", "verify", "close")
 
 
@@ -39,26 +40,42 @@ class EnvironmentFactory(Protocol):
 
 
 def environment_factory(
-    spec: str, *, verifier: Grader, observation_bytes: int = 32_768, prompt: PromptStyle | None = None
+    spec: str,
+    *,
+    verifier: Grader,
+    observation_bytes: int = 32_768,
+    prompt: PromptStyle | None = None,
+    configuration: Configuration | None = None,
 ) -> EnvironmentFactory:
     """The factory for a spec, one of `FORMS`. Raises `UserError` when the spec has no such form or names what is not there.
 
     ``prompt`` overrides how the policy is told of its tools: briefly for the warehouse, at length elsewhere.
+    ``configuration`` has the time limits and whatever else a kind of environment reads of its settings.
     """
     form, _, rest = spec.partition(":")
+    settings = configuration or Configuration()
+    call_seconds = settings.limits.tool_call
     match form:
         case "scripted":
             return _scripted(spec, rest)
         case "warehouse" if not rest:
             from workers.environment.warehouse.server import serve_task
 
-            return _mcp(serve_task, verifier, observation_bytes, prompt or "compact", replayable=True)
+            return _mcp(
+                serve_task, verifier, observation_bytes, prompt or "compact", replayable=True, call_seconds=call_seconds
+            )
         case "mcp" if rest:
             factory = _load(spec, rest)
             replayable = bool(getattr(factory, "replayable", False))
-            return _mcp(factory, verifier, observation_bytes, prompt or "fleet", replayable=replayable)
+            return _mcp(
+                factory, verifier, observation_bytes, prompt or "fleet", replayable=replayable, call_seconds=call_seconds
+            )
         case "stdio":
-            return _stdio(spec, rest, verifier, observation_bytes, prompt or "fleet")
+            return _stdio(spec, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
+        case _ if form.startswith("stdio+"):
+            return _pooled(spec, form, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
+        case "http" | "https" if rest:
+            return _http(spec, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
         case _ if form and rest and form not in ("warehouse", "mcp"):
             return _python_class(spec)
     raise UserError(f"environment {spec!r} is none of: {FORMS}")
@@ -97,6 +114,7 @@ def _mcp(
     prompt: PromptStyle,
     *,
     replayable: bool,
+    call_seconds: float,
 ) -> EnvironmentFactory:
     """Environments over server objects: called directly where that is possible, through a client otherwise."""
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
@@ -109,8 +127,8 @@ def _mcp(
     def connect(task: Task) -> Connection:
         server = serve(task)
         if has_default_lifespan(server):
-            return DirectConnection(server, listings)
-        return ClientConnection(partial(open_server, server), host)
+            return DirectConnection(server, listings, call_seconds=call_seconds)
+        return ClientConnection(partial(open_server, server), host, call_seconds=call_seconds)
 
     return _Factory(
         lambda: McpEnvironment(
@@ -120,7 +138,33 @@ def _mcp(
     )
 
 
-def _stdio(spec: str, command_line: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle) -> EnvironmentFactory:
+def _http(
+    spec: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, call_seconds: float
+) -> EnvironmentFactory:
+    """One or several URLs; a URL alone is understood as well."""
+    from workers.environment.mcp_environment import McpEnvironment
+    from workers.environment.mcp_factories import http_factory
+
+    make = partial(McpEnvironment, grader=verifier, prompt=prompt, observation_bytes=observation_bytes)
+    return _Factory(*http_factory(spec, spec if rest.startswith("//") else rest, make, call_seconds=call_seconds))
+
+
+def _pooled(
+    spec: str, form: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, call_seconds: float
+) -> EnvironmentFactory:
+    from workers.environment.mcp_environment import McpEnvironment
+    from workers.environment.mcp_factories import pooled_factory
+
+    key, _, tool = form.removeprefix("stdio+").partition("=")
+    if key != "reset" or not tool:
+        raise UserError(f"environment {spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND")
+    make = partial(McpEnvironment, grader=verifier, prompt=prompt, observation_bytes=observation_bytes)
+    return _Factory(*pooled_factory(_split(spec, rest), tool, make, call_seconds=call_seconds))
+
+
+def _stdio(
+    spec: str, command_line: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, call_seconds: float
+) -> EnvironmentFactory:
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
     from workers.environment.mcp_environment import McpEnvironment
 
@@ -128,7 +172,7 @@ def _stdio(spec: str, command_line: str, verifier: Grader, observation_bytes: in
     host = ConnectionHost()
     return _Factory(
         lambda: McpEnvironment(
-            lambda _: ClientConnection(partial(open_command, command), host),
+            lambda _: ClientConnection(partial(open_command, command), host, call_seconds=call_seconds),
             grader=verifier,
             prompt=prompt,
             observation_bytes=observation_bytes,

@@ -1,0 +1,214 @@
+"""MCP servers that are reset instead of started: who gets a used process, and who must not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from fleetbus.config.settings import Configuration, LimitSettings
+from schemas import Action, Task
+from tests.support.processes import children, until
+from workers.environment.base import Environment, EnvironmentFailed, Step, Verdict
+from workers.environment.specs import EnvironmentFactory, environment_factory
+from workers.environment.verifier import VerifierTools
+
+SERVER = """
+import json, os, sys
+state = {"count": 0}
+
+def call(name, arguments):
+    if name == "new_game":
+        state["count"] = arguments.get("seed", 0)
+        return "refused" if os.path.exists("no-reset") else "ready"
+    if name == "die":
+        os._exit(1)
+    state["count"] += 1
+    return json.dumps([os.getpid(), state["count"]])
+
+def answer(method, params):
+    if method == "initialize":
+        info = {"name": "game", "version": "1"}
+        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+    if method == "tools/list":
+        schemas = {"move": {"type": "object"}, "die": {"type": "object"}, "new_game": {"type": "object"}}
+        schemas["new_game"]["properties"] = {"seed": {"type": "integer"}}
+        return {"tools": [{"name": name, "inputSchema": schema} for name, schema in schemas.items()]}
+    if method == "tools/call":
+        text = call(params["name"], params.get("arguments") or {})
+        return {"content": [{"type": "text", "text": text}], "isError": text == "refused"}
+
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" not in message or (message.get("params") or {}).get("name") == "move" and os.path.exists("hang"):
+        continue
+    result = answer(message.get("method"), message.get("params"))
+    outcome = {"result": result} if result else {"error": {"code": -32601, "message": "Method not found"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **outcome}), flush=True)
+"""
+"""A game without the SDK, so that it starts at once; it hangs or refuses to be reset while a file of that name exists."""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "game.py").write_text(SERVER)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class NoGrader:
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        raise AssertionError("nothing is graded here")
+
+
+def game(folder: Path, *, tool: str = "new_game", call_seconds: float = 60.0) -> EnvironmentFactory:
+    spec = f"stdio+reset={tool}:{sys.executable} {folder / 'game.py'}"
+    return environment_factory(
+        spec, verifier=NoGrader(), configuration=Configuration(limits=LimitSettings(tool_call=call_seconds))
+    )
+
+
+async def opened(factory: EnvironmentFactory, seed: int | None = None) -> Environment:
+    environment = factory()
+    with anyio.fail_after(30):
+        await environment.open(Task(key="t", prompt="p", seed=seed))
+    return environment
+
+
+def call(tool: str) -> Action:
+    text = "<tool_call>" + json.dumps({"name": tool, "arguments": {}}) + "</tool_call>"
+    return Action(episode_id="e", attempt=1, turn=0, text=text)
+
+
+def seen(step: Step) -> str:
+    (message,) = step.messages
+    assert isinstance(message.content, str)
+    return message.content.removeprefix("Tool result:\n")
+
+
+async def moved(environment: Environment) -> tuple[int, int]:
+    """The process that answered, and its count."""
+    with anyio.fail_after(30):
+        process, count = json.loads(seen(await environment.step(call("move"))))
+    return process, count
+
+
+async def test_the_next_episode_gets_the_same_process_reset(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        first = await opened(factory, seed=10)
+        process, count = await moved(first)
+        assert count == 11
+        assert [name for name in ("move", "die", "new_game") if name in str((await first.reset()).messages[0].content)] == [
+            "move",
+            "die",
+        ]
+        await first.close()
+        second = await opened(factory, seed=20)
+        assert await moved(second) == (process, 21)
+        await second.close()
+    assert not children()
+
+
+async def test_episodes_at_the_same_time_have_processes_of_their_own(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        first, second = await opened(factory), await opened(factory)
+        one, two = (await moved(first))[0], (await moved(second))[0]
+        assert one != two
+        await first.close()
+        await second.close()
+        third = await opened(factory)
+        assert (await moved(third))[0] == two, "the most recently used one"
+        await third.close()
+    assert not children()
+
+
+async def test_the_reset_tool_is_nobody_elses(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        environment = await opened(factory)
+        assert "unknown tool" in seen(await environment.step(call("new_game")))
+        await environment.close()
+
+
+async def test_a_process_that_died_is_not_used_again(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        first = await opened(factory)
+        process = (await moved(first))[0]
+        with pytest.raises(EnvironmentFailed, match="died"):
+            await first.step(call("die"))
+        await first.close()
+        second = await opened(factory)
+        assert (await moved(second))[0] != process
+        await second.close()
+
+
+async def test_a_process_that_died_while_it_waited_is_replaced(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        first = await opened(factory)
+        process = (await moved(first))[0]
+        await first.close()
+        psutil.Process(process).kill()
+        second = await opened(factory)
+        assert (await moved(second))[0] != process
+        await second.close()
+
+
+async def test_a_process_with_a_call_that_timed_out_is_not_used_again(folder: Path) -> None:
+    factory = game(folder, call_seconds=0.3)
+    async with factory.running():
+        first = await opened(factory)
+        (folder / "hang").touch()
+        with anyio.fail_after(30):
+            assert "abandoned" in seen(await first.step(call("move")))
+        (folder / "hang").unlink()
+        await first.close()
+        await until(lambda: not children())
+
+
+async def test_a_process_with_a_call_that_was_cancelled_is_not_used_again(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        first = await opened(factory)
+        (folder / "hang").touch()
+        with anyio.move_on_after(0.2):
+            await first.step(call("move"))
+        await first.close()
+        await until(lambda: not children())
+
+
+async def test_a_server_that_cannot_be_reset_fails_the_episode(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        (folder / "no-reset").touch()
+        environment = factory()
+        with anyio.fail_after(30), pytest.raises(EnvironmentFailed, match="could not be reset: refused"):
+            await environment.open(Task(key="t", prompt="p"))
+        await environment.close()
+        assert not children()
+
+
+async def test_a_reset_tool_that_is_not_there_is_named(folder: Path) -> None:
+    factory = game(folder, tool="begin")
+    async with factory.running():
+        environment = factory()
+        with anyio.fail_after(30), pytest.raises(EnvironmentFailed, match="no tool 'begin'"):
+            await environment.open(Task(key="t", prompt="p"))
+        await environment.close()
+        assert not children()
