@@ -21,7 +21,7 @@ from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
 from schemas import Action, MalformedMessage, Observation, Subjects, decode, encode
 from schemas.tokens import extend_history, pack_ids, pack_logprobs
-from workers.inference.base import EngineFailed, Generation, GenerationRequest, Sampler, Template
+from workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, Sampler, Template
 from workers.inference.histories import Histories, History, HistoryMismatch, StaleObservation
 
 VERSION_POLL_SECONDS = 0.05
@@ -139,6 +139,8 @@ class Answers:
             return self._failed(observation, "history_mismatch", str(mismatch))
         except VersionGone as gone:
             return self._failed(observation, "version_gone", str(gone))
+        except RequestRefused as refused:
+            return self._failed(observation, "engine_refused", str(refused))
 
     async def _sampled(self, observation: Observation, history: History) -> Action:
         received = anyio.current_time()
@@ -191,6 +193,7 @@ class Answers:
             stop_ids=self._template.stop_ids | {stop for stop in stops if stop is not None},
             max_tokens=room,
             seed=turn_seed(observation),
+            trained=observation.pinned_version is None,
         )
 
     async def _version(self, pinned: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -11,14 +11,24 @@ import msgspec
 from schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ToolSpec, VersionSpan
 from workers.weights import WeightsRejected
 
-__all__ = ["EngineFailed", "Generation", "GenerationRequest", "Sampler", "Template", "WeightsRejected"]
+__all__ = [
+    "EngineFailed",
+    "Generation",
+    "GenerationRequest",
+    "Measured",
+    "RequestRefused",
+    "Sampler",
+    "Template",
+    "WeightsRejected",
+]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn to be sampled: ``ids`` is the whole token history including this turn's prompt delta.
 
     ``cache_key`` names the episode, so that keys and values of its history may be kept between turns. ``seed`` makes the
-    sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1.
+    sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1. ``trained``
+    is False where nothing will ever be trained on the answer (evaluation): an engine without log-probabilities may answer.
     """
 
     cache_key: str
@@ -27,11 +37,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: frozenset[int]
     max_tokens: int
     seed: int
+    trained: bool = True
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """What was sampled. The stop token, if one was sampled, is the last id. ``logprobs`` are natural logarithms under the
-    softmax at the sampling temperature (at temperature 1 when greedy), before top-p is applied."""
+    softmax at the sampling temperature (at temperature 1 when greedy), before top-p is applied; NaN where the engine knows
+    none, which only an untrained request may be answered with."""
 
     ids: list[int]
     logprobs: list[float]
@@ -41,6 +53,19 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineFailed(Exception):
     """The engine cannot answer this request; another worker, or this one after a restart, may."""
+
+
+class RequestRefused(Exception):
+    """No engine of this kind can ever answer this request, and why: its episode ends with that reason, not with a retry."""
+
+
+class Measured(Protocol):
+    """A sampler that counts what it does. Not every sampler does."""
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """Totals that only grow, published with the heartbeat; ``prefill_tokens`` prompt tokens computed, ``cached_tokens``
+        prompt tokens whose keys and values were found."""
 
 
 class Sampler(Protocol):

@@ -1,0 +1,389 @@
+"""`OpenAISampler` against real HTTP servers: what they answer, how they fail, how new weights reach them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.errors import UserError
+from schemas import PolicyPublished, SamplingSettings, VersionSpan
+from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
+from workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
+from workers.inference.openai import OpenAISampler, pool
+from workers.inference.reloading import Reloadable
+from workers.weights import WeightsRejected
+
+torch = pytest.importorskip("torch")
+
+PROMPT = [5, 6, 7]
+LIMIT_SECONDS = 40
+
+MakeServer = Callable[..., ModelServer]
+
+
+@pytest.fixture
+def make_server() -> Iterator[MakeServer]:
+    started: list[ModelServer] = []
+
+    def make(**options: object) -> ModelServer:
+        started.append(ModelServer(**options).start())  # type: ignore[arg-type]
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(autouse=True)
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "CHECK_SECONDS", 0.02)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def opened(*servers: ModelServer, purpose: str = "train", **options: object) -> AsyncIterator[OpenAISampler]:
+    urls = [server.url for server in servers]
+    sampler = OpenAISampler(urls, codec=ByteCodec(), prompt=PROMPT, purpose=purpose, **options)  # type: ignore[arg-type]
+    with anyio.fail_after(LIMIT_SECONDS):
+        async with sampler.running():
+            yield sampler
+
+
+def asking(
+    prompt: list[int] = PROMPT, *, episode: str = "e1", tokens: int = 6, trained: bool = True, **sampling: float
+) -> GenerationRequest:
+    return GenerationRequest(
+        cache_key=episode,
+        ids=prompt,
+        sampling=SamplingSettings(**sampling),  # type: ignore[arg-type]
+        stop_ids=frozenset({STOP}),
+        max_tokens=tokens,
+        seed=2**64 - 1,
+        trained=trained,
+    )
+
+
+class Weights:
+    """A tiny model folder and versions of it."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        self.folder = folder
+        self.model = folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        save_file({"a": torch.zeros(2, 3)}, self.model / "model.safetensors")
+
+    @property
+    def reloadable(self) -> Reloadable:
+        return Reloadable(self.model, self.folder / "served")
+
+    def published(self, version: int, *, step: int = 1, shape: tuple[int, ...] = (2, 3)) -> PolicyPublished:
+        from workers.weights import write_weights
+
+        file = self.folder / f"v{version}.safetensors"
+        manifest = write_weights(file, {"a": torch.full(shape, float(version))})
+        return PolicyPublished(
+            policy="default", version=version, lineage="l", step=step, uri=file.as_uri(), manifest=manifest, size_bytes=1
+        )
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    return Weights(tmp_path)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110  # another thread's state
+        await anyio.sleep(0.005)
+
+
+@pytest.mark.parametrize("dialect", ["generate", "completions"])
+async def test_tokens_go_in_and_tokens_with_logprobs_come_out(make_server: MakeServer, dialect: str) -> None:
+    server = make_server(dialects=[dialect])
+    async with opened(server) as sampler:
+        generation = await sampler.generate(asking())
+    assert generation.ids == answer(PROMPT, 6, "base")
+    assert generation.logprobs == [logprob(token, 1.0) for token in generation.ids]
+    assert (generation.finish_reason, generation.versions) == ("length", (VersionSpan(version=0, start=0, stop=6),))
+    asked = server.asked[-1]
+    parameters = asked["sampling_params"] if dialect == "generate" else asked
+    assert asked["token_ids" if dialect == "generate" else "prompt"] == PROMPT
+    assert (parameters["stop_token_ids"], parameters["seed"], asked["cache_salt"]) == ([STOP], 2**63 - 1, "fleetbus-0")
+
+
+async def test_a_stop_token_is_the_last_id(make_server: MakeServer) -> None:
+    server = make_server()
+    server.stop_after = 3
+    async with opened(server) as sampler:
+        generation = await sampler.generate(asking())
+    assert (generation.ids[-1], len(generation.ids), generation.finish_reason) == (STOP, 3, "stop")
+
+
+async def test_a_text_server_is_refused_for_training_before_anything_is_asked(make_server: MakeServer) -> None:
+    server = make_server(dialects=[])
+    with pytest.raises(BaseException) as caught:
+        async with opened(server):
+            pytest.fail("it may not begin")
+    assert isinstance(caught.value, UserError)
+    assert "text alone" in str(caught.value) and "--inference-purpose evaluate" in str(caught.value)
+    assert server.asked == []
+
+
+async def test_a_text_server_serves_evaluation_without_logprobs_and_refuses_what_would_be_trained(
+    make_server: MakeServer,
+) -> None:
+    server = make_server(dialects=[])
+    server.stop_after = 4
+    async with opened(server, purpose="evaluate") as sampler:
+        generation = await sampler.generate(asking([72, 105], trained=False, tokens=9))
+        with pytest.raises(RequestRefused, match="evaluation only"):
+            await sampler.generate(asking())
+    assert (generation.ids[-1], generation.finish_reason, len(generation.ids)) == (STOP, "stop", 4)
+    assert is_unknown(generation.logprobs)
+    assert (server.asked[-1]["prompt"], server.asked[-1]["stop"]) == ("Hi", ["<end>"])
+
+
+async def test_a_server_whose_weights_are_fixed_is_refused_for_training(make_server: MakeServer) -> None:
+    with pytest.raises(UserError, match="takes no new weights"):
+        async with opened(make_server(takes_weights=False)):
+            pytest.fail("it may not begin")
+
+
+async def test_fixed_weights_stand_for_the_untrained_policy_only(make_server: MakeServer, weights: Weights) -> None:
+    async with opened(make_server(takes_weights=False), purpose="evaluate") as sampler:
+        await sampler.load(weights.published(3, step=0))
+        generation = await sampler.generate(asking(trained=False))
+        assert generation.versions[0].version == sampler.version == 3
+        with pytest.raises(WeightsRejected, match="no new weights"):
+            await sampler.load(weights.published(4, step=1))
+
+
+async def test_logprobs_before_the_temperature_are_refused_where_it_matters(make_server: MakeServer) -> None:
+    raw, scaled = make_server(), make_server()
+    scaled.scaled = True
+    async with opened(raw) as sampler:
+        with pytest.raises(RequestRefused, match="processed_logprobs"):
+            await sampler.generate(asking(temperature=0.7))
+        assert (await sampler.generate(asking(temperature=0.7, trained=False))).ids
+    async with opened(scaled) as sampler:
+        generation = await sampler.generate(asking(temperature=0.5))
+        assert generation.logprobs[0] == logprob(generation.ids[0], 0.5)
+        with pytest.raises(RequestRefused, match="top-p"):
+            await sampler.generate(asking(top_p=0.9))
+
+
+async def test_no_server_at_all_is_one_clear_line() -> None:
+    dead = ModelServer().start()
+    dead.stop()
+    with pytest.raises(UserError, match=r"no server answers: http://127.0.0.1"):
+        async with opened(dead):
+            pytest.fail("it may not begin")
+    with pytest.raises(UserError, match=r"inference\.urls"):
+        OpenAISampler([], codec=ByteCodec(), prompt=PROMPT)
+
+
+async def test_the_key_is_sent_and_never_shown(make_server: MakeServer) -> None:
+    server = make_server()
+    async with opened(server, key="sk-very-secret") as sampler:
+        server.statuses.extend([500] * 8)
+        with pytest.raises(EngineFailed) as caught:
+            await sampler.generate(asking())
+    assert "Bearer sk-very-secret" in server.keys
+    assert "secret" not in str(caught.value)
+
+
+async def test_the_tokens_of_a_broken_answer_are_kept_and_a_server_goes_on_after_them(make_server: MakeServer) -> None:
+    servers = [make_server(dialects=["completions"]), make_server(dialects=["completions"])]
+    async with opened(*servers) as sampler:
+        servers[0].break_after = 3
+        generation = await sampler.generate(asking())
+        assert sampler.stats["failovers"] == 1
+    assert generation.ids == answer(PROMPT, 6, "base")
+    asked = [body["prompt"] for server in servers for body in server.asked]
+    assert sorted(asked, key=len) == [PROMPT, [*PROMPT, *generation.ids[:3]]]
+
+
+async def test_a_server_that_dies_is_left_out_and_taken_back_when_it_returns(make_server: MakeServer) -> None:
+    first, second = make_server(), make_server()
+    async with opened(first, second) as sampler:
+        first.stop()
+        for number in range(4):
+            assert (await sampler.generate(asking(episode=f"e{number}"))).ids == answer(PROMPT, 6, "base")
+        asked = len(first.asked)
+        first.start()
+        second.stop()
+        assert (await sampler.generate(asking())).ids == answer(PROMPT, 6, "base")
+        assert len(first.asked) > asked
+
+
+async def test_tries_are_bounded(make_server: MakeServer) -> None:
+    server = make_server()
+    server.statuses.extend([503] * 50)
+    async with opened(server, max_tries=3) as sampler:
+        with pytest.raises(EngineFailed, match=r"3 servers failed this turn, last: .* status 503, told to fail"):
+            await sampler.generate(asking())
+    assert len(server.asked) == 3
+
+
+async def test_a_request_that_the_server_refuses_is_not_repeated(make_server: MakeServer) -> None:
+    server = make_server()
+    server.statuses.extend([400] * 5)
+    async with opened(server) as sampler:
+        with pytest.raises(RequestRefused, match="status 400, told to fail"):
+            await sampler.generate(asking())
+    assert len(server.asked) == 1
+
+
+async def test_a_deadline_ends_the_stream_on_the_server_too(make_server: MakeServer) -> None:
+    server = make_server()
+    server.held, server.hold_after = True, 2
+    async with opened(server) as sampler, anyio.create_task_group() as group:
+        group.start_soon(sampler.generate, asking())
+        await until(lambda: server.streaming == 1)
+        group.cancel_scope.cancel()
+    assert server.held
+    await until(lambda: server.streaming == 0)
+
+
+async def test_episodes_spread_over_servers_and_stay_where_they_began(make_server: MakeServer) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.held = True
+    async with opened(*servers, slots=8) as sampler:
+        async with anyio.create_task_group() as group:
+            for number in range(8):
+                group.start_soon(sampler.generate, asking(episode=f"e{number}"))
+            await until(lambda: servers[0].streaming + servers[1].streaming == 8)
+            assert [server.streaming for server in servers] == [4, 4]
+            for server in servers:
+                server.held = False
+        homes = {str(body["token_ids"]): 0 for body in servers[0].asked}
+        assert homes
+        for number in range(8):
+            await sampler.generate(asking(episode=f"e{number}"))
+        assert (sampler.stats["turns_stayed"], sampler.stats["turns_moved"]) == (8, 0)
+
+
+async def test_an_episode_spills_over_when_its_server_is_full(make_server: MakeServer) -> None:
+    servers = [make_server(), make_server()]
+    async with opened(*servers, slots=2) as sampler:
+        await sampler.generate(asking(episode="mine"))
+        home = servers[0] if servers[0].asked else servers[1]
+        home.held = True
+        async with anyio.create_task_group() as group:
+            group.start_soon(sampler.generate, asking(episode="mine"))
+            await until(lambda: home.streaming == 1)
+            assert (await sampler.generate(asking(episode="mine"))).ids
+            home.held = False
+        assert sampler.stats["turns_moved"] == 1
+
+
+async def test_never_more_than_its_slots_are_asked_at_once(make_server: MakeServer) -> None:
+    server = make_server()
+    async with opened(server, slots=3) as sampler, anyio.create_task_group() as group:
+        for number in range(12):
+            group.start_soon(sampler.generate, asking(episode=f"e{number}"))
+    assert server.most_streaming <= 3
+
+
+# New weights
+
+
+async def test_new_weights_are_checked_linked_and_loaded_into_every_server(make_server: MakeServer, weights: Weights) -> None:
+    servers = [make_server(), make_server()]
+    async with opened(*servers, weights=weights.reloadable) as sampler:
+        await sampler.load(weights.published(1))
+        assert sampler.version == 1
+        assert [server.label for server in servers] == ["fleetbus-1"] * 2
+        assert servers[0].calls == ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
+        generation = await sampler.generate(asking())
+        await sampler.load(weights.published(2))
+        assert [folder.name for folder in (weights.folder / "served").iterdir()] == ["v000002"]
+    assert generation.ids == answer(PROMPT, 6, "fleetbus-1")
+
+
+async def test_an_answer_in_the_middle_goes_on_under_the_new_weights_with_a_span_for_each(
+    make_server: MakeServer, weights: Weights
+) -> None:
+    server = make_server()
+    async with opened(server, weights=weights.reloadable) as sampler:
+        await sampler.load(weights.published(1))
+        server.held, server.hold_after = True, 2
+        found = []
+
+        async def generate() -> None:
+            found.append(await sampler.generate(asking()))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(generate)
+            await until(lambda: server.streaming == 1)
+            await anyio.sleep(0.1)
+            await sampler.load(weights.published(2))
+            server.held = False
+    [generation] = found
+    [old, new] = generation.versions
+    assert (old.version, new.version, new.stop) == (1, 2, 6) and old.stop == new.start > 0
+    begun = answer(PROMPT, old.stop, "fleetbus-1")
+    assert generation.ids == [*begun, *answer([*PROMPT, *begun], 6 - old.stop, "fleetbus-2")]
+    assert sampler.stats["interruptions"] == 1
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4)])
+async def test_weights_of_another_shape_never_reach_a_server(
+    make_server: MakeServer, weights: Weights, shape: tuple[int, ...]
+) -> None:
+    server = make_server()
+    async with opened(server, weights=weights.reloadable) as sampler:
+        with pytest.raises(WeightsRejected, match="has shape"):
+            await sampler.load(weights.published(1, shape=shape))
+        assert (sampler.version, server.reloads) == (0, [])
+        assert (await sampler.generate(asking())).versions[0].version == 0
+
+
+async def test_a_failed_load_brings_the_old_weights_back_before_anything_is_sampled(
+    make_server: MakeServer, weights: Weights
+) -> None:
+    server = make_server()
+    server.bad_folders = {"v000002"}
+    async with opened(server, weights=weights.reloadable) as sampler:
+        await sampler.load(weights.published(1))
+        with pytest.raises(WeightsRejected, match="no server loaded version 2"):
+            await sampler.load(weights.published(2))
+        assert (sampler.version, server.label) == (1, "fleetbus-1")
+        assert [Path(folder).name for folder in server.reloads] == ["v000001", "v000002", "v000001"]
+        assert (await sampler.generate(asking())).ids == answer(PROMPT, 6, "fleetbus-1")
+
+
+async def test_a_server_that_was_started_again_gets_the_weights_before_it_answers(
+    make_server: MakeServer, weights: Weights
+) -> None:
+    server = make_server()
+    async with opened(server, weights=weights.reloadable) as sampler:
+        await sampler.load(weights.published(1))
+        server.label = "base"  # as after a restart that no connection noticed
+        generation = await sampler.generate(asking())
+        assert server.label == "fleetbus-1"
+    assert generation.ids == answer(PROMPT, 6, "fleetbus-1")
+    assert generation.versions == (VersionSpan(version=1, start=0, stop=6),)
+
+
+async def test_one_server_that_cannot_load_is_left_out_until_it_can(make_server: MakeServer, weights: Weights) -> None:
+    good, bad = make_server(), make_server()
+    bad.bad_folders = {"v000001"}
+    async with opened(good, bad, weights=weights.reloadable) as sampler:
+        await sampler.load(weights.published(1))
+        for number in range(4):
+            await sampler.generate(asking(episode=f"e{number}"))
+        assert bad.asked == []
+        bad.bad_folders = set()
+        await until(lambda: bad.label == "fleetbus-1")

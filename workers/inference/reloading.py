@@ -1,0 +1,100 @@
+"""A published version as vLLM's ``reload_weights`` wants it: a folder with one safetensors file, checked before it is linked.
+
+Shared by the engine in process and by vLLM's servers. Torch and safetensors are imported only when a file is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from schemas import PolicyPublished
+from workers.weights import WeightsRejected, read_weights
+
+WEIGHTS_NAME = "model.safetensors"
+COMPANIONS = (".json", ".jinja", ".txt", ".model")
+
+
+class Reloadable:
+    """Folders of versions below ``place``, for the model in ``model``: `prepare` makes one, `keep_only` removes the others."""
+
+    def __init__(self, model: Path, place: Path) -> None:
+        self._model = model
+        self._place = place
+        self._shapes = model_shapes(model)
+        self._tied = is_tied(model)
+
+    def prepare(self, policy: PolicyPublished) -> Path:
+        """A folder with the checked weights of ``policy``; blocking.
+
+        Names, shapes, dtypes, hashes and finiteness are checked here, because vLLM itself loads half a file without a word
+        and dies of a wrong shape. Raises `WeightsRejected`.
+        """
+        tensors = read_weights(policy.uri, policy.manifest)
+        check_shapes(policy.uri, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes, tied=self._tied)
+        folder = self._place / f"v{policy.version:06d}"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for file in self._model.iterdir():
+                if file.suffix in COMPANIONS and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, folder / file.name)
+            _link(file_of(policy.uri), folder / WEIGHTS_NAME)
+        except OSError as error:
+            raise WeightsRejected(f"{folder}: cannot be written: {error}") from error
+        return folder
+
+    def keep_only(self, *folders: Path | None) -> None:
+        """Remove the folders of other versions."""
+        if self._place.is_dir():
+            for folder in self._place.iterdir():
+                if folder not in folders:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model folder, from the headers of its safetensors files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as stored:
+            shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # no mapping
+    return shapes
+
+
+def is_tied(folder: Path) -> bool:
+    """True if the model's output head is its embedding, which published weights then hold once."""
+    config = json.loads((folder / "config.json").read_text())
+    return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
+
+
+def check_shapes(
+    what: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> None:
+    """Raise `WeightsRejected` if tensors are missing, unknown, or of another shape than the model's."""
+    missing = sorted(expected.keys() - found.keys() - ({"lm_head.weight"} if tied else set()))
+    unknown = sorted(found.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
+    for kind, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            raise WeightsRejected(f"{what}: {kind} {len(names)} of {len(expected)} tensors: {', '.join(names[:3])}")
+    for name, shape in found.items():
+        if name in expected and shape != expected[name]:
+            raise WeightsRejected(f"{what}: {name} has shape {list(shape)}, the model {list(expected[name])}")
+
+
+def file_of(uri: str) -> Path:
+    """The path of a ``file://`` URI, or the path that it is."""
+    return Path(unquote(urlsplit(uri).path)) if uri.startswith("file://") else Path(uri)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name for the same bytes, so that the learner may remove its own; a copy where links cannot cross."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
