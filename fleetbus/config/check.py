@@ -17,6 +17,10 @@ def check_configuration(configuration: Configuration) -> None:
             f"learner.min_group_size = {learner.min_group_size} exceeds learner.group_size = {learner.group_size}: "
             "no group could ever be trained"
         )
+    if configuration.algorithm.credit == "turn" and learner.advantage not in ("grpo", "dr_grpo"):
+        raise UserError(
+            f"algorithm.credit = turn does not know learner.advantage = {learner.advantage}: choose grpo or dr_grpo"
+        )
     if episode.max_episode_tokens > inference.max_length:
         raise UserError(
             f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_length = "

@@ -50,7 +50,7 @@ def completed(request: EpisodeRequested, sequence: int) -> EpisodeFinished:
 
 async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_published() -> None:
     settings = LearnerSettings(groups=2, group_size=2, max_staleness=1, steps=10)
-    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, drop_late=True)
+    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, late="drop")
     requests, progress = RecordedRequests(), [0, 0]
     admission = Admission(
         requests,

@@ -46,7 +46,7 @@ class Admission:
         for sequence, request in requests:
             if not self._pool.requested(request.episode_id, sequence):
                 continue
-            self._pool.admit(request.group_id, request.group_size)
+            self._pool.admit(request.group_id, request.group_size, version=request.policy_version)
             self._pool.expect(request.episode_id, request.group_id)
             self._requests.remember(request, sequence)
             members[request.group_id].add(request.sample_index)

@@ -6,14 +6,19 @@ Token ids and log-probabilities are used as they stand in the Actions; nothing i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import anyio
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
+from fleetbus.core.shaping import overlong_penalty
+from fleetbus.core.turn_credit import turn_advantages, turn_returns
 from fleetbus.episodes import decoded
 from schemas import Action, EpisodeFinished, Subjects
 from workers.learner.base import TrainingSequence
@@ -25,19 +30,73 @@ class MissingActions(Exception):
     """The log does not hold the Actions that a result names."""
 
 
+class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How rewards become advantages. ``overlong_limit`` and ``overlong_buffer`` are tokens of a whole episode."""
+
+    advantage: str = "grpo"
+    minimum: int = 2
+    credit: Literal["episode", "turn"] = "episode"
+    turn_discount: float = 1.0
+    overlong: Literal["keep", "mask"] = "keep"
+    overlong_limit: int = 0
+    overlong_buffer: int = 0
+    overlong_factor: float = 1.0
+
+    @classmethod
+    def of(cls, configuration: Configuration) -> CreditPlan:
+        algorithm, learner = configuration.algorithm, configuration.learner
+        return cls(
+            advantage=learner.advantage,
+            minimum=learner.min_group_size,
+            credit=algorithm.credit,
+            turn_discount=algorithm.turn_discount,
+            overlong=algorithm.overlong,
+            overlong_limit=configuration.episode.max_episode_tokens,
+            overlong_buffer=algorithm.overlong_buffer,
+            overlong_factor=algorithm.overlong_factor,
+        )
+
+
 async def read_sequences(
-    bus: Bus, subjects: Subjects, groups: Sequence[Group], *, advantage: str, minimum: int, temperature: float
+    bus: Bus, subjects: Subjects, groups: Sequence[Group], *, plan: CreditPlan, temperature: float
 ) -> list[TrainingSequence]:
     """The graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`."""
     results = [result for group in groups for result in group.graded]
-    numbers = np.array([number for number, group in enumerate(groups) for _ in group.graded])
-    rewards = np.array([result.reward for result in results], dtype=np.float64)
-    advantages = ADVANTAGES[advantage](rewards, numbers, minimum=minimum)
     actions = await _read_actions(bus, subjects, results)
     return [
-        _sequence(result, actions[result.episode_id], float(value), temperature)
-        for result, value in zip(results, advantages, strict=True)
+        _sequence(result, actions[result.episode_id], advantages, plan, temperature)
+        for result, advantages in zip(results, advantages_by_turn(groups, plan), strict=True)
     ]
+
+
+def advantages_by_turn(groups: Sequence[Group], plan: CreditPlan) -> list[list[float]]:
+    """The advantage of every turn of every graded episode of ``groups``, in their order.
+
+    With credit per turn, what an episode's reward has beyond the rewards of its turns comes with its last turn.
+    """
+    results = [result for group in groups for result in group.graded]
+    numbers = [number for number, group in enumerate(groups) for _ in group.graded]
+    rewards = [_shaped_reward(result, plan) for result in results]
+    turns = [len(result.actions) for result in results]
+    if plan.credit == "turn":
+        returns = [
+            turn_returns(
+                result.turn_rewards, reward - sum(result.turn_rewards[:count]), turns=count, discount=plan.turn_discount
+            )
+            for result, reward, count in zip(results, rewards, turns, strict=True)
+        ]
+        return turn_advantages(returns, numbers, minimum=plan.minimum, normalise=plan.advantage == "grpo")
+    estimate = ADVANTAGES[plan.advantage]
+    advantages = estimate(np.array(rewards, dtype=np.float64), np.array(numbers), minimum=plan.minimum)
+    return [[float(value)] * count for value, count in zip(advantages, turns, strict=True)]
+
+
+def _shaped_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
+    assert result.reward is not None
+    penalty = overlong_penalty(
+        result.tokens, limit=plan.overlong_limit, buffer=plan.overlong_buffer, factor=plan.overlong_factor
+    )
+    return result.reward + penalty
 
 
 async def _read_actions(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[str, list[Action]]:
@@ -65,21 +124,27 @@ async def _actions_of(bus: Bus, subjects: Subjects, result: EpisodeFinished) -> 
         raise MissingActions(f"episode {result.episode_id}: no Action at position {missing}") from missing
 
 
-def _sequence(result: EpisodeFinished, actions: Sequence[Action], advantage: float, temperature: float) -> TrainingSequence:
+def _sequence(
+    result: EpisodeFinished, actions: Sequence[Action], by_turn: Sequence[float], plan: CreditPlan, temperature: float
+) -> TrainingSequence:
     ids = np.frombuffer(b"".join(action.prompt_delta + action.sampled for action in actions), "<u4").astype(np.int32)
     mask = np.unpackbits(np.frombuffer(result.loss_mask, np.uint8), count=result.tokens, bitorder="little").astype(bool)
     logprobs = np.zeros(len(ids), np.float32)
     logprobs[mask] = np.frombuffer(b"".join(action.logprobs for action in actions), "<f4")
     versions = np.full(len(ids), -1, np.int32)
     versions[mask] = np.concatenate([_versions(action) for action in actions])
+    advantages = np.zeros(len(ids), np.float32)
+    advantages[mask] = np.repeat(np.array(by_turn, np.float32), [len(action.sampled) // 4 for action in actions])
+    if plan.overlong == "mask" and result.outcome == "truncated":
+        mask, advantages = np.zeros_like(mask), np.zeros_like(advantages)
     return TrainingSequence(
         episode_id=result.episode_id,
         group_id=result.group_id,
         ids=ids,
         loss_mask=mask,
-        logprobs=logprobs,
-        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
-        versions=versions,
+        logprobs=np.where(mask, logprobs, np.float32(0)),
+        advantages=advantages,
+        versions=np.where(mask, versions, np.int32(-1)),
         temperature=temperature or 1.0,
     )
 

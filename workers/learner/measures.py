@@ -11,8 +11,15 @@ SUCCESS = 1.0
 """A reward of at least this is a success."""
 
 
-def measure_groups(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, float]:
-    """Reward, success, staleness (``lags``: steps, one per group), turns and tool errors of a batch."""
+def measure_groups(
+    groups: Sequence[Group], lags: Sequence[int], queued: Sequence[int] | None = None, *, max_staleness: int | None = None
+) -> dict[str, float]:
+    """Reward, success, staleness, turns and tool errors of a batch.
+
+    ``lags`` are steps, one per group, ``queued`` the part of each that passed between its last result and its batch; the rest
+    passed in flight. ``groups_late`` counts groups beyond ``max_staleness``.
+    """
+    queued = queued or [0] * len(lags)
     results = [result for group in groups for result in group.graded]
     rewards = [result.reward for result in results if result.reward is not None]
     flat = sum(len({result.reward for result in group.graded}) == 1 for group in groups)
@@ -21,6 +28,9 @@ def measure_groups(groups: Sequence[Group], lags: Sequence[int]) -> dict[str, fl
         "success": statistics.fmean(float(reward >= SUCCESS) for reward in rewards),
         "staleness_max": max(lags),
         "staleness_mean": statistics.fmean(lags),
+        "staleness_in_flight_mean": statistics.fmean(lag - waited for lag, waited in zip(lags, queued, strict=True)),
+        "staleness_in_queue_mean": statistics.fmean(queued),
+        "groups_late": sum(lag > max_staleness for lag in lags) if max_staleness is not None else 0,
         "episodes": len(results),
         "groups_without_signal": flat,
         "turns": statistics.fmean(result.turns for result in results),

@@ -5,22 +5,42 @@ The worker feeds results in and takes batches out. Everything here is bounded by
 
 from __future__ import annotations
 
+from typing import Literal
+
 import anyio
 
 from fleetbus.core.capacity import lag
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
+from fleetbus.core.shaping import says_nothing
 from schemas import EpisodeFinished, Exclusion
 
 
 class GroupPool:
-    """Admitted groups by id. ``settled`` decides what counts; a result of an unknown episode is none of ours."""
+    """Admitted groups by id. ``settled`` decides what counts; a result of an unknown episode is none of ours.
 
-    def __init__(self, ledger: Ledger, *, minimum: int, max_staleness: int, drop_late: bool) -> None:
+    ``late`` says what becomes of groups beyond ``max_staleness``: "drop" discards them, "keep" trains them, "wait" takes no
+    batch that would make an unfinished group late. ``replace_flat``: so many groups with equal rewards are discarded per
+    batch (dynamic sampling), further ones are trained, so that a task without any signal ends all the same.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        minimum: int,
+        max_staleness: int,
+        late: Literal["drop", "keep", "wait"] = "drop",
+        replace_flat: int = 0,
+    ) -> None:
         self._ledger = ledger
         self._minimum = minimum
         self._max_staleness = max_staleness
-        self._drop_late = drop_late
+        self._late = late
+        self._replace_flat = replace_flat
+        self._replaced = 0
+        self._begun: dict[str, int] = {}
+        self._completed: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}
         self._excluded: list[Exclusion] = []
@@ -36,8 +56,9 @@ class GroupPool:
     def group_ids(self) -> tuple[str, ...]:
         return tuple(self._groups)
 
-    def admit(self, group_id: str, size: int) -> Group:
-        """Enter a group of which ``size`` episodes are requested."""
+    def admit(self, group_id: str, size: int, *, version: int | None = None) -> Group:
+        """Enter a group of which ``size`` episodes are requested, begun with ``version`` (None: with the newest)."""
+        self._begun.setdefault(group_id, self.published_step if version is None else self._step_of.get(version, 0))
         return self._groups.setdefault(group_id, Group(group_id=group_id, size=size))
 
     def size(self, group_id: str) -> int:
@@ -52,6 +73,10 @@ class GroupPool:
     def lag(self, group: Group, step: int) -> int:
         """Steps between the oldest weights that sampled the group and those of ``step``."""
         return lag(step, tuple(self._step_of.get(version, 0) for version in group.versions))
+
+    def queued(self, group: Group, step: int) -> int:
+        """The part of `lag` that passed after the group was complete; the rest passed while it was played."""
+        return min(self.lag(group, step), step - self._completed.get(group.group_id, step))
 
     def expect(self, episode_id: str, group_id: str) -> None:
         """Enter an episode of an admitted group before its request is stored: its result may be read first."""
@@ -68,24 +93,39 @@ class GroupPool:
             return
         self._ledger.requested(result.episode_id, result.request_sequence)
         group.add(result)
-        if group.complete and len(group.graded) < self._minimum:
-            self._discard(group, "group_too_small")
+        if group.complete:
+            self._completed.setdefault(group.group_id, self.published_step)
+            self._judge(group)
         self._wake()
+
+    def _judge(self, group: Group) -> None:
+        """Discard a complete group that no batch can use."""
+        if len(group.graded) < self._minimum:
+            self._discard(group, "group_too_small")
+        elif self._replaced < self._replace_flat and says_nothing([float(result.reward or 0.0) for result in group.graded]):
+            self._replaced += 1
+            self._discard(group, "no_signal")
 
     def take(self, count: int, step: int) -> list[Group]:
         """``count`` complete groups to train after ``step`` steps, oldest weights first; [] while there are too few.
 
-        Groups beyond the staleness bound are discarded first, or kept if so configured.
+        Groups beyond the staleness bound are discarded first, kept, or waited for before they are late, as configured.
         """
         ready = [group for group in self._groups.values() if group.complete]
-        if self._drop_late:
+        if self._late == "drop":
             for group in [group for group in ready if self.lag(group, step) > self._max_staleness]:
                 self._discard(group, "stale")
                 ready.remove(group)
-        if len(ready) < count:
+        if len(ready) < count or (self._late == "wait" and self._would_be_late(count, step)):
             return []
         ready.sort(key=lambda group: (-self.lag(group, step), group.group_id))
         return ready[:count]
+
+    def _would_be_late(self, count: int, step: int) -> bool:
+        """True if a group that is still played would be beyond the bound in the batch after this one, and has a place in it."""
+        due = [group for group in self._groups.values() if step - self._begun[group.group_id] >= self._max_staleness]
+        complete = sum(group.complete for group in due)
+        return complete < len(due) and complete < count
 
     def settle(self, groups: list[Group]) -> tuple[list[str], list[Exclusion]]:
         """The groups are trained: ids that were, and everything excluded since the last call (these groups' own included)."""
@@ -95,7 +135,8 @@ class GroupPool:
         for episode_id in trained + [exclusion.episode_id for group in groups for exclusion in group.excluded]:
             self._settle(episode_id)
         for group in groups:
-            del self._groups[group.group_id]
+            self._remove(group)
+        self._replaced = 0
         self._wake()
         return trained, excluded
 
@@ -114,8 +155,13 @@ class GroupPool:
         self._excluded += exclusions
         for exclusion in exclusions:
             self._settle(exclusion.episode_id)
-        del self._groups[group.group_id]
+        self._remove(group)
         self._wake()
+
+    def _remove(self, group: Group) -> None:
+        del self._groups[group.group_id]
+        self._begun.pop(group.group_id, None)
+        self._completed.pop(group.group_id, None)
 
     def _settle(self, episode_id: str) -> None:
         self._ledger.settle(episode_id)

@@ -33,7 +33,7 @@ from schemas import (
 )
 from workers.learner.admission import Admission
 from workers.learner.base import Trainer
-from workers.learner.batches import read_sequences
+from workers.learner.batches import CreditPlan, read_sequences
 from workers.learner.beginning import Beginning, find_beginning, requests_from_floor
 from workers.learner.book import Chain
 from workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune, write_checkpoint
@@ -97,7 +97,8 @@ class Learner:
             self._ledger,
             minimum=self._settings.min_group_size,
             max_staleness=self._settings.max_staleness,
-            drop_late=self._settings.late == "drop",
+            late=self._settings.late,
+            replace_flat=_replaceable(configuration),
         )
         self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name)
         self._admission = Admission(
@@ -168,6 +169,9 @@ class Learner:
             await self._unless_drained(self._evaluate, "start", self._configuration.episode.temperature)
         while self._step < self._settings.steps and not self._drain.is_set():
             await self._train_batch()
+            every = self._configuration.evaluation.every
+            if every and self._step % every == 0 and self._step < self._settings.steps and not self._drain.is_set():
+                await self._unless_drained(self._evaluate, f"step{self._step}", self._configuration.episode.temperature)
         if self._drain.is_set() and self._step < self._settings.steps:
             if self._unstored is not None:
                 await self._store_checkpoint(self._unstored)
@@ -236,8 +240,7 @@ class Learner:
             self._bus,
             self._subjects,
             groups,
-            advantage=self._settings.advantage,
-            minimum=self._settings.min_group_size,
+            plan=CreditPlan.of(self._configuration),
             temperature=self._configuration.episode.temperature,
         )
         trained = anyio.current_time()
@@ -246,9 +249,17 @@ class Learner:
             self._trainer.train, sequences, version=self._publication.version, progress=progress
         )
         done = anyio.current_time()
-        metrics |= measure_groups(groups, [self._pool.lag(group, self._step) for group in groups])
+        metrics |= self._measured(groups)
         metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
         await self._record_step(groups, metrics)
+
+    def _measured(self, groups: list[Group]) -> dict[str, float]:
+        lags = [self._pool.lag(group, self._step) for group in groups]
+        queued = [self._pool.queued(group, self._step) for group in groups]
+        measured = measure_groups(groups, lags, queued, max_staleness=self._settings.max_staleness)
+        if measured["groups_late"]:
+            log.warning("late groups are trained", groups=measured["groups_late"], lag=max(lags), step=self._step)
+        return measured
 
     async def _next_batch(self) -> list[Group]:
         """The groups of the next step; [] when drained while waiting."""
@@ -333,6 +344,12 @@ class Learner:
             draining=self._drain.is_set(),
             counters=dict(self._counters) | {"step": float(self._step)},
         )
+
+
+def _replaceable(configuration: Configuration) -> int:
+    """How many groups without signal a batch may replace."""
+    algorithm = configuration.algorithm
+    return algorithm.dynamic_sampling_batches * configuration.learner.groups if algorithm.dynamic_sampling else 0
 
 
 async def run_learner(

@@ -1,0 +1,172 @@
+"""Which groups make a batch: too stale ones dropped, kept or waited for, groups without signal replaced, staleness split."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from fleetbus.core.ledger import Ledger
+from schemas import ActionReference, EpisodeFinished
+from workers.learner.measures import measure_groups
+from workers.learner.pool import GroupPool
+
+
+class World:
+    """A pool whose groups are of two episodes, and who asked for them when."""
+
+    def __init__(self, late: Literal["drop", "keep", "wait"], *, max_staleness: int = 1, replace_flat: int = 0) -> None:
+        self.pool = GroupPool(Ledger(), minimum=2, max_staleness=max_staleness, late=late, replace_flat=replace_flat)
+        self.pool.published(0, 0)
+        self._position = 0
+
+    def ask(self, *groups: str) -> None:
+        for group in groups:
+            self.pool.admit(group, 2)
+            for index in range(2):
+                self._position += 1
+                self.pool.expect(f"{group}-{index}", group)
+                self.pool.requested(f"{group}-{index}", self._position)
+
+    def finish(self, group: str, *, versions: tuple[int, ...] = (0,), rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+        for index, reward in enumerate(rewards):
+            self.pool.finished(
+                EpisodeFinished(
+                    episode_id=f"{group}-{index}",
+                    group_id=group,
+                    attempt=1,
+                    outcome="completed",
+                    worker="w",
+                    reward=reward,
+                    request_sequence=index + 1,
+                    actions=(ActionReference(sequence=1, lane="e0", turn=0),),
+                    policy_versions=versions,
+                )
+            )
+
+    def train(self, step: int, count: int = 1) -> list[str]:
+        """One batch after ``step`` steps, if there is one, and the version that it makes."""
+        groups = self.pool.take(count, step)
+        if groups:
+            self.pool.settle(groups)
+            self.pool.published(step + 1, step + 1)
+        return [group.group_id for group in groups]
+
+
+def test_dropping_discards_what_is_beyond_the_bound_with_its_reason() -> None:
+    world = World("drop")
+    world.ask("slow", "a", "b")
+    for step, group in enumerate(("a", "b")):
+        world.finish(group)
+        assert world.train(step) == [group]
+    world.finish("slow")
+
+    assert world.train(2) == []
+    assert {exclusion.reason for exclusion in world.pool.take_exclusions()} == {"stale"}
+    assert len(world.pool) == 0
+
+
+def test_keeping_trains_it_and_the_measures_say_how_late_it_was() -> None:
+    world = World("keep")
+    world.ask("slow", "a", "b")
+    for step, group in enumerate(("a", "b")):
+        world.finish(group)
+        assert world.train(step) == [group]
+    world.finish("slow")
+    (slow,) = world.pool.take(1, 2)
+
+    measured = measure_groups([slow], [world.pool.lag(slow, 2)], [world.pool.queued(slow, 2)], max_staleness=1)
+
+    assert measured["staleness_max"] == 2
+    assert measured["groups_late"] == 1
+
+
+def test_waiting_takes_no_batch_that_would_make_an_unfinished_group_late() -> None:
+    world = World("wait")
+    world.ask("slow", "a")
+    world.finish("a")
+    assert world.train(0) == ["a"], "the slow one may come one step later still"
+    world.ask("b")
+    world.finish("b", versions=(1,))
+    assert world.train(1) == [], "now it may not"
+    world.finish("slow")
+
+    assert world.train(1) == ["slow"]
+
+
+def test_waiting_never_lets_anything_be_late_whatever_the_order_of_arrival() -> None:
+    world, step = World("wait", max_staleness=2), 0
+    asked: dict[str, int] = {}
+    unfinished: list[str] = []
+    for number in range(40):
+        while len(asked) - step < 3:  # the admission rule for batches of one
+            group = f"g{len(asked):02d}"
+            asked[group] = step
+            unfinished.append(group)
+            world.ask(group)
+        group = unfinished.pop((7 * number) % len(unfinished))  # in no order
+        world.finish(group, versions=(asked[group],))
+        while trained := world.train(step):
+            assert step - asked[trained[0]] <= 2
+            step += 1
+    assert step > 30
+    assert not world.pool.take_exclusions()
+
+
+def test_a_group_taken_over_counts_from_the_version_that_it_began_with() -> None:
+    world = World("wait")
+    world.pool.published(1, 1)
+    world.pool.admit("old", 2, version=0)
+    world.ask("new")
+    world.finish("new", versions=(1,))
+
+    assert world.train(1) == [], "the old one would be late in the next batch"
+
+
+def test_groups_whose_rewards_are_equal_are_replaced_up_to_a_limit_per_batch() -> None:
+    world = World("drop", replace_flat=2)
+    world.ask("a", "b", "c", "d")
+    for group in ("a", "b", "c"):
+        world.finish(group, rewards=(1.0, 1.0))
+
+    assert world.pool.group_ids == ("c", "d"), "the third is kept, so that the run goes on"
+    assert [exclusion.reason for exclusion in world.pool.take_exclusions()] == ["no_signal"] * 4
+    assert world.train(0) == ["c"]
+    world.finish("d", rewards=(0.0, 0.0), versions=(1,))
+    assert len(world.pool) == 0, "every batch has its own limit"
+
+
+def test_without_dynamic_sampling_such_groups_are_trained() -> None:
+    world = World("drop")
+    world.ask("a")
+    world.finish("a", rewards=(1.0, 1.0))
+
+    assert world.train(0) == ["a"]
+
+
+def test_staleness_is_split_into_what_passed_in_flight_and_what_passed_in_the_queue() -> None:
+    world = World("keep")
+    world.ask("a")
+    world.pool.published(1, 1)
+    world.pool.published(2, 2)
+    world.finish("a", versions=(0, 1))
+    world.pool.published(3, 3)
+    (group,) = world.pool.take(1, 3)
+
+    measured = measure_groups([group], [world.pool.lag(group, 3)], [world.pool.queued(group, 3)])
+
+    assert measured["staleness_mean"] == 3
+    assert measured["staleness_in_flight_mean"] == 2
+    assert measured["staleness_in_queue_mean"] == 1
+
+
+@pytest.mark.parametrize("late", ["drop", "keep", "wait"])
+def test_groups_that_are_in_time_are_trained_oldest_first_whatever_the_policy(late: Literal["drop", "keep", "wait"]) -> None:
+    world = World(late)
+    world.ask("a")
+    world.pool.published(1, 1)
+    world.ask("b")
+    world.finish("b", versions=(1,))
+    world.finish("a", versions=(0,))
+
+    assert [group.group_id for group in world.pool.take(2, 1)] == ["a", "b"]

@@ -1,0 +1,114 @@
+"""Advantages of groups as the learner hands them to the trainer: per episode or per turn, overlong episodes included."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetbus.config.check import check_configuration
+from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
+from fleetbus.core.groups import Group
+from fleetbus.errors import UserError
+from schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
+from workers.learner.batches import CreditPlan, _sequence, advantages_by_turn
+
+
+def finished(
+    name: str,
+    reward: float,
+    *,
+    turns: int = 2,
+    turn_rewards: tuple[float, ...] = (),
+    tokens: int = 8,
+    outcome: Outcome = "completed",
+) -> EpisodeFinished:
+    return EpisodeFinished(
+        episode_id=name,
+        group_id="g",
+        attempt=1,
+        outcome=outcome,
+        worker="w",
+        reward=reward,
+        turn_rewards=turn_rewards,
+        tokens=tokens,
+        loss_mask=bytes([0b11001100]),
+        actions=tuple(ActionReference(sequence=index + 1, lane="e0", turn=index) for index in range(turns)),
+    )
+
+
+def grouped(*results: EpisodeFinished) -> list[Group]:
+    return [Group(group_id="g", size=len(results), results={result.episode_id: result for result in results})]
+
+
+def test_credit_per_episode_tells_all_turns_the_same() -> None:
+    groups = grouped(finished("a", 1.0, turns=3), finished("b", 0.0, turns=1))
+
+    assert advantages_by_turn(groups, CreditPlan(advantage="dr_grpo")) == [[0.5] * 3, [-0.5]]
+
+
+def test_credit_per_turn_adds_what_the_verdict_has_beyond_the_turns_to_the_last_one() -> None:
+    """Both earned 1 in all: the first at once, the second by its verdict at the end."""
+    groups = grouped(finished("a", 1.0, turn_rewards=(1.0, 0.0)), finished("b", 1.0, turn_rewards=(0.0, 0.0)))
+
+    assert advantages_by_turn(groups, CreditPlan(advantage="dr_grpo", credit="turn")) == [[0.0, -0.5], [0.0, 0.5]]
+
+
+def test_a_discount_makes_late_rewards_worth_less_at_the_first_turn() -> None:
+    groups = grouped(finished("a", 1.0), finished("b", 0.0))
+
+    plan = CreditPlan(advantage="dr_grpo", credit="turn", turn_discount=0.5)
+
+    assert advantages_by_turn(groups, plan) == [[0.25, 0.5], [-0.25, -0.5]]
+
+
+def test_the_soft_punishment_of_overlong_episodes_enters_the_mean() -> None:
+    groups = grouped(finished("a", 1.0, tokens=95), finished("b", 1.0, tokens=50))
+    plan = CreditPlan(advantage="dr_grpo", overlong_limit=100, overlong_buffer=10, overlong_factor=1.0)
+
+    assert advantages_by_turn(groups, plan) == [[-0.25] * 2, [0.25] * 2]
+
+
+def turn(index: int) -> Action:
+    ids = b"".join(value.to_bytes(4, "little") for value in (5, 6))
+    spans = (VersionSpan(version=3, start=0, stop=2),)
+    return Action(
+        episode_id="a", attempt=1, turn=index, text="", prompt_delta=ids, sampled=ids, logprobs=b"\0" * 8, versions=spans
+    )
+
+
+@pytest.mark.parametrize(("outcome", "trained"), [("completed", 4), ("truncated", 0)])
+def test_overlong_filtering_takes_truncated_episodes_out_of_the_loss(outcome: Outcome, trained: int) -> None:
+    result = finished("a", 1.0, outcome=outcome)
+
+    sequence = _sequence(result, [turn(0), turn(1)], [0.5, -0.5], CreditPlan(overlong="mask"), 1.0)
+
+    assert int(sequence.loss_mask.sum()) == trained
+    assert (sequence.versions == 3).sum() == trained
+    if trained:
+        assert sequence.advantages.tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, -0.5, -0.5]
+    else:
+        assert not sequence.advantages.any()
+
+
+def test_the_plan_is_read_off_the_configuration() -> None:
+    configuration = Configuration(
+        learner=LearnerSettings(advantage="rloo", min_group_size=3),
+        episode=EpisodeSettings(max_episode_tokens=500),
+        algorithm=AlgorithmSettings(overlong="mask", overlong_buffer=50),
+    )
+
+    plan = CreditPlan.of(configuration)
+
+    assert (plan.advantage, plan.minimum, plan.overlong, plan.overlong_limit, plan.overlong_buffer) == (
+        "rloo",
+        3,
+        "mask",
+        500,
+        50,
+    )
+
+
+def test_credit_per_turn_refuses_estimators_that_have_no_form_for_it() -> None:
+    configuration = Configuration(learner=LearnerSettings(advantage="maxrl"), algorithm=AlgorithmSettings(credit="turn"))
+
+    with pytest.raises(UserError, match=r"algorithm\.credit = turn .* choose grpo or dr_grpo"):
+        check_configuration(configuration)
