@@ -91,7 +91,27 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
     """Inference workers."""
 
     workers: Annotated[int, Meta(ge=1, description="Inference workers that `up` starts")] = 1
-    engine: Annotated[Literal["torch"], Meta(description="Engine")] = "torch"
+    engine: Annotated[
+        Literal["torch", "vllm", "openai", "tinker"],
+        Meta(description="Engine: torch here, vLLM in this process, OpenAI-compatible servers, or a Tinker service"),
+    ] = "torch"
+    purpose: Annotated[
+        Literal["train", "evaluate"], Meta(description="evaluate: also engines without log-probabilities or new weights")
+    ] = "train"
+    urls: Annotated[str, Meta(description="Base URLs of the servers of engine openai, separated by commas")] = ""
+    served_model: Annotated[str, Meta(description="Model name to ask servers for (default: their first)")] = ""
+    python: Annotated[str, Meta(description="Python that `up` runs inference workers with (default: this one)")] = ""
+    dtype: Annotated[Literal["float32", "bfloat16", "auto"], Meta(description="Number type of engine vllm")] = "float32"
+    cache_mib: Annotated[
+        int, Meta(ge=0, description="Keys and values of engine vllm, in MiB; 0: 512 on a CPU, 90 % of a GPU's memory")
+    ] = 0
+    reasoning: Annotated[
+        Literal["keep", "refuse"],
+        Meta(description="A template that drops earlier reasoning: keep what was sampled, or refuse the model"),
+    ] = "keep"
+    thinking: Annotated[
+        Literal["auto", "on", "off"], Meta(description="What a template with enable_thinking is told; auto: nothing")
+    ] = "auto"
     batch: Annotated[int, Meta(ge=1, description="Sequences that are decoded together")] = 32
     slots: Annotated[int, Meta(ge=2, description="Observations held at a time, half of them from the worker's own lane")] = 64
     max_length: Annotated[int, Meta(ge=16, description="Longest token history")] = 1024

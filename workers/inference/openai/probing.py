@@ -1,4 +1,4 @@
-"""What a server can do, found out by asking: its dialect, its model, its kind of log-probabilities, whether it takes weights."""
+"""What a server can do, found out by asking: its dialect, model and kind of log-probabilities, and if it takes weights."""
 
 from __future__ import annotations
 
