@@ -28,6 +28,9 @@ class Puller(Protocol):
     def deliver(self, entry: Stored, delivered: int, now: float) -> bool:
         """Take a leased entry; True if the consumer shall deliver it once more, as if the lease were over."""
 
+    def alarm(self, at: float) -> None:
+        """Something may be due at ``at``: look then, if not before."""
+
 
 class _Lease:
     __slots__ = ("deadline", "delivered")
@@ -118,6 +121,9 @@ class MemoryConsumer:
     def _lease(self, sequence: int, delivered: int, deadline: float) -> None:
         self._leases[sequence] = _Lease(deadline, delivered)
         heapq.heappush(self._expiries, (deadline, sequence))
+        if self._expiries[0][0] == deadline:  # earlier than whoever waits may know of
+            for puller in self._pullers:
+                puller.alarm(deadline)
 
     def _end(self, sequence: int) -> None:
         self._again[sequence] = self._leases.pop(sequence).delivered

@@ -68,6 +68,7 @@ class MemorySubscription:
         self._arrived: deque[MemoryDelivery] = deque()
         self._travelling: list[tuple[float, int, MemoryDelivery]] = []
         self._departed = 0
+        self._alarm_at = float("-inf")
         self._wake = anyio.Event()
 
     @property
@@ -91,8 +92,12 @@ class MemorySubscription:
             if self._arrived:
                 return self._arrived.popleft()
             self._wake = anyio.Event()
-            with anyio.move_on_after(self._next_due() - now):
-                await self._wake.wait()
+            self._alarm_at = self._next_due()
+            try:
+                with anyio.move_on_after(self._alarm_at - now):
+                    await self._wake.wait()
+            finally:
+                self._alarm_at = float("-inf")
 
     def dispatch(self) -> None:
         """Take what the consumer has for whoever has credits."""
@@ -114,6 +119,10 @@ class MemorySubscription:
                 self._arrived.append(delivery)
             self._wake.set()
         return fault.repeated
+
+    def alarm(self, at: float) -> None:
+        if at < self._alarm_at:
+            self._wake.set()
 
     def consumer_for_ack(self) -> MemoryConsumer | None:
         """The consumer if a word to it arrives."""

@@ -129,6 +129,52 @@ async def test_naked_work_comes_again_at_once_or_after_the_delay(world: Any) -> 
         assert 0.4 < anyio.current_time() - naked_at < 3
 
 
+async def test_who_waits_already_gets_work_that_another_gave_back_for_later(world: Any) -> None:
+    """Also when the one who gave it back takes nothing any more, and though nobody had a lease when the waiting began."""
+    async with world.ready() as one, world.connect() as other:
+        taken: list[Any] = []
+
+        async def wait(started: Any) -> None:
+            async with other.pull("long", credits=1) as subscription:
+                started.set()
+                taken.append(await subscription.receive())
+
+        async with one.pull("long", credits=1) as giving:
+            await fill(one, world, 1)
+            delivery = await giving.receive()
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as group:
+                    started = anyio.Event()
+                    group.start_soon(wait, started)
+                    await started.wait()
+                    await anyio.sleep(0.2)
+                    await delivery.nak(0.3)
+        assert [each.delivered for each in taken] == [2]
+
+
+async def test_who_waits_already_gets_work_whose_lease_another_lets_run_out(world: Any) -> None:
+    async with world.ready() as one, world.connect() as other:
+        taken: list[Any] = []
+
+        async def wait(started: Any) -> None:
+            async with other.pull("short", credits=1) as subscription:
+                started.set()
+                while not taken or taken[-1].delivered == 1:
+                    taken.append(await subscription.receive())
+                    subscription.grant(1)
+
+        async with one.pull("short", credits=1) as silent:
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as group:
+                    started = anyio.Event()
+                    group.start_soon(wait, started)
+                    await started.wait()
+                    await anyio.sleep(0.2)
+                    await fill(one, world, 2, "short")
+                    await silent.receive()
+        assert taken[-1].delivered == 2
+
+
 async def test_two_workers_share_without_doubling(world: Any) -> None:
     seen: dict[str, list[int]] = {"one": [], "other": []}
 
