@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import trio.testing
 
@@ -170,6 +171,18 @@ async def test_an_action_that_never_comes_is_a_timeout() -> None:
         assert_not_graded(await fleet.result(), "timeout", "action_timeout")
         await anyio.sleep(20)  # what the sampler holds ends with the episode's deadline
     assert sampler.asked == 1
+
+
+async def test_an_environment_that_nobody_calls_for_too_long_is_a_timeout_counted_from_the_end_of_its_last_call() -> None:
+    """Its reset takes longer than it may be idle, and does not count."""
+    limits = msgspec.structs.replace(LIMITS, idle=3, action=20)
+    stage, sampler = Stage(reset=lasting(4)), StuckOnce()
+    async with fleet_on(stage, sampler=sampler, limits=limits) as fleet:
+        await fleet.request(deadline_seconds=60)
+        result = await fleet.result()
+        assert_not_graded(result, "timeout", "idle_timeout")
+        assert result.timings["action"] == pytest.approx(3)
+        await anyio.sleep(60)
 
 
 async def test_a_verification_that_hangs_leaves_no_reward() -> None:

@@ -122,11 +122,17 @@ class Session:
         tokens_left = self._request.max_tokens - self._tokens
         if tokens_left <= 0:
             return None
-        with self._stages.within("action", self._limits.action):
-            turn = await self._exchange.ask(self.turn, messages, tools, tokens_left=tokens_left)
+        turn = await self._asked(messages, tools, tokens_left)
         if turn.action.finish_reason == "failed":
             raise EpisodeEnded("lost", turn.action.error_class or "action_failed", turn.action.error)
         return turn if turn.action.sampled else None
+
+    async def _asked(self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], tokens_left: int) -> Turn:
+        """The policy's answer, within the limit of waiting for it and the environment's patience, whichever ends first."""
+        idle_seconds = self._limits.idle - (anyio.current_time() - self._stages.ended_at)
+        limit, seconds = min(("action", self._limits.action), ("idle", idle_seconds), key=lambda named: named[1])
+        with self._stages.within("action", seconds, limit=limit):
+            return await self._exchange.ask(self.turn, messages, tools, tokens_left=tokens_left)
 
     def _compare(self, messages: tuple[ChatMessage, ...]) -> None:
         """A re-applied turn has to start from what was observed when it was first played."""

@@ -29,14 +29,18 @@ class Superseded(Exception):
 
 
 class Stages:
-    """Seconds by stage, and the limits of the stages."""
+    """Seconds by stage, and the limits of the stages. ``ended_at`` is when the last stage ended, 0 before the first did."""
 
     def __init__(self) -> None:
         self.timings: dict[str, float] = {}
+        self.ended_at = 0.0
 
     @contextmanager
-    def within(self, stage: str, seconds: float, *, shield: bool = False) -> Iterator[None]:
-        """Run a stage for at most ``seconds``; raises `EpisodeEnded` with ``timeout`` or ``env_failed``."""
+    def within(self, stage: str, seconds: float, *, shield: bool = False, limit: str = "") -> Iterator[None]:
+        """Run a stage for at most ``seconds``; raises `EpisodeEnded` with ``timeout`` or ``env_failed``.
+
+        ``limit`` names the limit that ``seconds`` comes from if that is not the stage's own.
+        """
         started = anyio.current_time()
         try:
             with anyio.move_on_after(seconds, shield=shield) as scope:
@@ -49,13 +53,14 @@ class Stages:
             raise
         except Exception as error:
             if scope.cancel_called:  # raised because its time was up
-                raise _timed_out(stage, seconds) from error
+                raise _timed_out(limit or stage, seconds) from error
             cause = root_cause(error)
             raise EpisodeEnded("env_failed", type(cause).__name__, f"{stage}: {cause}") from error
         finally:
-            self.timings[stage] = self.timings.get(stage, 0.0) + anyio.current_time() - started
+            self.ended_at = anyio.current_time()
+            self.timings[stage] = self.timings.get(stage, 0.0) + self.ended_at - started
         if scope.cancelled_caught:
-            raise _timed_out(stage, seconds)
+            raise _timed_out(limit or stage, seconds)
 
 
 def _timed_out(stage: str, seconds: float) -> EpisodeEnded:
