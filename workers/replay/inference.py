@@ -1,0 +1,295 @@
+"""Replay of the inference role: recorded Observations against a real worker with the recorded versions of the weights.
+
+Version after version, episode beside episode, turn after turn: each Action that one version sampled alone is sampled again, from
+the recorded seed (or greedily, as recorded), and compared; token ids exactly, log-probabilities within a tolerance. Actions that
+cannot be sampled again are put into the log as they were recorded, so that the turns after them stand on the same history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from fleetbus.logs import REDACTED
+from fleetbus.recording import Recording
+from fleetbus.recording.redaction import is_wiped
+from schemas import ANY_LANE, Action, AttemptStarted, LineageStarted, Message, PolicyPublished
+from schemas.message import MalformedMessage, decode_any
+from workers.inference.base import Generation, GenerationRequest, Sampler, Template, WeightsRejected
+from workers.inference.worker import run_inference
+from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
+from workers.replay.report import Difference, Report
+from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
+from workers.replay.story import Asked, Story, read_stories
+
+LANE = "e0"
+"""The environment lane that the replayed episodes are said to run on."""
+
+
+async def replay_inference(
+    recording: Recording,
+    sampler: Sampler,
+    template: Template,
+    *,
+    configuration: Configuration,
+    weights: dict[str, Path] | None = None,
+    speed: float | None = None,
+    ignored: frozenset[str] = frozenset(),
+    tolerance: float = LOGPROB_TOLERANCE,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> Report:
+    """Answer every Observation again and compare the Actions. ``weights`` are files by their recorded name, for versions whose
+    recorded URI does not exist any more; what no weights are found for is skipped."""
+    report = Report(role="inference", recorded_seconds=recording.seconds)
+    began = anyio.current_time()
+    stories = list(read_stories(recording.entries).values())
+    policy = configuration.run.policy
+    async with staged(recording, configuration, pools=(configuration.run.pool,), policies=(policy,)) as stage:
+        watched = _WatchedSampler(sampler)
+        director = _Director(stage, watched, report, Pace(recording, speed), ignored, tolerance, patience_seconds)
+
+        async def work(bus: Bus, drain: anyio.Event) -> None:
+            await run_inference(bus, configuration=configuration, name=WORKER, drain=drain, sampler=watched, template=template)
+
+        async def direct() -> None:
+            await director.direct(list(_published(recording, policy)), stories, weights or {})
+
+        await perform(stage, work, direct)
+    report.seconds = anyio.current_time() - began
+    return report
+
+
+class _WatchedSampler:
+    """The sampler under test; says when a version was loaded or rejected."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.rejected = ""
+        self._settled = anyio.Event()
+
+    @property
+    def version(self) -> int:
+        return self._sampler.version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._sampler.version = value
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._sampler.running()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return await self._sampler.generate(request)
+
+    async def load(self, policy: PolicyPublished) -> None:
+        try:
+            await self._sampler.load(policy)
+        except WeightsRejected as rejected:
+            self.rejected = str(rejected)
+            raise
+        finally:
+            self._settled.set()
+
+    def forget(self, cache_key: str) -> None:
+        self._sampler.forget(cache_key)
+
+    async def settled(self) -> None:
+        """Until the next `load` has ended."""
+        await self._settled.wait()
+        self._settled = anyio.Event()
+
+
+class _Director:
+    def __init__(
+        self,
+        stage: Stage,
+        sampler: _WatchedSampler,
+        report: Report,
+        pace: Pace,
+        ignored: frozenset[str],
+        tolerance: float,
+        patience_seconds: float,
+    ) -> None:
+        self._stage = stage
+        self._sampler = sampler
+        self._report = report
+        self._pace = pace
+        self._ignored = ignored
+        self._tolerance = tolerance
+        self._patience_seconds = patience_seconds
+        self._waiting: dict[tuple[str, int], anyio.Event] = {}
+        self._answers: dict[tuple[str, int], Action] = {}
+        self._next: dict[str, int] = {}
+        self._stopped: set[str] = set()
+
+    async def direct(
+        self, versions: list[tuple[Stored, PolicyPublished]], stories: list[Story], weights: dict[str, Path]
+    ) -> None:
+        if not versions:
+            raise UserError("the recording has no published version of the policy: nothing can be sampled")
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._listen)
+            for entry, published in versions:
+                if await self._load(entry, published, weights):
+                    await self._play_version(published.version, stories)
+            left = sum(len(story.turns) - self._next.get(story.episode_id, 0) for story in stories)
+            if left:
+                self._report.skipped["turns whose version is not at hand, or after one that differs"] += left
+            group.cancel_scope.cancel()
+
+    async def _load(self, entry: Stored, published: PolicyPublished, weights: dict[str, Path]) -> bool:
+        await self._pace.wait(entry)
+        name = published.uri.rpartition("/")[2]
+        if name in weights:
+            published = msgspec.structs.replace(published, uri=weights[name].absolute().as_uri())
+        before = len(self._sampler.rejected)
+        await self._stage.feed(entry.subject, published, entry)
+        if published.version <= self._sampler.version and self._next:
+            return False
+        with anyio.fail_after(self._patience_seconds):
+            await self._sampler.settled()
+        if len(self._sampler.rejected) > before and self._sampler.version != published.version:
+            self._report.skipped[f"versions without weights ({self._sampler.rejected})"] += 1
+            self._sampler.rejected = ""
+            return False
+        return True
+
+    async def _play_version(self, version: int, stories: list[Story]) -> None:
+        """All turns of this version whose turns before are in the log."""
+        async with anyio.create_task_group() as group:
+            for story in stories:
+                if story.episode_id not in self._stopped:
+                    group.start_soon(self._play, story, version)
+
+    async def _play(self, story: Story, version: int) -> None:
+        start = self._next.get(story.episode_id, 0)
+        for turn in range(start, len(story.turns)):
+            asked = story.turns[turn]
+            if not self._is_due(asked, version):
+                return
+            reason = _unrepeatable(story, asked)
+            if turn == 0:
+                await self._claim(story)
+            if reason:
+                self._report.skipped[reason] += 1
+                await self._give(asked)
+            elif not await self._compare(story, asked):
+                self._stopped.add(story.episode_id)
+                return
+            self._next[story.episode_id] = turn + 1
+
+    def _is_due(self, asked: Asked, version: int) -> bool:
+        """Its newest token is of this version; what has no tokens is due at once."""
+        if asked.action is None or not asked.action.versions:
+            return True
+        return asked.action.versions[-1].version <= version
+
+    async def _claim(self, story: Story) -> None:
+        """Histories are rebuilt from claims and Actions: one attempt stands for all that were."""
+        claim = AttemptStarted(episode_id=story.episode_id, attempt=1, worker="recorded", nonce="recorded", lane=LANE)
+        first = story.turns[0].observation_entry
+        await self._stage.feed(
+            self._stage.subjects.episode(story.episode_id), claim, msgspec.structs.replace(first, sequence=0)
+        )
+
+    async def _give(self, asked: Asked) -> None:
+        """Put a recorded Action into the log as it was."""
+        if asked.action is None or asked.action_entry is None:
+            return
+        action = msgspec.structs.replace(asked.action, attempt=1)
+        await self._stage.feed(self._stage.subjects.action(LANE, action.episode_id), action, asked.action_entry)
+
+    async def _compare(self, story: Story, asked: Asked) -> bool:
+        """Ask again; True if the answer is the recorded one."""
+        assert asked.action is not None and asked.action_entry is not None
+        key = (story.episode_id, asked.observation.turn)
+        answered = self._waiting[key] = anyio.Event()
+        await self._pace.wait(asked.observation_entry)
+        await self._ask(asked)
+        with anyio.move_on_after(self._patience_seconds):
+            await answered.wait()
+        del self._waiting[key]
+        action = self._answers.pop(key, None)
+        if action is None:
+            silence = f"nothing within {self._patience_seconds:g} s"
+            self._report.differences.append(self._different(story, asked, "type", "Action", silence))
+            return False
+        self._report.compared["Action"] += 1
+        replayed = msgspec.structs.replace(action, attempt=asked.action.attempt)
+        found = first_difference(asked.action, replayed, ignored=self._ignored, tolerance=self._tolerance)
+        if found is not None:
+            self._report.differences.append(self._different(story, asked, *found))
+        return found is None
+
+    async def _ask(self, asked: Asked) -> None:
+        observation = asked.observation
+        last = await self._stage.bus.last(self._stage.subjects.action(LANE, observation.episode_id))
+        observation = msgspec.structs.replace(
+            observation,
+            attempt=1,
+            hop=0,
+            environment_lane=LANE,
+            action_sequence=last.sequence if last else 0,
+            request_sequence=0,
+            pinned_version=None,
+        )
+        subject = self._stage.subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
+        await self._stage.feed(subject, observation, asked.observation_entry)
+
+    async def _listen(self) -> None:
+        async for entry, message in self._stage.published((Action,)):
+            assert isinstance(message, Action)
+            key = (message.episode_id, message.turn)
+            if message.worker == WORKER and key in self._waiting:
+                self._answers[key] = message
+                self._waiting[key].set()
+                self._stage.positions.note(0, entry.sequence)
+
+    def _different(self, story: Story, asked: Asked, field: str, recorded: str, replayed: str) -> Difference:
+        assert asked.action is not None and asked.action_entry is not None
+        shown = [f"{message.role}: {str(message.content)[:200]!r}" for message in asked.observation.messages[-1:]]
+        versions = ", ".join(str(span.version) for span in asked.action.versions)
+        return Difference(
+            message=f"Action of turn {asked.observation.turn} of episode {story.episode_id}",
+            field=field,
+            recorded=recorded,
+            replayed=replayed,
+            sequence=asked.action_entry.sequence,
+            episode_id=story.episode_id,
+            context=(f"sampled by version {versions}", f"recorded text: {asked.action.text[:200]!r}", *shown),
+        )
+
+
+def _published(recording: Recording, policy: str) -> Iterable[tuple[Stored, PolicyPublished]]:
+    """Every published version in order."""
+    subject = recording.subjects.policy(policy)
+    for entry in recording.entries:
+        if entry.subject == subject:
+            try:
+                message: Message = decode_any((PolicyPublished, LineageStarted), entry.payload, subject=entry.subject)
+            except MalformedMessage:
+                continue
+            if isinstance(message, PolicyPublished):
+                yield entry, message
+
+
+def _unrepeatable(story: Story, asked: Asked) -> str:
+    """Why a recorded Action cannot be expected again; empty if it can."""
+    action = asked.action
+    if action is None:
+        return "observations without a recorded action"
+    if action.finish_reason == "failed":
+        return f"failed actions ({action.error_class})"
+    if len(action.versions) > 1:
+        return "actions that several versions sampled"
+    ids = (action.prompt_delta, action.sampled)
+    if any(is_wiped(each) for each in ids) or REDACTED in repr((asked.observation.messages, action.text)):
+        return "actions of which something was redacted"
+    return ""

@@ -1,0 +1,286 @@
+"""Replay of the learner role: recorded episodes to the same requests, batches, metrics and, on a CPU, the same weights.
+
+A result is fed when the replayed learner has asked for its episode, and in the step that consumed it in the recording: then the
+groups that are complete are those that were complete when the recorded batch was taken. Tasks come from the recorded requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import msgspec
+
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from fleetbus.ports import Ports, run_in_thread
+from fleetbus.recording import Recording
+from schemas import (
+    CheckpointStored,
+    EpisodeRequested,
+    EvaluationFinished,
+    LineageStarted,
+    Message,
+    PolicyPublished,
+    StepTrained,
+    Task,
+    TrainingFinished,
+)
+from schemas.message import MalformedMessage, decode_any
+from workers.learner.base import Trainer
+from workers.learner.curriculum import Curriculum
+from workers.learner.worker import run_learner
+from workers.replay.compare import first_difference
+from workers.replay.report import Difference, Report
+from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
+from workers.replay.story import Story, read_stories
+
+COMPARED: tuple[type[Message], ...] = (
+    EpisodeRequested,
+    LineageStarted,
+    PolicyPublished,
+    StepTrained,
+    CheckpointStored,
+    EvaluationFinished,
+    TrainingFinished,
+)
+"""Everything that a learner publishes."""
+
+Key = tuple[str, ...]
+
+
+async def replay_learner(
+    recording: Recording,
+    trainer: Trainer,
+    *,
+    configuration: Configuration,
+    folder: Path,
+    speed: float | None = None,
+    ignored: frozenset[str] = frozenset(),
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> Report:
+    """Train the recorded episodes again with a fresh ``trainer`` and compare everything the learner publishes.
+
+    Weights and checkpoints are written below ``folder``. Of a run whose learner was replaced, the first lineage is replayed.
+    Raises `UserError` when the recording does not hold the beginning of the training.
+    """
+    report = Report(role="learner", recorded_seconds=recording.seconds)
+    began = anyio.current_time()
+    expected = _expected(recording)
+    stories = {story.episode_id: story for story in read_stories(recording.entries).values() if story.request}
+    run = msgspec.structs.replace(configuration.run, folder=str(folder))
+    configuration = msgspec.structs.replace(configuration, run=run)
+    async with staged(recording, configuration, pools=(run.pool,), policies=(run.policy,)) as stage:
+        director = _Director(stage, expected, stories, report, Pace(recording, speed), ignored, patience_seconds)
+        for files in ("weights", "checkpoints"):
+            await anyio.Path(folder / run.name / files).mkdir(parents=True, exist_ok=True)
+
+        async def work(bus: Bus, drain: anyio.Event) -> None:
+            await run_learner(
+                bus,
+                configuration=configuration,
+                name=WORKER,
+                drain=drain,
+                trainer=trainer,
+                curriculum=cast(Curriculum, _RecordedTasks(stories.values())),
+                ports=Ports(offload=director.offload),
+            )
+
+        await perform(stage, work, director.direct)
+    report.seconds = anyio.current_time() - began
+    return report
+
+
+class _RecordedTasks:
+    """The curriculum as the recording shows it."""
+
+    def __init__(self, stories: Any) -> None:
+        self._by_group: dict[str, Task] = {}
+        self.held_out: list[Task] = []
+        evaluated: dict[str, dict[int, Task]] = {}
+        for story in stories:
+            request = story.request
+            if request.split == "train":
+                self._by_group.setdefault(request.group_id, request.task)
+            else:
+                name, _, number = request.episode_id.rpartition("-")
+                evaluated.setdefault(name, {})[int(number) if number.isdigit() else len(evaluated[name])] = request.task
+        if evaluated:
+            fullest = max(evaluated.values(), key=len)
+            self.held_out = [fullest[number] for number in sorted(fullest)]
+
+    def task(self, number: int) -> Task:
+        """The recorded task of that group; beyond the recording any will do."""
+        return self._by_group.get(f"g{number:06d}") or Task(key="beyond-the-recording")
+
+    def evaluation(self, count: int) -> list[Task]:
+        return self.held_out[:count]
+
+
+class _Director:
+    """Feeds results and compares what the learner publishes, until all of it came or something differs."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        expected: dict[Key, tuple[Stored, Message]],
+        stories: dict[str, Story],
+        report: Report,
+        pace: Pace,
+        ignored: frozenset[str],
+        patience_seconds: float,
+    ) -> None:
+        self._stage = stage
+        self._expected = expected
+        self._stories = stories
+        self._report = report
+        self._pace = pace
+        self._ignored = ignored
+        self._patience_seconds = patience_seconds
+        self._is_whole = any(isinstance(message, TrainingFinished) for _, message in expected.values())
+        steps = [message for _, message in expected.values() if isinstance(message, StepTrained)]
+        self._last_step = max((step.step for step in steps), default=0)
+        self._consumed = _consumed(steps)
+        self._step = 1
+        self._ready: dict[int, list[Story]] = {}
+        self._requested: set[str] = set()
+
+    async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Blocking work of the learner; with the last batch taken, whatever else was recorded may come in."""
+        if getattr(function, "__name__", "") == "train" and self._step >= self._last_step:
+            await self._feed_all(self._last_step + 1)
+        return await run_in_thread(function, *arguments, **options)
+
+    async def direct(self) -> None:
+        messages = self._stage.published(COMPARED)
+        while self._expected and not self._report.differences:
+            with anyio.move_on_after(self._patience_seconds) as patience:
+                entry, message = await anext(messages)
+            if patience.cancelled_caught:
+                self._give_up()
+                return
+            await self._heard(entry, message)
+
+    async def _heard(self, entry: Stored, message: Message) -> None:
+        key = _key(entry.subject, message)
+        recorded = self._expected.pop(key, None)
+        if recorded is None:
+            if self._is_whole:
+                self._differ(key, 0, "type", "(nothing)", type(message).__name__)
+            else:
+                self._report.skipped["messages beyond the end of the recording"] += 1
+            return
+        self._stage.positions.note(recorded[0].sequence, entry.sequence)
+        self._report.compared[type(message).__name__] += 1
+        found = first_difference(recorded[1], message, ignored=self._ignored)
+        if found is not None:
+            self._differ(key, recorded[0].sequence, *found)
+        elif isinstance(message, EpisodeRequested):
+            await self._asked_for(message)
+        elif isinstance(message, StepTrained):
+            self._step = message.step + 1
+            await self._feed_all(self._step)
+
+    async def _asked_for(self, request: EpisodeRequested) -> None:
+        """Its result comes at once if it is evaluated, else with the others of its step."""
+        story = self._stories[request.episode_id]
+        self._requested.add(request.episode_id)
+        if request.split == "eval":
+            await self._feed(story)
+            return
+        step = self._consumed.get(request.episode_id, self._last_step + 1)
+        if step <= self._step:
+            await self._feed(story)
+        else:
+            self._ready.setdefault(step, []).append(story)
+
+    async def _feed_all(self, step: int) -> None:
+        for story in self._ready.pop(step, []):
+            await self._feed(story)
+
+    async def _feed(self, story: Story) -> None:
+        """The Actions that the result names, then the result with the positions that they have here."""
+        if story.result is None or story.result_entry is None:
+            return
+        await self._pace.wait(story.result_entry)
+        if story.result.split == "train":
+            for turn in story.turns:
+                if turn.action is not None and turn.action_entry is not None:
+                    await self._stage.feed(turn.action_entry.subject, turn.action, turn.action_entry)
+        positions = self._stage.positions
+        await self._stage.feed(
+            story.result_entry.subject, positions.translated(story.result, positions.new), story.result_entry
+        )
+
+    def _differ(self, key: Key, sequence: int, field: str, recorded: str, replayed: str) -> None:
+        after = f"after {self._report.compared['StepTrained']} steps that were compared"
+        self._report.differences.append(
+            Difference(
+                message=" ".join(key),
+                field=field,
+                recorded=recorded,
+                replayed=replayed,
+                sequence=sequence,
+                context=(after,),
+            )
+        )
+
+    def _give_up(self) -> None:
+        key, (entry, message) = min(self._expected.items(), key=lambda each: each[1][0].sequence)
+        silence = f"nothing within {self._patience_seconds:g} s"
+        self._differ(key, entry.sequence, "type", type(message).__name__, silence)
+
+
+def _expected(recording: Recording) -> dict[Key, tuple[Stored, Message]]:
+    """What the first lineage published, in order, by what it is called; raises `UserError`."""
+    found: dict[Key, tuple[Stored, Message]] = {}
+    lineage = ""
+    for entry in recording.entries:
+        if entry.subject.split(".", 3)[2] not in ("task", "train", "policy"):
+            continue
+        try:
+            message = decode_any(COMPARED, entry.payload, subject=entry.subject)
+        except MalformedMessage:
+            continue
+        if isinstance(message, LineageStarted):
+            if lineage and message.lineage != lineage:
+                break
+            lineage = message.lineage
+            if message.parent:
+                raise UserError(
+                    f"{recording.path} begins with lineage {lineage} of {message.parent}: record the run from its start"
+                )
+        if not lineage:
+            raise UserError(f"{recording.path} does not hold the beginning of the training: record the whole run")
+        if isinstance(message, EpisodeRequested) and message.lineage != lineage:
+            continue  # another client's
+        found.setdefault(_key(entry.subject, message), (entry, message))
+    if not found:
+        raise UserError(f"{recording.path} holds nothing that a learner published: record the whole run, without --episode")
+    return found
+
+
+def _key(subject: str, message: Message) -> Key:
+    kind = type(message).__name__
+    match message:
+        case EpisodeRequested():
+            return (kind, message.episode_id)
+        case PolicyPublished():
+            return (kind, f"version {message.version}")
+        case StepTrained() | CheckpointStored() | TrainingFinished():
+            return (kind, f"step {message.step}")
+        case EvaluationFinished():
+            return (kind, message.name)
+    return (kind, subject.split(".", 3)[2])
+
+
+def _consumed(steps: Sequence[StepTrained]) -> dict[str, int]:
+    """The step that trained or excluded each episode."""
+    consumed: dict[str, int] = {}
+    for step in steps:
+        for episode_id in (*step.episodes, *(each.episode_id for each in step.excluded)):
+            consumed.setdefault(episode_id, step.step)
+    return consumed
