@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from workers.environment.mcp_environment import PromptStyle
     from workers.environment.verifier import Grader
 
-FORMS = "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], MODULE:CLASS"
+FORMS = (
+    "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], "
+    "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], reasoning-gym[:DATASET], textarena[:ID], MODULE:CLASS"
+)
 _CALLS = ("open", "reset", "step", "state", "verify", "close")
 
 
@@ -76,6 +79,10 @@ def environment_factory(
             return _pooled(spec, form, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
         case "http" | "https" if rest:
             return _http(spec, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
+        case "openenv" if rest:
+            openenv = _adapter(spec, "openenv", "openenv")
+            factory = openenv.openenv_factory(rest, grader=verifier, prompt=prompt or "fleet", observation_bytes=observation_bytes)
+            return _Factory(*factory)
         case _ if form and rest and form not in ("warehouse", "mcp"):
             return _python_class(spec)
     raise UserError(f"environment {spec!r} is none of: {FORMS}")
@@ -191,6 +198,14 @@ def _split(spec: str, command_line: str) -> Sequence[str]:
     if shutil.which(command[0]) is None:
         raise UserError(f"environment {spec!r}: there is no command {command[0]!r}; install it or give its path")
     return command
+
+
+def _adapter(spec: str, module: str, extra: str) -> Any:
+    """A module of this package that needs packages beyond the usual ones."""
+    try:
+        return importlib.import_module(f"workers.environment.{module}")
+    except ModuleNotFoundError as error:
+        raise UserError(f"environment {spec!r} needs {error.name}: pip install 'fleetbus[{extra}]'") from error
 
 
 def _python_class(spec: str) -> EnvironmentFactory:
