@@ -5,7 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from fleetbus.core.groups import Group
+from workers.learner.base import TrainingSequence
 
 SUCCESS = 1.0
 """A reward of at least this is a success."""
@@ -35,4 +38,16 @@ def measure_groups(
         "groups_without_signal": flat,
         "turns": statistics.fmean(result.turns for result in results),
         "tool_errors": sum(result.tool_errors for result in results),
+    }
+
+
+def measure_advantages(sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+    """The advantages of a batch over its sampled tokens: so that a replay can tell whether they are the same."""
+    found = np.concatenate([sequence.advantages[sequence.loss_mask] for sequence in sequences])
+    if not len(found):
+        return {}
+    return {
+        "advantage_min": float(found.min()),
+        "advantage_max": float(found.max()),
+        "advantage_size_mean": float(np.abs(found).mean()),
     }

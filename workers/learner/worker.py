@@ -39,7 +39,7 @@ from workers.learner.book import Chain
 from workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune, write_checkpoint
 from workers.learner.curriculum import Curriculum
 from workers.learner.evaluation import Evaluations
-from workers.learner.measures import measure_groups
+from workers.learner.measures import measure_advantages, measure_groups
 from workers.learner.pool import GroupPool
 from workers.learner.publication import Publication
 from workers.learner.requests import Requests
@@ -249,7 +249,7 @@ class Learner:
             self._trainer.train, sequences, version=self._publication.version, progress=progress
         )
         done = anyio.current_time()
-        metrics |= self._measured(groups)
+        metrics |= self._measured(groups) | measure_advantages(sequences)
         metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
         await self._record_step(groups, metrics)
 
