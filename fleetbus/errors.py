@@ -2,6 +2,7 @@
 
 FleetbusError
 ├── UserError                 bad input: one line that says what to do; the command line exits with 2
+│   └── NotPermitted          the server forbids this user a subject: it has the wrong key, or lacks a right
 └── BusError                  the bus did not do what it was asked
     ├── SequenceConflict      compare-and-set refused: somebody else wrote; read the subject back
     ├── PublishUnanswered     no ack within the time limit: stored or not, nobody knows; read back or repeat the same id
@@ -20,6 +21,10 @@ class FleetbusError(Exception):
 
 class UserError(FleetbusError):
     """Bad input. The message is one line that names what is wrong and what to do."""
+
+
+class NotPermitted(UserError):
+    """The server forbids this user to publish or subscribe to a subject. Not a `BusError`: waiting will not help."""
 
 
 class BusError(FleetbusError):

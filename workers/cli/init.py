@@ -27,12 +27,14 @@ def command(as_json: bool, **values: Any) -> None:
 
 
 async def _declare(configuration: Configuration) -> RunPlan:
+    from fleetbus.auth.access import access_for
     from fleetbus.bus.nats import connect
     from workers.up.plans import stream_plan
 
     plan = stream_plan(configuration)
     url = server_url(configuration)
-    async with connect(url, run=configuration.run.name, role="init", worker=made_up_name("init")) as bus:
+    access = access_for("init", configuration.nats.auth)
+    async with connect(url, run=configuration.run.name, role="init", worker=made_up_name("init"), **access) as bus:
         await bus.declare(plan)
     return plan
 

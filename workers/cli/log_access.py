@@ -24,6 +24,7 @@ def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     options = [
         click.option("--nats", "nats__url", metavar="URL", help="Server to use (default: the run's own)"),
+        click.option("--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"),
         click.option("--run-folder", "run__folder", metavar="TEXT", help="Folder that holds a folder per run"),
         click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings"),
     ]
@@ -38,6 +39,7 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
 
     With ``own_server`` a run that nobody serves now is served from its own files meanwhile: for those that only read.
     """
+    from fleetbus.auth.access import access_for
     from fleetbus.bus.nats import connect
     from fleetbus.bus.nats.server import run_server
     from fleetbus.config.run_folder import run_folder
@@ -49,7 +51,8 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
             await _check_run(bus, run)
             yield bus
         return
-    async with connect(server_url(configuration), run=run, role=role, worker=name) as bus:
+    access = access_for(role, configuration.nats.auth)
+    async with connect(server_url(configuration), run=run, role=role, worker=name, **access) as bus:
         await _check_run(bus, run)
         yield bus
 

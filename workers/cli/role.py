@@ -105,8 +105,10 @@ def _import_work(load_work: Callable[[], Work]) -> Work:
 
 
 async def _serve(role: str, work: Work, configuration: Configuration, name: str, url: str) -> int:
+    from fleetbus.auth.access import access_for
     from fleetbus.bus.nats import connect
 
+    access = access_for(role, configuration.nats.auth)
     drain = anyio.Event()
     exit_code = FINISHED
     async with anyio.create_task_group() as tasks:
@@ -122,7 +124,7 @@ async def _serve(role: str, work: Work, configuration: Configuration, name: str,
                     drain.set()
 
         tasks.start_soon(obey)
-        async with connect(url, run=configuration.run.name, role=role, worker=name) as bus:
+        async with connect(url, run=configuration.run.name, role=role, worker=name, **access) as bus:
             await work(bus, configuration, name, drain)
         tasks.cancel_scope.cancel()
     return exit_code

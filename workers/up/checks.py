@@ -29,6 +29,8 @@ def check_everything(configuration: Configuration) -> None:
     if run.tasks:
         check_tasks(Path(run.tasks))
     check_environment(run.environment, run.tasks)
+    if nats.auth:
+        check_access(nats.auth, starts_server=not nats.url)
     if nats.url:
         check_answers(nats.url)
     else:
@@ -95,6 +97,18 @@ class _NoGrader:
 
     async def verify(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
+
+
+def check_access(folder: str, *, starts_server: bool) -> None:
+    """The keys of all roles, and what the server needs if we start it."""
+    from fleetbus.auth.access import access_for
+    from fleetbus.auth.folder import AuthFolder
+
+    for role in ("up", "environment", "inference", "learner"):
+        access_for(role, folder)
+    config = AuthFolder(Path(folder)).server_config
+    if starts_server and not config.is_file():
+        raise UserError(f"no configuration for the server at {config}: write it with `fleetbus auth init {folder}`")
 
 
 def check_server_program() -> None:

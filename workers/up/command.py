@@ -47,7 +47,12 @@ def with_absolute_paths(configuration: Configuration) -> Configuration:
     run = configuration.run
     named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
     paths = {key: str(Path(path).expanduser().absolute()) for key, path in named.items() if path}
-    return msgspec.structs.replace(configuration, run=msgspec.structs.replace(run, **paths))
+    auth = str(Path(configuration.nats.auth).expanduser().absolute()) if configuration.nats.auth else ""
+    return msgspec.structs.replace(
+        configuration,
+        run=msgspec.structs.replace(run, **paths),
+        nats=msgspec.structs.replace(configuration.nats, auth=auth),
+    )
 
 
 def opening_line(configuration: Configuration, folder: RunFolder) -> str:

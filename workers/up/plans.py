@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fleetbus.auth.folder import AuthFolder
 from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import all_settings
 from fleetbus.config.run_folder import RunFolder
@@ -64,11 +65,13 @@ def role_plans(
     ]
 
 
-def server_plan(folder: RunFolder, port: Callable[[], int], variables: Mapping[str, str]) -> ProcessPlan:
-    """The process that holds the run's own server; ``port`` is asked at each start, so that it can stay the same."""
+def server_plan(folder: RunFolder, port: Callable[[], int], variables: Mapping[str, str], auth: str = "") -> ProcessPlan:
+    """The process that holds the run's own server; ``port`` is asked at each start, so that it can stay the same. ``auth`` is
+    the folder whose configuration it gets; empty: none."""
+    config = [str(AuthFolder(Path(auth)).server_config)] if auth else []
 
     def command(_start: int) -> Sequence[str]:
-        return [sys.executable, "-m", "workers.up.server", str(folder.store), str(port()), str(folder.server)]
+        return [sys.executable, "-m", "workers.up.server", str(folder.store), str(port()), str(folder.server), *config]
 
     return ProcessPlan(
         name="server",

@@ -16,6 +16,7 @@ import anyio
 import msgspec
 import structlog
 
+from fleetbus.auth.access import access_for
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.config.run_folder import RunFolder
@@ -59,7 +60,7 @@ class Run:
         self._asked_to_stop = anyio.Event()
         self._starting = anyio.CancelScope()
         self._roles: Fleet | None = None
-        self._server = Fleet([server_plan(folder, self._port, os.environ)], final="", report=display.line)
+        self._server = Fleet([server_plan(folder, self._port, os.environ, configuration.nats.auth)], final="", report=display.line)
 
     async def run(self, progress: Progress) -> Ending:
         """Start, watch, stop; returns within 10 s of the first signal, at once after the second."""
@@ -129,7 +130,8 @@ class Run:
 
     async def _train(self, url: str, progress: Progress, began: float) -> None:
         run = self._configuration.run
-        async with connect(url, run=run.name, role="up", worker=f"up-{os.getpid()}") as bus:
+        access = access_for("up", self._configuration.nats.auth)
+        async with connect(url, run=run.name, role="up", worker=f"up-{os.getpid()}", **access) as bus:
             with anyio.CancelScope() as self._starting:
                 if self._asked_to_stop.is_set():
                     return

@@ -1,4 +1,4 @@
-"""The run's own nats-server, held by a process of its own: ``python -m workers.up.server STORE PORT FILE``.
+"""The run's own nats-server, held by a process of its own: ``python -m workers.up.server STORE PORT FILE [CONFIG]``.
 
 It starts the server again when that dies, tells the address in FILE, and stops it when it is told to or when `up` is gone.
 `up` cannot hold the server itself: killed hard, it would leave it behind.
@@ -28,10 +28,10 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
-async def hold_server(store: Path, port: int, file: Path) -> int:
+async def hold_server(store: Path, port: int, file: Path, config: Path | None = None) -> int:
     """Run a server until SIGTERM; the exit status."""
     status = FINISHED
-    async with run_server(store, port=port) as server, anyio.create_task_group() as tasks:
+    async with run_server(store, port=port, config=config) as server, anyio.create_task_group() as tasks:
         tasks.start_soon(_until_told, tasks.cancel_scope)
         status = await _keep_running(server, file)
         tasks.cancel_scope.cancel()
@@ -70,10 +70,11 @@ def _tell(file: Path, address: Address) -> None:
     os.replace(temporary, file)
 
 
-def _main(store: str, port: str, file: str) -> int:
+def _main(store: str, port: str, file: str, config: str = "") -> int:
     end_with_supervisor(seconds_to_leave=STOP_LIMIT_SECONDS + 2)
     try:
-        return anyio.run(hold_server, Path(store), int(port), Path(file), backend_options={"use_uvloop": True})
+        wanted = (Path(store), int(port), Path(file), Path(config) if config else None)
+        return anyio.run(hold_server, *wanted, backend_options={"use_uvloop": True})
     except UserError as error:
         print(f"fleetbus: {error}", file=sys.stderr)  # noqa: T201
         return REFUSED

@@ -23,7 +23,7 @@ from fleetbus.bus.nats.keeping import list_floors, purge
 from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.nats.puller import open_subscription
-from fleetbus.bus.nats.reader import open_reader
+from fleetbus.bus.nats.reader import open_reader, scan_histories
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
 from fleetbus.errors import BusError, RequestUnanswered
 from schemas import Subjects
@@ -40,8 +40,9 @@ CLOCK_LIMIT_SECONDS = 1.0
 class NatsBus:
     """See `fleetbus.bus.base.Bus`."""
 
-    def __init__(self, connection: Connection, run: str) -> None:
+    def __init__(self, connection: Connection, run: str, *, narrow: bool = False) -> None:
         self._connection = connection
+        self._narrow = narrow
         self._log = log_stream(run)
         self._lanes = lane_stream(run)
         subjects = Subjects(run)
@@ -91,7 +92,8 @@ class NatsBus:
         return await get_last(self._connection, self._stream_of((subject,)), subject)
 
     async def history(self, subjects: Sequence[str]) -> list[Stored]:
-        return await get_histories(self._connection, self._stream_of(subjects), subjects)
+        stream = self._stream_of(subjects)
+        return await (scan_histories if self._narrow else get_histories)(self._connection, stream, subjects)
 
     async def last_sequence(self) -> int:
         return int((await self._stream_info(self._log))["state"]["last_seq"])
@@ -176,12 +178,16 @@ async def connect(
     nkey_seed: Path | None = None,
     credentials: Path | None = None,
     tls: SSLContext | None = None,
+    user: str = "",
+    narrow: bool = False,
 ) -> AsyncGenerator[Bus]:
     """A bus for the length of the block.
 
-    ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. Raises `UserError` if
-    no server answers within about 3 s or the credentials are refused, and `BusClosed` in the block when the connection is
-    gone for good (with ``reconnect`` False: as soon as it is lost).
+    ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. With ``tls`` the
+    handshake comes first, so that nothing is ever said in the clear. ``user`` has the rights to be used (default: ``role``);
+    ``narrow`` reads histories by filtered consumers, for users that must not read the whole log. Raises `UserError` if no
+    server answers within about 3 s or the credentials are refused, and in the block `NotPermitted` when the server forbids
+    something, `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as it is lost).
     """
     options: dict[str, Any] = {}
     if nkey_seed is not None:
@@ -189,12 +195,12 @@ async def connect(
     if credentials is not None:
         options["user_credentials"] = str(credentials)
     if tls is not None:
-        options["tls"] = tls
+        options |= {"tls": tls, "tls_handshake_first": True}
     name = f"fleetbus {run} {role} {worker}".strip()
     async with open_connection(
-        url, name=name, inbox_prefix=inbox_prefix(role), reconnect=reconnect, options=options
+        url, name=name, inbox_prefix=inbox_prefix(user or role), reconnect=reconnect, options=options
     ) as connection:
-        bus = NatsBus(connection, run)
+        bus = NatsBus(connection, run, narrow=narrow)
         await bus.measure_clock()
         connection.tasks.start_soon(bus.keep_clock, name="nats clock")
         yield bus

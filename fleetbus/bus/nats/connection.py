@@ -10,6 +10,7 @@ import logging
 import random
 import re
 import secrets
+import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -22,7 +23,7 @@ from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.exchange import Exchanges
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.wire import WireClient
-from fleetbus.errors import BusClosed, UserError
+from fleetbus.errors import BusClosed, NotPermitted, UserError
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,16 @@ ROUND_TRIP_LIMITS_SECONDS = (2.5, 0.5)
 CLOSE_LIMIT_SECONDS = 2.0
 MINIMUM_VERSION = (2, 11)
 _RECONNECT_WAIT_SECONDS = (0.15, 0.35)
+_VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"")
 
 
 class Connection:
     """What the parts of the bus share. ``restored`` are called in order after every reconnect."""
 
-    def __init__(self, tasks: TaskGroup, inbox_prefix: str) -> None:
+    def __init__(self, tasks: TaskGroup, inbox_prefix: str, name: str) -> None:
         self.tasks = tasks
+        self._name = name
+        self._user = inbox_prefix.removeprefix("_INBOX_")
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
         self.wire = WireClient(self._crashed)
         self.restored: dict[object, Callable[[], None]] = {}
@@ -50,6 +54,7 @@ class Connection:
         self._closed = False
         self._refused: Exception | None = None
         self._crash: Exception | None = None
+        self._forbidden: Exception | None = None
         self._inboxes = 0
         self.first_error: Exception | None = None
         self.open = False
@@ -79,8 +84,10 @@ class Connection:
 
     async def on_error(self, error: Exception) -> None:
         text = str(error).lower()
-        # A forbidden subject is no answer at all to whoever waits for one; this line is all that tells.
-        log.log(logging.WARNING if "permissions violation" in text else logging.DEBUG, "nats: %s", error or type(error))
+        if violation := _VIOLATION.search(text):
+            self._forbid(violation[1], violation[2])
+            return
+        log.debug("nats: %s", error or type(error))
         if "authorization violation" in text:
             self._refused = error
             self._events.set()
@@ -103,12 +110,28 @@ class Connection:
         self._crash = error
         self._events.set()
 
+    def _forbid(self, what: str, subject: str) -> None:
+        """A forbidden subject is no answer at all: whoever waits for one is told; if nobody does, the worker ends."""
+        verb = "publish" if what == "publish" else "subscribe"
+
+        def error(spelled: str) -> NotPermitted:
+            return NotPermitted(
+                f"{self._name}: the NATS server does not let the user {self._user} {verb} to {spelled}: "
+                "give the key of another user, or write the server's configuration anew (fleetbus auth init)"
+            )
+
+        if not (self.open and verb == "publish" and self.exchanges.refuse(subject, error)):
+            self._forbidden = error(subject)
+            self._events.set()
+
     async def _supervise(self) -> None:
         while True:
             await self._events.wait()
             self._events = anyio.Event()
             if self._crash is not None:
                 raise self._crash
+            if self._forbidden is not None:
+                raise self._forbidden
             if self._refused is not None:
                 raise BusClosed("the NATS server refuses the credentials") from self._refused
             if self._closed:
@@ -159,7 +182,7 @@ async def open_connection(
     ``url`` may list several servers, separated by commas; ``options`` are nats-py's own (keys, TLS).
     """
     async with _flat_task_group() as tasks:
-        connection = Connection(tasks, inbox_prefix)
+        connection = Connection(tasks, inbox_prefix, name)
         await _connect(connection, url, name=name, inbox_prefix=inbox_prefix, allow_reconnect=reconnect, **options)
         connection.start()
         try:
@@ -188,6 +211,8 @@ async def _connect(connection: Connection, url: str, **options: Any) -> None:
             )
     except (TimeoutError, OSError, NatsError) as error:
         reason = connection.first_error or error
+        if isinstance(reason, ssl.SSLError):
+            raise UserError(_distrust(_without_secrets(url), reason, has_authority="tls" in options)) from error
         raise UserError(f"no NATS server answers at {_without_secrets(url)}: start one, or check --nats") from reason
     finally:
         if not wire.ready:
@@ -195,6 +220,13 @@ async def _connect(connection: Connection, url: str, **options: Any) -> None:
     version = tuple(int(part) for part in re.findall(r"\d+", wire._server_info.get("version", "0.0"))[:2])
     if version < MINIMUM_VERSION:
         raise UserError(f"the NATS server at {_without_secrets(url)} is older than 2.11: upgrade it")
+
+
+def _distrust(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
+    if not has_authority:
+        return f"the NATS server at {url} speaks TLS: give --nats-auth FOLDER with its certificate authority and your key"
+    detail = reason.verify_message if isinstance(reason, ssl.SSLCertVerificationError) else reason.reason or str(reason)
+    return f"the NATS server at {url} is not the one that was expected ({detail}): check --nats, or ca.pem in --nats-auth"
 
 
 def _without_secrets(url: str) -> str:

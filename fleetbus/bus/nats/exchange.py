@@ -94,6 +94,17 @@ class Exchanges:
             if exchange.resend_seconds or not exchange.sent:
                 self._send(exchange, now, min(exchange.resend_seconds, RESEND_SECONDS_AFTER_RECONNECT))
 
+    def refuse(self, subject: str, error: Callable[[str], Exception]) -> bool:
+        """The server forbids this subject (in small letters): end what was sent there with an error that names it as it is
+        spelled. False if nothing waits for an answer from there."""
+        found = False
+        for exchange in self._waiting.values():
+            spelled = exchange.command.split(b" ", 2)[1].decode()
+            if spelled.lower() == subject and not exchange.future.done():
+                exchange.future.set_exception(error(spelled))
+                found = True
+        return found
+
     def close(self) -> None:
         """End what still waits, here or in a task outside the connection's block, with `BusClosed`."""
         self._closed = True

@@ -32,6 +32,8 @@ INACTIVE_SECONDS = 60.0
 
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
+_NO_END = 1 << 63
+"""Beyond every sequence: read until nothing is pending."""
 
 
 class NatsReader:
@@ -89,7 +91,7 @@ class NatsReader:
     async def _attach(self) -> bool:
         name = f"read_{secrets.token_hex(8)}"
         try:
-            answer = await self._connection.api.ask(f"CONSUMER.CREATE.{self._stream}.{name}", self._question(name))
+            answer = await self._connection.api.ask(self._creation(name), self._question(name))
         except ApiRefused as refused:
             if refused.code == STREAM_NOT_FOUND:
                 self._inlet.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
@@ -103,6 +105,11 @@ class NatsReader:
         self._note_pending(answer["num_pending"])
         self._line.attach(self._stream, name)
         return True
+
+    def _creation(self, name: str) -> str:
+        """One filter stands in the subject too, where the server's permissions see it; for several there is no such form."""
+        filtered = self._subjects if len(self._subjects) == 1 else []
+        return ".".join(["CONSUMER.CREATE", self._stream, name, *filtered])
 
     def _question(self, name: str) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -181,3 +188,14 @@ async def open_reader(connection: Connection, stream: str, subjects: Sequence[st
         del connection.restored[reader]
         scope.cancel()
         reader.leave()
+
+
+async def scan_histories(connection: Connection, stream: str, subjects: Sequence[str]) -> list[Stored]:
+    """As `fleetbus.bus.nats.direct.get_histories`, by one consumer per subject: the server sees which subjects are read."""
+    found: list[Stored] = []
+    for subject in dict.fromkeys(subjects):
+        async with open_reader(connection, stream, (subject,), 1) as reader:
+            while (entry := await reader.receive_until(_NO_END)) is not None:
+                found.append(entry)
+    found.sort(key=lambda entry: entry.sequence)
+    return found

@@ -20,6 +20,13 @@ from fleetbus.bus.nats.protocol import subscribe_command, unsubscribe_command
 
 log = logging.getLogger(__name__)
 
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    return "eof_received() has no effect when using ssl" not in record.msg
+
+
+logging.getLogger("asyncio").addFilter(_is_worth_a_line)  # nats-py upgrades a plain stream to TLS: harmless, at every close
+
 Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Called with subject, reply subject, payload and raw header block of one message; must not block and must not raise."""
 

@@ -1,0 +1,40 @@
+"""What a client needs to be let in: its key, the authority that it trusts, and the user that it is. Raises `UserError`."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import TypedDict
+
+from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.permissions import NARROW_READERS, user_of
+from fleetbus.errors import UserError
+
+
+class Access(TypedDict, total=False):
+    """Arguments of `fleetbus.bus.nats.connect`; empty where nothing is asked."""
+
+    nkey_seed: Path
+    tls: ssl.SSLContext
+    user: str
+    narrow: bool
+
+
+def access_for(role: str, folder: str) -> Access:
+    """How a role, or a command of that name, connects. ``folder`` is the setting ``nats.auth``; empty: without keys and TLS."""
+    if not folder:
+        return Access()
+    user, files = user_of(role), AuthFolder(Path(folder).expanduser())
+    key = files.key(user)
+    for file, what in ((files.authority, "certificate authority"), (key, f"key of the user {user}")):
+        if not file.is_file():
+            raise UserError(f"no {what} at {file}: --nats-auth takes a folder that `fleetbus auth init` wrote")
+    try:
+        context = ssl.create_default_context(cafile=files.authority)
+        key.open("rb").close()
+    except ssl.SSLError as error:
+        raise UserError(f"{files.authority} holds no certificate") from error
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or files.path}: {error.strerror}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return Access(nkey_seed=key, tls=context, user=user, narrow=user in NARROW_READERS)

@@ -1,0 +1,107 @@
+"""The folder that ``fleetbus auth init`` writes: a key per user, certificates, and the server's configuration.
+
+A worker's machine needs ``ca.pem`` and the key of its own role, the server's machine what begins with ``server`` and the
+configuration. Files with secrets are readable by their owner alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from fleetbus.auth.certificates import make_certificates
+from fleetbus.auth.keys import new_seed, public_key
+from fleetbus.auth.permissions import USERS, rights_of
+from fleetbus.auth.server_config import server_config
+from fleetbus.bus.streams import RunPlan
+from fleetbus.errors import UserError
+
+
+class AuthFolder(msgspec.Struct, frozen=True):
+    """The files below ``path``."""
+
+    path: Path
+
+    @property
+    def authority(self) -> Path:
+        return self.path / "ca.pem"
+
+    @property
+    def server_certificate(self) -> Path:
+        return self.path / "server.pem"
+
+    @property
+    def server_key(self) -> Path:
+        return self.path / "server-key.pem"
+
+    @property
+    def server_config(self) -> Path:
+        return self.path / "nats-server.conf"
+
+    def key(self, user: str) -> Path:
+        return self.path / f"{user}.nk"
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What was new in the folder; what was there before stayed as it was, except the server's configuration."""
+
+    folder: str
+    config: str
+    keys: tuple[str, ...]
+    certificates: bool
+
+
+def write_folder(
+    folder: AuthFolder, plans: Sequence[RunPlan], *, hosts: Sequence[str], days: int, mounted_at: PurePosixPath | None = None
+) -> Written:
+    """Make keys and certificates that are missing, and the server's configuration for these runs; raises `UserError`.
+
+    ``mounted_at`` is where the server will find the folder, if not here.
+    """
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new_keys = [user for user in USERS if _create(folder.key(user), new_seed())]
+        certificates = _write_certificates(folder, hosts, days)
+        public_keys = {user: public_key(folder.key(user)) for user in USERS}
+        rights = {user: rights_of(user, plans) for user in USERS}
+        where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
+        _replace(folder.server_config, server_config(rights, public_keys, where).encode())
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or folder.path}: {error.strerror}") from error
+    return Written(folder=str(folder.path), config=str(folder.server_config), keys=tuple(new_keys), certificates=certificates)
+
+
+def _write_certificates(folder: AuthFolder, hosts: Sequence[str], days: int) -> bool:
+    """All three or none: a part of them would not fit the rest."""
+    files = (folder.authority, folder.server_certificate, folder.server_key)
+    there = [file.exists() for file in files]
+    if all(there):
+        return False
+    if any(there):
+        missing = ", ".join(file.name for file, exists in zip(files, there, strict=True) if not exists)
+        raise UserError(f"{folder.path} lacks {missing}: restore it, or remove the other certificates to make new ones")
+    made = make_certificates(hosts, days=days)
+    for file, content in zip(files, (made.authority, made.server, made.server_key), strict=True):
+        _create(file, content, readable=file != folder.server_key)
+    return True
+
+
+def _create(file: Path, content: bytes, *, readable: bool = False) -> bool:
+    """Write a file that is not there; False if it is. Never more than a moment between its name and its rights."""
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if readable else 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(content)
+    return True
+
+
+def _replace(file: Path, content: bytes) -> None:
+    temporary = file.with_name(file.name + ".part")
+    temporary.unlink(missing_ok=True)
+    _create(temporary, content, readable=True)
+    os.replace(temporary, file)

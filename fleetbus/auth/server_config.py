@@ -1,0 +1,54 @@
+"""The part of nats-server's configuration that is about trust: TLS, and one user per role with its rights. Pure.
+
+Ports, store and cluster stay with whoever runs the server: ``nats-server -c nats-server.conf -js -sd FOLDER -a HOST -p PORT``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from fleetbus.auth.permissions import Rights
+
+ANSWER_SECONDS = 60
+"""How long a question may be answered; once."""
+
+
+def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], folder: PurePosixPath) -> str:
+    """The text of the file. ``folder`` is where the server finds the certificates; there are no secrets in the text.
+
+    The server speaks TLS alone. Clients of ours begin with the handshake, so nobody in between can talk them out of it;
+    others get a greeting in the clear, after which they must turn to TLS.
+    """
+    lines = [
+        "# Written by `fleetbus auth init`; start with: nats-server -c THIS_FILE -js -sd FOLDER [-a HOST] [-p PORT]",
+        'host: "127.0.0.1"',
+        "tls {",
+        f"  cert_file: {json.dumps(str(folder / 'server.pem'))}",
+        f"  key_file: {json.dumps(str(folder / 'server-key.pem'))}",
+        "  handshake_first: auto",
+        "  timeout: 5",
+        "}",
+        "authorization {",
+        "  timeout: 5",
+        "  users: [",
+    ]
+    for user, its_rights in rights.items():
+        lines += [f"    {line}" for line in _user_lines(user, public_keys[user], its_rights)]
+    return "\n".join([*lines, "  ]", "}", ""])
+
+
+def _user_lines(user: str, public_key: str, rights: Rights) -> list[str]:
+    lines = [f"{{  # {user}", f"  nkey: {public_key}", "  permissions: {", "    publish: {"]
+    lines += _subject_lines("allow", rights.publish)
+    if rights.deny:
+        lines += _subject_lines("deny", rights.deny)
+    lines += ["    }", "    subscribe: {", *_subject_lines("allow", rights.subscribe), "    }"]
+    if rights.answers:
+        lines.append(f'    allow_responses: {{ max: 1, expires: "{ANSWER_SECONDS}s" }}')
+    return [*lines, "  }", "}"]
+
+
+def _subject_lines(name: str, subjects: Sequence[str]) -> list[str]:
+    return [f"      {name}: [", *(f"        {json.dumps(subject)}" for subject in subjects), "      ]"]
