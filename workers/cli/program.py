@@ -42,6 +42,7 @@ COMMANDS: dict[str, Entry] = {
     "sim": Entry("Look", "workers.cli.sim", "Simulate a fleet under seeded faults and check its invariants"),
     "record": Entry("Replay", "workers.cli.record", "Export the log of a run as one file"),
     "episodes": Entry("Replay", "workers.cli.episodes", "List, filter and read the episodes of a run or a recording"),
+    "replay": Entry("Replay", "workers.cli.replay", "Play a recording against one worker and compare what it publishes"),
     "cancel": Entry("Act", "workers.cli.cancel", "End episodes as cancelled, wherever they run"),
     "drain": Entry("Act", "workers.cli.drain", "Let workers finish or hand back what they have, and stop"),
     "schema": Entry("Look", "workers.cli.schema", "JSON Schema of every message"),

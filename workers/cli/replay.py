@@ -1,0 +1,98 @@
+"""``fleetbus replay FILE --role ROLE``: does one worker still publish what was recorded? 0: yes; 1: no, and here; 2: bad input."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from workers.cli.program import CRASHED, FINISHED
+
+if TYPE_CHECKING:
+    from workers.replay import Report
+
+ROLES = ("environment", "inference", "learner")
+
+
+@click.command("replay")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option("--role", type=click.Choice(ROLES), default="environment", show_default=True, help="Which worker is tested")
+@click.option("--speed", default="max", show_default=True, metavar="max|N", help="N times the recorded speed")
+@click.option("--environment", metavar="SPEC", help="Environment to play on (default: the recorded one)")
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Model folder (default: the recorded one)")
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="Folder with the published weights, where the recorded place is gone and the recording has none",
+)
+@click.option(
+    "--ignore", multiple=True, metavar="TYPE.FIELD", help="A further field that may differ, e.g. EpisodeFinished.error"
+)
+@click.option("--tolerance", type=float, default=1e-3, show_default=True, help="Of log-probabilities")
+@click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds without a message until a worker hangs")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
+def command(file: Path, as_json: bool, **values: Any) -> int:
+    """Feed one worker its recorded inputs and compare what it publishes, field by field.
+
+    Workers, lanes, places, moments and durations may differ; everything else may not. Exit status 0: it replays as recorded;
+    1: it does not, with the first difference; 2: bad input.
+    """
+    report = anyio.run(partial(_replay, file, **values), backend_options={"use_uvloop": os.name != "nt"})
+    if as_json:
+        import msgspec
+
+        facts = {"same": report.same, "first": report.first} | msgspec.to_builtins(report)
+        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+    else:
+        print("\n".join(report.lines()))
+    return FINISHED if report.same else CRASHED
+
+
+async def _replay(
+    file: Path,
+    *,
+    role: Any,
+    speed: str,
+    environment: str | None,
+    model: Path | None,
+    weights: Path | None,
+    ignore: tuple[str, ...],
+    tolerance: float,
+    patience: float,
+) -> Report:
+    from fleetbus.recording import load_recording
+    from workers.replay import Replay, replay_recording
+
+    replay = Replay(
+        role=role,
+        environment=environment,
+        model=model,
+        weights=weights,
+        speed=_speed(speed),
+        ignored=frozenset(ignore),
+        tolerance=tolerance,
+        patience_seconds=patience,
+    )
+    recording = await anyio.to_thread.run_sync(load_recording, file)
+    if recording.torn:
+        click.echo(f"fleetbus: {recording.torn}", err=True)
+    return await replay_recording(recording, replay)
+
+
+def _speed(text: str) -> float | None:
+    from fleetbus.errors import UserError
+
+    if text == "max":
+        return None
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if speed <= 0:
+        raise UserError(f"--speed {text}: give max, or a number above 0 such as 1 (as recorded) or 10")
+    return speed

@@ -1,0 +1,150 @@
+"""The worker under test as its own command would build it: environments, engine and trainer from the recorded configuration.
+
+Heavy libraries are imported by the role that needs them, when it is replayed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import anyio.to_thread
+import msgspec
+
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from fleetbus.recording import Recording, load_recording
+from fleetbus.recording.export import restore_files
+from workers.replay.compare import LOGPROB_TOLERANCE
+from workers.replay.configured import configuration_of
+from workers.replay.quiet import quiet
+from workers.replay.report import Report
+from workers.replay.stage import PATIENCE_SECONDS
+
+if TYPE_CHECKING:
+    from workers.environment.base import Environment
+
+Role = Literal["environment", "inference", "learner"]
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """What is replayed how. ``environment`` is a spec as in ``--environment`` or makes an environment per episode; ``model``
+    a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of the
+    recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too."""
+
+    role: Role = "environment"
+    environment: str | Callable[[], Environment] | None = None
+    model: Path | None = None
+    weights: Path | None = None
+    speed: float | None = None
+    ignored: frozenset[str] = frozenset()
+    tolerance: float = LOGPROB_TOLERANCE
+    patience_seconds: float = PATIENCE_SECONDS
+
+
+async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
+    """Replay a recording against one worker; raises `UserError` when it cannot be replayed."""
+    recording = source if isinstance(source, Recording) else await anyio.to_thread.run_sync(load_recording, source)
+    if not recording.entries:
+        raise UserError(f"{recording.path} has no entries: there is nothing to replay")
+    configuration = configuration_of(recording)
+    play = {"environment": _environment, "inference": _inference, "learner": _learner}[replay.role]
+    with quiet():
+        return await play(recording, configuration, replay)
+
+
+async def _environment(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
+    from workers.replay.environment import replay_environment
+
+    async with _environments(configuration, replay.environment) as make:
+        return await replay_environment(
+            recording,
+            make,
+            configuration=configuration,
+            speed=replay.speed,
+            ignored=replay.ignored,
+            patience_seconds=replay.patience_seconds,
+        )
+
+
+@asynccontextmanager
+async def _environments(
+    configuration: Configuration, wanted: str | Callable[[], Environment] | None
+) -> AsyncIterator[Callable[[], Environment]]:
+    if callable(wanted):
+        yield wanted
+        return
+    from workers.environment.by_task import environments_by_task
+    from workers.environment.specs import environment_factory
+    from workers.environment.verifier import Verifier, VerifierLimits
+
+    verifier = Verifier(VerifierLimits(seconds=configuration.limits.verify))
+    style = configuration.environment.prompt
+    make_factory = partial(
+        environment_factory,
+        verifier=verifier,
+        observation_bytes=configuration.environment.observation_bytes,
+        prompt=None if style == "auto" else style,
+        configuration=configuration,
+    )
+    factory = environments_by_task(wanted or configuration.run.environment, make_factory)
+    async with verifier.running(), factory.running():
+        yield factory
+
+
+async def _inference(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
+    from workers.inference.template import ChatTemplate
+    from workers.inference.torch import TorchSampler
+    from workers.replay.inference import replay_inference
+
+    folder, settings = _model(configuration, replay), configuration.inference
+    open_sampler = partial(TorchSampler, folder, slots=settings.batch, max_length=settings.max_length, threads=settings.threads)
+    sampler = await anyio.to_thread.run_sync(open_sampler)
+    template = await anyio.to_thread.run_sync(ChatTemplate, folder)
+    with tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
+        weights = restore_files(recording.files, Path(place))
+        if replay.weights is not None:
+            weights |= {file.name: file for file in replay.weights.iterdir() if file.is_file()}
+        return await replay_inference(
+            recording,
+            sampler,
+            template,
+            configuration=configuration,
+            weights=weights,
+            speed=replay.speed,
+            ignored=replay.ignored,
+            tolerance=replay.tolerance,
+            patience_seconds=replay.patience_seconds,
+        )
+
+
+async def _learner(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
+    from workers.cli.learner import _trainer_settings
+    from workers.learner.torch.trainer import TorchTrainer
+    from workers.replay.learner import replay_learner
+
+    settings = _trainer_settings(configuration.learner)
+    trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, _model(configuration, replay), settings=settings))
+    with tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
+        return await replay_learner(
+            recording,
+            trainer,
+            configuration=configuration,
+            folder=Path(place),
+            speed=replay.speed,
+            ignored=replay.ignored,
+            patience_seconds=replay.patience_seconds,
+        )
+
+
+def _model(configuration: Configuration, replay: Replay) -> Path:
+    from workers.cli.model import model_folder
+
+    folder = replay.model or model_folder(configuration.run)
+    if not folder.is_dir():
+        raise UserError(f"the model folder {folder} is not there: give another with --model")
+    return folder
