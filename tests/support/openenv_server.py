@@ -1,4 +1,4 @@
-"""A small server that speaks OpenEnv 0.10 as observed: sessions over ``/ws``, ``/schema``, the error codes, the refusal at the limit.
+"""A small server that speaks OpenEnv 0.10 as observed: sessions over ``/ws``, ``/schema``, error codes, refusal at the limit.
 
 Two worlds: "echo" (one text field; gives back what it is told) and "tools" (an MCP environment with `add` and `fail`). Certain
 messages make certain things happen: see `_EchoWorld.step`.
@@ -166,9 +166,7 @@ class OpenEnvDouble:
         if self.active >= self.sessions:
             self.refused += 1
             message = f"Server at capacity: {self.active}/{self.sessions} sessions active. Cannot accept new connections."
-            await _send_error(
-                connection, "CAPACITY_REACHED", message, active_sessions=self.active, max_sessions=self.sessions
-            )
+            await _send_error(connection, "CAPACITY_REACHED", message, active_sessions=self.active, max_sessions=self.sessions)
             return
         self.opened += 1
         self.active += 1

@@ -228,9 +228,7 @@ class _Payload(msgspec.Struct, frozen=True):
 
     def checked(self) -> Observed:
         reward = None if self.reward is None else float(self.reward)
-        return Observed(
-            observation=self.observation or {}, reward=reward, done=bool(self.done), metadata=self.metadata or {}
-        )
+        return Observed(observation=self.observation or {}, reward=reward, done=bool(self.done), metadata=self.metadata or {})
 
 
 def _object(data: msgspec.Raw) -> dict[str, Any]:

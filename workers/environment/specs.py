@@ -81,8 +81,10 @@ def environment_factory(
             return _http(spec, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
         case "openenv" if rest:
             openenv = _adapter(spec, "openenv", "openenv")
-            factory = openenv.openenv_factory(rest, grader=verifier, prompt=prompt or "fleet", observation_bytes=observation_bytes)
-            return _Factory(*factory)
+            style = prompt or "fleet"
+            return _Factory(
+                *openenv.openenv_factory(rest, grader=verifier, prompt=style, observation_bytes=observation_bytes)
+            )
         case _ if form and rest and form not in ("warehouse", "mcp"):
             return _python_class(spec)
     raise UserError(f"environment {spec!r} is none of: {FORMS}")

@@ -1,4 +1,7 @@
-"""How a policy's text becomes an action of a text world: what stands between its marks, without the thinking before it. Pure."""
+"""How a policy's text becomes an action of a text world: what stands between its marks, without the thinking before it.
+
+Pure.
+"""
 
 from __future__ import annotations
 
