@@ -28,6 +28,13 @@ from schemas.lifecycle import (
 from schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, MalformedMessage, Message, decode, encode
 from schemas.observation import Observation
 from schemas.policy import PolicyPublished, TensorEntry
+from schemas.session import (
+    SessionAnswer,
+    SessionCall,
+    SessionClaimed,
+    SessionEnded,
+    SessionRecorded,
+)
 from schemas.subjects import ANY_LANE, BadName, Subjects
 from schemas.training import (
     CheckpointStored,
@@ -59,6 +66,11 @@ MESSAGES: tuple[type[Message], ...] = (
     LaneLease,
     ControlRequested,
     ControlAnswered,
+    SessionCall,
+    SessionAnswer,
+    SessionClaimed,
+    SessionRecorded,
+    SessionEnded,
 )
 """Every message type, in the order of an episode's life; golden bytes and JSON Schema are made from this tuple."""
 
@@ -92,6 +104,11 @@ __all__ = [
     "Outcome",
     "PolicyPublished",
     "SamplingSettings",
+    "SessionAnswer",
+    "SessionCall",
+    "SessionClaimed",
+    "SessionEnded",
+    "SessionRecorded",
     "Split",
     "StepTrained",
     "Subjects",

@@ -51,6 +51,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Every worker → whoever listens, on ``fbhb.<run>.<role>.<worker>``; a core message, not stored.
 
     ``policy_version`` is what an inference worker samples from or a learner published last; ``counters`` only ever grow.
+    An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions.
     """
 
     role: WorkerRole
@@ -61,6 +62,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     lane: str = ""
     draining: bool = False
     counters: dict[str, float] = msgspec.field(default_factory=dict)
+    session_slots: int = 0
+    sessions: int = 0
 
 
 class LaneLease(Message, frozen=True, kw_only=True):

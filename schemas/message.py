@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-MAX_MESSAGE_BYTES = 1 << 20
-"""Largest payload that is encoded or decoded, in bytes: the default ``max_payload`` of nats-server."""
+MAX_MESSAGE_BYTES = (1 << 20) - 4096
+"""Largest payload that is encoded or decoded, in bytes: the default ``max_payload`` of nats-server, which counts headers, too."""
 
 MAX_INLINE_BYTES = 256 << 10
 """Largest content, in bytes, that travels inside a message; anything larger travels as a reference."""

@@ -26,6 +26,11 @@ from schemas import (
     Observation,
     PolicyPublished,
     SamplingSettings,
+    SessionAnswer,
+    SessionCall,
+    SessionClaimed,
+    SessionEnded,
+    SessionRecorded,
     StepTrained,
     Task,
     TensorEntry,
@@ -45,23 +50,55 @@ PARAMETERS = {"type": "object", "properties": {"item": {"type": "string"}, "coun
 SAMPLING = SamplingSettings(temperature=0.75, top_p=0.9, max_tokens=128, stop=("</tool_call>",), seed=1234)
 SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
+TASK = Task(
+    key="warehouse-17",
+    env="warehouse",
+    prompt="Move three crates to the dock.",
+    version="v2",
+    modality="computer_use",
+    env_variables={"LOGGED_IN_USER": "ada", "limits": [1, 2.5, None, True]},
+    config={"size": 4, "nested": {"walls": [[0, 1], [2, 3]]}},
+    seed=99,
+    verifier="async def verify(env, final_answer):\n    return 1.0\n",
+)
+SESSION_CALL = SessionCall(
+    session="c2f6",
+    call="step",
+    key="gym_env_01",
+    number=4,
+    task=TASK,
+    seed=7,
+    text="Left.",
+    tool_calls=(ToolCall(name="move", arguments={"direction": "left"}),),
+    wait_seconds=5.0,
+)
+SESSION_ANSWER = SessionAnswer(
+    session="c2f6",
+    key="gym_env_01",
+    number=4,
+    refusal="gap",
+    end="env_failed",
+    error_class="ConnectionError",
+    error="step: the simulator is gone",
+    messages=(ChatMessage(role="user", content="You moved."),),
+    tools=(ToolSpec(name="move", description="Move.", parameters=PARAMETERS),),
+    reward=0.25,
+    reason="goal reached",
+    terminated=True,
+    truncated=True,
+    tool_calls=1,
+    tool_errors=1,
+    state={"position": [1, 2]},
+    worker="env-1",
+)
+
 _EXAMPLES: tuple[Message, ...] = (
     EpisodeRequested(
         episode_id="s3-g7-k2",
         group_id="s3-g7",
         sample_index=2,
         split="eval",
-        task=Task(
-            key="warehouse-17",
-            env="warehouse",
-            prompt="Move three crates to the dock.",
-            version="v2",
-            modality="computer_use",
-            env_variables={"LOGGED_IN_USER": "ada", "limits": [1, 2.5, None, True]},
-            config={"size": 4, "nested": {"walls": [[0, 1], [2, 3]]}},
-            seed=99,
-            verifier="async def verify(env, final_answer):\n    return 1.0\n",
-        ),
+        task=TASK,
         policy="main",
         pinned_version=12,
         sampling=SAMPLING,
@@ -204,10 +241,17 @@ _EXAMPLES: tuple[Message, ...] = (
         lane="i0",
         draining=True,
         counters={"tokens": 12345.0},
+        session_slots=64,
+        sessions=3,
     ),
     LaneLease(worker="env-1", nonce="b7d0c1", lease_seconds=10.0),
     ControlRequested(command="cancel", episodes=("s3-g7-k2",)),
     ControlAnswered(worker="env-1", role="environment", done=True, detail="cancelled 1", busy_with=("s3-g7-k1",)),
+    SESSION_CALL,
+    SESSION_ANSWER,
+    SessionClaimed(session="c2f6", attempt=2, worker="env-1", nonce="b7d0c1", task=TASK),
+    SessionRecorded(session="c2f6", call=SESSION_CALL, answer=SESSION_ANSWER, seconds=0.25),
+    SessionEnded(session="c2f6", end="closed", key="gym_env_09", error_class="E", error="none", worker="env-1"),
 )
 
 EXAMPLES: dict[type[Message], Message] = {type(example): example for example in _EXAMPLES}

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, SequenceConflict
+from schemas import MAX_MESSAGE_BYTES
 
 
 @pytest.fixture
@@ -67,6 +68,14 @@ async def test_a_repeated_id_stores_nothing_new(world: Any) -> None:
         again = await bus.publish(subject, b"changed", message_id="m1")
         assert (again.sequence, again.duplicate, first.duplicate) == (first.sequence, True, False)
         assert [entry.payload for entry in await bus.history([subject])] == [b"one"]
+
+
+async def test_the_largest_message_fits_with_its_headers(world: Any) -> None:
+    subject = world.subjects.episode("e" * 64)
+    payload = bytes(MAX_MESSAGE_BYTES)
+    async with world.ready() as bus:
+        await bus.publish(subject, payload, message_id="m" * 128, expected_last=0)
+        assert len((await bus.last(subject)).payload) == MAX_MESSAGE_BYTES
 
 
 async def test_messages_without_an_id_are_never_taken_for_duplicates(world: Any) -> None:

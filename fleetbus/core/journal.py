@@ -1,0 +1,91 @@
+"""What the journal of a step-wise session says: who holds it, what was done, how it ended. Pure: a fold of its entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
+
+JournalEntry = SessionClaimed | SessionRecorded | SessionEnded
+
+
+class Journal(msgspec.Struct, kw_only=True):
+    """One session so far. ``last_sequence`` is what the next entry has to expect (0: nothing stored yet)."""
+
+    last_sequence: int = 0
+    claim: SessionClaimed | None = None
+    records: list[SessionRecorded] = msgspec.field(default_factory=list)
+    ended: SessionEnded | None = None
+
+    @property
+    def next_number(self) -> int:
+        """The position of the next call."""
+        return len(self.records)
+
+    def apply(self, sequence: int, entry: JournalEntry) -> None:
+        """Take in the next stored entry. What follows a tombstone changes nothing."""
+        self.last_sequence = sequence
+        if self.ended is not None:
+            return
+        match entry:
+            case SessionClaimed():
+                self.claim = entry
+            case SessionRecorded():
+                self.records.append(entry)
+            case SessionEnded():
+                self.ended = entry
+
+    def held_by(self, nonce: str) -> bool:
+        """Whether the newest claim is the one with this nonce."""
+        return self.claim is not None and self.claim.nonce == nonce
+
+    def answer(self, call: SessionCall) -> SessionAnswer | None:
+        """What this call is answered without executing anything: stored, refused, or None if it is to be executed."""
+        for record in reversed(self.records):
+            if record.call.key == call.key:
+                return record.answer if same_call(record.call, call) else refused(call, "conflict", _CONFLICT)
+        if self.ended is not None:
+            return self._after_the_end(call, self.ended)
+        if 0 <= call.number != self.next_number:
+            return refused(call, "gap", f"call {call.number} is not the next one, which is {self.next_number}")
+        if self.records and call.call == "open":
+            return refused(call, "conflict", "the session is open already: name another")
+        if self.claim is None and call.call != "open":
+            return refused(call, "unknown", f"session {call.session} was never opened")
+        return None
+
+    def _after_the_end(self, call: SessionCall, ended: SessionEnded) -> SessionAnswer:
+        if call.call == "close" or (ended.key and ended.key == call.key):
+            return SessionAnswer(session=call.session, key=call.key, end=ended.end, error=ended.error, worker=ended.worker)
+        answer = refused(call, "closed", f"session {call.session} is over: {ended.end}")
+        return msgspec.structs.replace(answer, end=ended.end, error_class=ended.error_class)
+
+
+_CONFLICT = "another call was made under this key"
+
+
+def read_journal(entries: Iterable[tuple[int, JournalEntry]]) -> Journal:
+    """The journal from its entries (sequence, message) in order of the log."""
+    journal = Journal()
+    for sequence, entry in entries:
+        journal.apply(sequence, entry)
+    return journal
+
+
+def same_call(left: SessionCall, right: SessionCall) -> bool:
+    """Whether two calls under one key ask for the same: how long the caller waits, and the position, do not count."""
+    return _essence(left) == _essence(right)
+
+
+def _essence(call: SessionCall) -> SessionCall:
+    return msgspec.structs.replace(call, wait_seconds=0.0, number=-1)
+
+
+def refused(call: SessionCall, refusal: str, error: str) -> SessionAnswer:
+    """The answer to a call that is not executed."""
+    return msgspec.convert(
+        {"type": "SessionAnswer", "session": call.session, "key": call.key, "refusal": refusal, "error": error},
+        SessionAnswer,
+    )
