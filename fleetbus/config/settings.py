@@ -225,6 +225,33 @@ class WeightsSettings(Settings, frozen=True, kw_only=True):
     ] = 1
 
 
+class FleetSettings(Settings, frozen=True, kw_only=True):
+    """Environments on the Fleet platform; key and address come from FLEET_API_KEY and FLEET_BASE_URL."""
+
+    region: Annotated[str, Meta(description="Region of the instances; empty: the platform chooses")] = ""
+    ttl_seconds: Annotated[int, Meta(ge=0, description="Longest life of an instance; 0: as long as an episode may take")] = 0
+    heartbeat_seconds: Annotated[float, Meta(ge=10, description="The platform ends instances that are silent for so long")] = (
+        60.0
+    )
+    reset_seconds: Annotated[float, Meta(gt=0, description="Resetting an instance; failure is only a warning")] = 10.0
+    ready_seconds: Annotated[float, Meta(gt=0, description="Until an instance's tools can be listed")] = 60.0
+    verifier: Annotated[
+        Literal["platform", "local"], Meta(description="Where verifiers run: on the platform, or in this worker's sandbox")
+    ] = "platform"
+    partial_reward: Annotated[bool, Meta(description="Read a share of the reward off what a verifier of 0 printed")] = False
+    grid: Annotated[bool, Meta(description="The policy gives screen coordinates on a grid of 1000 by 1000")] = False
+
+
+class ContextSettings(Settings, frozen=True, kw_only=True):
+    """What the policy is given to live with long episodes."""
+
+    tools: Annotated[bool, Meta(description="Offer tools that search and page through what was said and cut")] = False
+    status: Annotated[bool, Meta(description="End every observation with the turns and tokens used so far")] = False
+    output_chars: Annotated[int, Meta(ge=200, description="Longest tool output shown at once when the tools are offered")] = (
+        10_000
+    )
+
+
 class EvaluationSettings(Settings, frozen=True, kw_only=True):
     """Held-out evaluation: before the first step, after the last, and in between."""
 
@@ -253,5 +280,7 @@ class Configuration(Settings, frozen=True, kw_only=True):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
+    fleet: FleetSettings = FleetSettings()
+    context: ContextSettings = ContextSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
