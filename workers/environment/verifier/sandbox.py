@@ -4,19 +4,18 @@ Above it are environments; below it one process per worker and one child per ver
 its life line: closing it kills the child, so a verdict, a time limit, a cancellation and the death of this very process all
 clean up in the same way. Nothing that the code does is an exception here: without a finite number there is no verdict.
 
-The code has no network (where the system permits namespaces), no environment variables, none of our descriptors, no processes
-of its own, and limits. Under a worker that runs as root it is nobody; otherwise it is the worker's user and reads its files.
+The warm process stands in the same isolation as model-written code (`workers.environment.sandbox`), so that a verification pays
+for a fork and not for namespaces: the code has no network, no view of the host's files, no environment variables, none of our
+descriptors, no processes of its own, no way to signal others, and limits. Where the machine permits no isolation, what remains
+are the limits, a filter of system calls and a user of its own under root; `required` refuses to grade there.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import socket
-import struct
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,21 +27,23 @@ import structlog
 from anyio.abc import Process
 
 from workers.environment.base import Verdict
+from workers.environment.sandbox.channel import Channel, ChannelBroken
+from workers.environment.sandbox.isolation import (
+    INSIDE,
+    KINDS,
+    Isolation,
+    IsolationUnavailable,
+    Kind,
+    find_isolation,
+    python_command,
+)
 from workers.environment.verifier.base import VerifierLimits, VerifierTools
-
-MAX_FRAME_BYTES = 16 << 20
-"""Largest request to a child and largest message of one."""
 
 START_SECONDS = 10.0
 MAX_STARTS = 3
 STOP_SECONDS = 2.0
 _ZYGOTE = Path(__file__).with_name("zygote.py")
-_HEADER = struct.Struct("!I")
 _log = structlog.get_logger(__name__)
-
-
-class ChannelBroken(Exception):
-    """The child sent something that is no frame, or nothing more."""
 
 
 class NeverBegun(Exception):
@@ -50,10 +51,17 @@ class NeverBegun(Exception):
 
 
 class Verifier:
-    """Grades episodes; use it inside `running`. ``limits`` hold for each verification."""
+    """Grades episodes; use it inside `running`. ``limits`` hold for each verification.
 
-    def __init__(self, limits: VerifierLimits | None = None) -> None:
+    ``required``: entering `running` raises `IsolationUnavailable` where the code could see the host's files.
+    """
+
+    def __init__(self, limits: VerifierLimits | None = None, *, required: bool = False, kinds: Sequence[Kind] = KINDS) -> None:
         self.limits = limits or VerifierLimits()
+        self._required = required
+        self._kinds = kinds
+        self.isolated = False
+        """Whether the warm process stands in an isolation; known once it is started."""
         self._zygote: _Zygote | None = None
         self._running = False
         self._starting: anyio.Lock | None = None
@@ -62,6 +70,8 @@ class Verifier:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The lifetime of the processes; the first verification starts them."""
+        if self._required:
+            await find_isolation(self._kinds)
         self._starting, self._places = anyio.Lock(), anyio.CapacityLimiter(self.limits.at_a_time)
         self._running = True
         try:
@@ -102,9 +112,18 @@ class Verifier:
             zygote = self._zygote
             if zygote is None:
                 with anyio.CancelScope(shield=True):  # tens of milliseconds, and others wait for it as well
-                    zygote = self._zygote = await _start_zygote(self.limits)
+                    zygote = self._zygote = await _start_zygote(self.limits, await self._isolation())
             assert zygote is not None  # nobody else can cancel that scope
             return zygote
+
+    async def _isolation(self) -> Isolation | None:
+        try:
+            isolation = await find_isolation(self._kinds)
+        except IsolationUnavailable as unavailable:
+            _log.warning("verifier_not_isolated", reason=str(unavailable))
+            return None
+        self.isolated = True
+        return isolation
 
     async def _discard(self, zygote: _Zygote) -> None:
         if self._zygote is zygote:
@@ -114,8 +133,7 @@ class Verifier:
 
 async def _verify_in_child(zygote: _Zygote, request: dict[str, Any], tools: VerifierTools) -> Verdict:
     mine, theirs = socket.socketpair()
-    mine.setblocking(False)
-    channel = _Channel(mine)
+    channel = Channel(mine)
     try:
         try:
             await zygote.adopt(theirs)
@@ -165,13 +183,22 @@ class _Zygote:
             await self._process.aclose()
 
 
-async def _start_zygote(limits: VerifierLimits) -> _Zygote:
+async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None) -> _Zygote:
     mine, theirs = socket.socketpair()
     mine.setblocking(False)
-    arguments = (str(theirs.fileno()), msgspec.json.encode(limits).decode())
+    bounds = {
+        "CPU": limits.cpu_seconds,
+        "AS": limits.memory_bytes,
+        "NOFILE": limits.open_files,
+        "FSIZE": 0,
+        "NPROC": 0,
+        "CORE": 0,
+    }
+    arguments = (str(theirs.fileno()), msgspec.json.encode(bounds).decode(), "jailed" if isolation else "bare")
+    command = python_command(_ZYGOTE, *arguments)
     try:
         process = await anyio.open_process(
-            [sys.executable, "-I", "-S", "-B", str(_ZYGOTE), *arguments],
+            isolation.command(command, visible=[INSIDE, _ZYGOTE]) if isolation else command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=None,
@@ -189,67 +216,12 @@ async def _start_zygote(limits: VerifierLimits) -> _Zygote:
     try:
         with anyio.fail_after(START_SECONDS):
             await anyio.wait_readable(mine)
-        if mine.recv(1) == b"n":
-            _log.warning("verifier_has_network", reason="this system permits no network namespace")
+        if not mine.recv(1):
+            raise NeverBegun
     except BaseException:
         await zygote.stop()
         raise
     return zygote
-
-
-class _Channel:
-    """Frames to and from one child."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._received = bytearray()
-        self.silent = True
-        """Whether nothing was received yet."""
-
-    async def send(self, message: dict[str, Any]) -> None:
-        payload = json.dumps(message, default=str).encode()
-        if len(payload) > MAX_FRAME_BYTES:
-            raise ChannelBroken(f"{len(payload)} bytes for the verifier exceed {MAX_FRAME_BYTES}")
-        rest = memoryview(_HEADER.pack(len(payload)) + payload)
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                await anyio.wait_writable(self._socket)
-            except OSError as error:
-                raise ChannelBroken(str(error)) from error
-
-    async def receive(self) -> dict[str, Any]:
-        length = _HEADER.unpack(await self._read(_HEADER.size))[0]
-        if length > MAX_FRAME_BYTES:
-            raise ChannelBroken(f"a message of {length} bytes exceeds {MAX_FRAME_BYTES}")
-        try:
-            message = json.loads(await self._read(length))
-        except (ValueError, RecursionError) as error:
-            raise ChannelBroken(f"not a message: {error}") from error
-        if not isinstance(message, dict):
-            raise ChannelBroken("not a message")
-        return message
-
-    async def _read(self, count: int) -> bytes:
-        while len(self._received) < count:
-            try:
-                chunk = self._socket.recv(1 << 16)
-            except BlockingIOError:
-                await anyio.wait_readable(self._socket)
-                continue
-            except OSError as error:
-                raise ChannelBroken(str(error)) from error
-            if not chunk:
-                raise ChannelBroken("it ended without a verdict")
-            self.silent = False
-            self._received += chunk
-        data = bytes(self._received[:count])
-        del self._received[:count]
-        return data
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 async def _make_call(message: dict[str, Any], tools: VerifierTools) -> dict[str, Any]:

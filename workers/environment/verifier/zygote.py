@@ -1,15 +1,15 @@
 """The process that runs verifier code: it waits, warm, and forks one child per verification. Standard library alone.
 
-Started by `workers.environment.verifier.sandbox` with an empty environment, as ``python -I -S zygote.py FD LIMITS``. On FD
-arrive sockets, one byte and one descriptor each. The child talks JSON over that socket, each frame after its length in four
-bytes: first comes the request, then the child may ask for calls, and its last frame is the verdict. When the other end of the
-socket closes, the child is killed; when a child is gone, the zygote says so on its socket; when FD closes, everybody dies.
+Started by `workers.environment.verifier.sandbox`, as a rule inside an isolation (``jailed``, else ``bare``), with an empty
+environment, as ``python -I -S zygote.py FD LIMITS jailed``. On FD arrive sockets, one byte and one descriptor each. The child
+talks JSON over that socket, each frame after its length in four bytes: first comes the request, then the child may ask for
+calls, and its last frame is the verdict. When the other end of the socket closes, the child is killed; when a child is gone,
+the zygote says so on its socket; when FD closes, everybody dies.
 """
 
 from __future__ import annotations
 
 import builtins
-import ctypes
 import datetime  # noqa: F401
 import gc
 import json
@@ -17,13 +17,16 @@ import math  # noqa: F401
 import opcode
 import os
 import re  # noqa: F401
-import resource
 import select
 import signal
 import socket
 import struct
 import sys
 import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "sandbox", "inside"))
+
+import confine
 
 TYPE_CHECKING = False  # the module typing would double the memory that every fork has to copy tables for
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
         def ask(self, call: str, *arguments: Any) -> Any: ...
 
 
-NOBODY = 65534
+FIRST_USER = confine.FIRST_USER + 0x20000000
 OUTPUT_CHARACTERS = 2000
 CHANNEL = 3
 REHEARSAL = '''
@@ -45,9 +48,8 @@ async def verify(env, final_answer, conversation):
     rows = await env.query("SELECT price FROM items WHERE name = ?", ["1"])
     return 1.0 if (final_answer or "").strip() == str(rows[0][0]) and f"{len(conversation)}" else 0.0
 '''
-LIBRARY = ctypes.CDLL(None, use_errno=True)
 NEW_USERS, NEW_NETWORK = 0x10000000, 0x40000000
-PARENT_DEATH_SIGNAL, NO_NEW_PRIVILEGES = 1, 38
+PARENT_DEATH_SIGNAL = 1
 KEYWORDS, COROUTINE = 0x08, 0x80
 """Flags of a code object: it takes any keyword; it makes a coroutine."""
 
@@ -55,10 +57,11 @@ KEYWORDS, COROUTINE = 0x08, 0x80
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = json.loads(sys.argv[2])
-    isolated = leave_network()
+    if sys.argv[3] == "bare":
+        leave_network()
     rehearse()
     try:
-        control.send(b"i" if isolated else b"n")
+        control.send(b"r")
     except OSError:
         return  # the worker is gone already
     gc.collect()
@@ -66,11 +69,10 @@ def main() -> None:
     serve(control, limits)
 
 
-def leave_network() -> bool:
-    """Whether this process, and so every child, is now in a network namespace without any network."""
-    if sys.platform != "linux":
-        return False
-    return bool(LIBRARY.unshare(NEW_NETWORK) == 0 or LIBRARY.unshare(NEW_USERS | NEW_NETWORK) == 0)
+def leave_network() -> None:
+    """Enter a namespace without any network, where that is permitted; the filter of system calls forbids sockets anyway."""
+    if sys.platform == "linux" and confine.LIBRARY.unshare(NEW_NETWORK) != 0:
+        confine.LIBRARY.unshare(NEW_USERS | NEW_NETWORK)
 
 
 def rehearse() -> None:
@@ -80,6 +82,7 @@ def rehearse() -> None:
     load_imports(code)
     request = json.loads(frame({"final_answer": "1", "conversation": [{"role": "user", "content": "\u00e9"}]})[4:])
     assert plain(call_verifier(code, request, Echo())) == 1.0
+    confine.prepare()
 
 
 def serve(control: socket.socket, limits: dict[str, int]) -> None:
@@ -100,6 +103,7 @@ def serve(control: socket.socket, limits: dict[str, int]) -> None:
             elif ready == control.fileno():
                 _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
                 if not descriptors:
+                    signal.set_wakeup_fd(-1)
                     for pid in children:
                         os.kill(pid, signal.SIGKILL)
                     return
@@ -164,11 +168,11 @@ def run_child(channel: int, limits: dict[str, int]) -> NoReturn:
     request = connection.receive()
     output = Output()
     sys.stdout = sys.stderr = output
-    set_limits(limits)
+    confine.set_limits(limits)
     try:
         code = compile(request["code"], "<verifier>", "exec", dont_inherit=True)
         load_imports(code)
-        drop_privileges(zygote)
+        give_up_rights(zygote)
         answer: dict[str, Any] = {"reward": plain(call_verifier(code, request, connection))}
     except BaseException as error:  # whatever the code does: the verdict is that there is none
         answer = {"error": f"{type(error).__name__}: {error}"[:OUTPUT_CHARACTERS]}
@@ -176,36 +180,13 @@ def run_child(channel: int, limits: dict[str, int]) -> NoReturn:
     os._exit(0)
 
 
-def drop_privileges(zygote: int) -> None:
-    """Give up everything that is not needed; after this the code may run."""
-    if os.geteuid() == 0:
-        try:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-        except OSError:
-            pass  # a user namespace of its own has no other users
+def give_up_rights(zygote: int) -> None:
+    """Keep nothing that is not needed; after this the code may run."""
+    confine.confine({}, user=FIRST_USER + os.getpid(), alone=True)
     if sys.platform == "linux":
-        LIBRARY.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        LIBRARY.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        confine.LIBRARY.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != zygote:
             os._exit(1)
-
-
-def set_limits(limits: dict[str, int]) -> None:
-    for kind, soft in (
-        ("RLIMIT_CPU", limits["cpu_seconds"]),  # one second more is the hard limit: the soft one tells why
-        ("RLIMIT_AS", limits["memory_bytes"]),
-        ("RLIMIT_NOFILE", limits["open_files"]),
-        ("RLIMIT_FSIZE", 0),
-        ("RLIMIT_NPROC", 0),
-        ("RLIMIT_CORE", 0),
-    ):
-        if hasattr(resource, kind):
-            try:
-                resource.setrlimit(getattr(resource, kind), (soft, soft + (kind == "RLIMIT_CPU")))
-            except (OSError, ValueError):
-                pass  # macOS refuses RLIMIT_AS
 
 
 def load_imports(code: CodeType) -> None:

@@ -1,0 +1,306 @@
+"""The coding sandbox: what code gets back, what it can reach, what it can use up, and that nothing of it stays.
+
+Every test of escape runs in each isolation that this machine has; one that it lacks is skipped by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from tests.support.processes import children, until
+from workers.environment.sandbox import (
+    Isolation,
+    IsolationUnavailable,
+    Ran,
+    SandboxLimits,
+    SandboxSession,
+    find_isolation,
+)
+from workers.environment.sandbox.inside import confine
+from workers.environment.sandbox.isolation import KINDS, Kind
+from workers.environment.sandbox.memory import MemoryWatch
+from workers.environment.sandbox.session import SandboxFailed
+
+LIMITS = SandboxLimits(
+    seconds=20.0,
+    memory_bytes=512 << 20,
+    total_memory_bytes=768 << 20,
+    processes=12,
+    file_bytes=4 << 20,
+    scratch_bytes=8 << 20,
+    output_bytes=2000,
+)
+
+
+async def available(kind: Kind) -> Isolation:
+    try:
+        return await find_isolation((kind,))
+    except IsolationUnavailable as unavailable:
+        pytest.skip(f"no {kind} here: {unavailable}")
+
+
+@pytest.fixture(params=KINDS)
+async def isolation(request: pytest.FixtureRequest) -> Isolation:
+    return await available(request.param)
+
+
+@pytest.fixture
+async def watch() -> AsyncIterator[MemoryWatch]:
+    watch = MemoryWatch()
+    async with watch.running():
+        yield watch
+
+
+@pytest.fixture
+async def session(isolation: Isolation, watch: MemoryWatch) -> AsyncIterator[SandboxSession]:
+    session = SandboxSession(isolation, LIMITS, watch)
+    yield session
+    await session.close()
+
+
+async def run(session: SandboxSession, code: str, *, seconds: float | None = None) -> Ran:
+    with anyio.fail_after(50):
+        return await session.run(code, seconds=seconds)
+
+
+async def test_code_gives_output_errors_and_an_exit_code_and_keeps_its_variables(session: SandboxSession) -> None:
+    assert await run(session, "x = 20\nprint('hé')") == Ran(stdout="hé\n", stderr="", exit_code=0)
+    assert (await run(session, "import sys\nprint(x + 1)\nprint('e', file=sys.stderr)")) == Ran(
+        stdout="21\n", stderr="e\n", exit_code=0
+    )
+    failed = await run(session, "def divide():\n    return 1 / 0\ndivide()")
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith('Traceback (most recent call last):\n  File "<code 3>", line 3')
+    assert "return 1 / 0" in failed.stderr and failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "runner.py" not in failed.stderr
+    assert (await run(session, "exit(3)")).exit_code == 3
+    assert (await run(session, "raise SystemExit('no')")) == Ran(stdout="", stderr="no\n", exit_code=1)
+    assert (await run(session, "x = (")).exit_code == 1
+    assert await run(
+        session, "import subprocess\nprint(subprocess.run('echo $((x+2))', shell=True, capture_output=True).stdout)"
+    )
+    assert (await run(session, "import os; os.write(1, b'low')")).stdout == "low"
+    assert (await run(session, "import threading\nt = threading.Thread(target=print, args=(x,)); t.start(); t.join()")).stdout
+    assert (await run(session, "print(x)")).stdout == "20\n"
+
+
+async def test_code_that_takes_too_long_is_stopped_and_its_variables_stay(session: SandboxSession) -> None:
+    await run(session, "x = 1")
+    stopped = await run(session, "import time\nprint('so far')\ntime.sleep(600)", seconds=1)
+    assert (stopped.exit_code, stopped.stdout, stopped.ended) == (124, "so far\n", "")
+    assert "took longer than 1 s" in stopped.stderr
+    assert (await run(session, "print(x)")).stdout == "1\n"
+
+
+async def test_code_that_cannot_be_stopped_from_within_is_killed(session: SandboxSession) -> None:
+    await run(session, "x = 1")
+    code = "import time\nprint('so far')\nwhile True:\n  try: time.sleep(600)\n  except BaseException: pass"
+    killed = await run(session, code, seconds=2)
+    assert (killed.exit_code, killed.stdout, killed.ended) == (124, "so far\n", "time")
+    after = await run(session, "print('x' in globals())")
+    assert (after.stdout, after.fresh) == ("False\n", True)
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [("import os; os._exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
+async def test_an_interpreter_that_ends_is_replaced_and_the_next_code_is_told(
+    session: SandboxSession, code: str, exit_code: int
+) -> None:
+    ended = await run(session, f"print('before')\n{code}")
+    assert ended == Ran(stdout="before\n", stderr="", exit_code=exit_code, ended="exit")
+    assert await run(session, "print(5)") == Ran(stdout="5\n", stderr="", exit_code=0, fresh=True)
+    assert not (await run(session, "print(6)")).fresh
+
+
+async def test_nothing_of_one_episode_is_seen_by_another(isolation: Isolation, watch: MemoryWatch) -> None:
+    first, second = (SandboxSession(isolation, LIMITS, watch) for _ in range(2))
+    try:
+        await run(
+            first, "import os\nx = 1\nopen('/tmp/left', 'w').write('x')\nif os.fork() == 0:\n  import time; time.sleep(600)"
+        )
+        assert (await run(second, "import os\nprint(os.listdir('/tmp'), 'x' in globals())")).stdout == "[] False\n"
+        await first.close()
+        assert (await run(second, "print(1)")).stdout == "1\n"
+    finally:
+        await first.close()
+        await second.close()
+    await until(lambda: not children())
+
+
+LOOK_AROUND = """
+print(dict(os.environ))
+for folder in {folders!r}:
+    print(folder, os.path.exists(folder))
+found = []
+for where, _, files in os.walk('/'):
+    found += [os.path.join(where, name) for name in files if name.endswith(({suffix!r}, '.pem', 'shadow', 'id_rsa'))]
+print(found)
+print(os.path.exists('/proc/1'), os.path.exists('/etc/passwd'), os.getpid() < 10)
+"""
+
+
+async def test_secret_files_and_variables_are_out_of_sight(
+    isolation: Isolation, watch: MemoryWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEETBUS_SECRET", "s3cret")
+    secret = tmp_path / "key.fleetbus-secret"
+    secret.write_text("s3cret")
+    session = SandboxSession(isolation, LIMITS, watch)
+    try:
+        folders = [str(secret), str(Path(__file__)), "/home", "/var"]
+        seen = await run(session, LOOK_AROUND.format(folders=folders, suffix=secret.suffix))
+    finally:
+        await session.close()
+    assert seen.exit_code == 0, seen.stderr
+    assert "s3cret" not in seen.stdout and "SECRET" not in seen.stdout
+    assert all(f"{folder} False" in seen.stdout for folder in folders)
+    assert "[]\nFalse False True\n" in seen.stdout
+
+
+ESCAPES: dict[str, tuple[str, str]] = {
+    "network": ("import socket; socket.create_connection(('1.1.1.1', 53), 5)", "unreachable"),
+    "loopback": ("import socket; socket.create_connection(('127.0.0.1', 4222), 5)", "OSError"),
+    "interfaces": ("import socket; raise OSError(socket.if_nameindex())", "[(1, 'lo')]"),
+    "write outside": ("open('/usr/escaped', 'w')", "Error"),
+    "write to Python": ("import json; open(json.__file__, 'a')", "Read-only file system"),
+    "write to the root": ("open('/escaped', 'w')", "Error"),
+    "mount": (
+        "import ctypes\nif ctypes.CDLL(None).mount(b'a', b'/tmp', b'tmpfs', 0, None): raise OSError('refused')",
+        "refused",
+    ),
+    "namespace": ("import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError('refused')", "refused"),
+    "become root": ("import os\nos.setuid(0)", "PermissionError"),
+    "raise a limit": ("import resource as r\nr.setrlimit(r.RLIMIT_NPROC, (99999, 99999))", "Error"),
+    "trace": ("import ctypes, os\nif ctypes.CDLL(None).ptrace(16, 1, 0, 0): raise OSError('refused')", "refused"),
+    "shared memory": (
+        "import ctypes\nif ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) < 0: raise OSError('refused')",
+        "refused",
+    ),
+    "memory": ("x = bytearray(1 << 30)", "MemoryError"),
+    "file": ("open('/tmp/large', 'wb').write(bytes(5 << 20))", "File too large"),
+    "files": ("for i in range(9): open(f'/tmp/{i}', 'wb').write(bytes(2 << 20))", "No space left"),
+    "files in memory": ("for i in range(9): open(f'/dev/shm/{i}', 'wb').write(bytes(1 << 20))", "No space left"),
+    "descriptors": ("f = [open('/dev/null') for _ in range(1000)]", "Too many open files"),
+    "processes": ("import os\nfor _ in range(99):\n  if os.fork() == 0:\n    import time; time.sleep(600)", "BlockingIOError"),
+    "fork bomb": (
+        "import os, time\nuntil = time.time() + 1\nrefused = False\nwhile time.time() < until:\n  try: os.fork()\n"
+        "  except OSError: refused = True\nif refused: raise OSError('refused')",
+        "refused",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+async def test_an_escape_is_refused_and_the_episode_goes_on(session: SandboxSession, name: str) -> None:
+    code, words = ESCAPES[name]
+    ran = await run(session, code)
+    assert ran.exit_code == 1, ran
+    assert words in ran.stderr
+    assert (await run(session, "x = None\nprint('still here')")).stdout == "still here\n"
+
+
+async def test_gigabytes_of_output_are_cut_to_both_ends(session: SandboxSession) -> None:
+    ran = await run(session, "import os\nprint('begin')\nfor _ in range(1 << 30): os.write(1, b'y' * 4096)")
+    assert ran.exit_code == 1
+    assert ran.stdout.startswith("begin\n") and "bytes cut" in ran.stdout and len(ran.stdout) < 2100
+    assert "File too large" in ran.stderr
+    assert (await run(session, "print('short')")).stdout == "short\n"
+
+
+async def test_processes_that_together_use_too_much_memory_are_ended(session: SandboxSession) -> None:
+    bomb = (
+        "import os, time\nfor _ in range(8):\n  if os.fork() == 0:\n"
+        "    x = bytearray(b'x') * (200 << 20)\n    time.sleep(600)\ntime.sleep(600)"
+    )
+    ended = await run(session, bomb)
+    assert (ended.exit_code, ended.ended) == (137, "memory")
+    assert (await run(session, "print(1)")).fresh
+
+
+async def test_nothing_survives_the_episode(session: SandboxSession) -> None:
+    daemon = (
+        "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
+        "    while True: time.sleep(1)\n  os._exit(0)\nos.wait()"
+    )
+    assert (await run(session, daemon)).exit_code == 0
+    assert session.process_id is not None
+    inside = psutil.Process(session.process_id).children(recursive=True)
+    assert len(inside) >= 3
+    await session.close()
+    await until(lambda: not any(process.is_running() for process in inside))
+
+
+async def test_cancelled_code_is_ended_and_leaves_no_process(session: SandboxSession) -> None:
+    await session.open()
+    with anyio.move_on_after(0.5):
+        await session.run("import time; time.sleep(600)")
+    await until(lambda: not children())
+    assert (await run(session, "print(1)")).fresh
+
+
+WORKER = """
+import anyio
+from workers.environment.sandbox import SandboxLimits, SandboxSession, find_isolation
+from workers.environment.sandbox.memory import MemoryWatch
+
+async def main():
+    session = SandboxSession(await find_isolation(("{kind}",)), SandboxLimits(), MemoryWatch())
+    await session.run("x = 1")
+    print("running", flush=True)
+    await session.run("while True: pass")
+
+anyio.run(main)
+"""
+
+
+async def test_a_killed_worker_takes_its_sandboxes_with_it(isolation: Isolation) -> None:
+    code = WORKER.format(kind=isolation.kind)
+    async with await anyio.open_process([sys.executable, "-c", code], stderr=None) as worker:
+        assert worker.stdout is not None
+        with anyio.fail_after(40):
+            assert (await worker.stdout.receive()).startswith(b"running")
+        processes = psutil.Process(worker.pid).children(recursive=True)
+        worker.kill()
+    assert processes
+    await until(lambda: not any(process.is_running() for process in processes))
+
+
+async def test_where_nothing_isolates_one_line_says_what_to_do() -> None:
+    with pytest.raises(IsolationUnavailable) as caught:
+        await find_isolation(())
+    assert "install bubblewrap" in str(caught.value) and "\n" not in str(caught.value)
+
+
+async def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe looks for leaks itself: a bubblewrap that shares everything is not believed."""
+    from workers.environment.sandbox import isolation as module
+
+    if sys.platform != "linux":
+        pytest.skip("Linux only")
+    monkeypatch.setattr(module, "_bubblewrap", lambda *_, **__: ["/usr/bin/env"])
+    monkeypatch.setattr(Isolation, "command", lambda self, program, **_: [*program])
+    leak = await module._leak(Isolation(kind="bubblewrap", own_users=False))
+    assert "processes of others" in leak
+    assert "files of the host" in leak
+
+
+async def test_an_interpreter_that_cannot_start_is_an_error(watch: MemoryWatch, isolation: Isolation) -> None:
+    session = SandboxSession(isolation, SandboxLimits(memory_bytes=1 << 20), watch)
+    with pytest.raises(SandboxFailed):
+        await session.open()
+    await until(lambda: not children())
+
+
+@pytest.mark.parametrize("machine", confine.ARCHITECTURES)
+def test_the_filter_of_system_calls_has_only_jumps_that_end_inside(machine: str) -> None:
+    program = confine.compile_filter(machine, own_process=7)
+    instructions = [program[index : index + 8] for index in range(0, len(program), 8)]
+    for index, instruction in enumerate(instructions):
+        if instruction[0] & 7 == 5:
+            assert index + 1 + max(instruction[2], instruction[3]) < len(instructions)
+    assert instructions[-1] == confine.ret(0x7FFF0000)

@@ -1,0 +1,77 @@
+"""Frames between the worker and a process inside: four bytes of length, then JSON. What comes in is not trusted."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+import anyio
+
+MAX_FRAME_BYTES = 16 << 20
+"""Largest frame to a process and largest frame from one."""
+
+_HEADER = struct.Struct("!I")
+
+
+class ChannelBroken(Exception):
+    """The process sent something that is no frame, or nothing more."""
+
+
+class Channel:
+    """The worker's end of a socket; it does not block."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._received = bytearray()
+        self.silent = True
+        """Whether nothing was received yet."""
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Send a frame; raises `ChannelBroken` if it is too large or the process is gone."""
+        payload = json.dumps(message, default=str).encode()
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ChannelBroken(f"{len(payload)} bytes for the process exceed {MAX_FRAME_BYTES}")
+        rest = memoryview(_HEADER.pack(len(payload)) + payload)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                await anyio.wait_writable(self._socket)
+            except OSError as error:
+                raise ChannelBroken(str(error)) from error
+
+    async def receive(self) -> dict[str, Any]:
+        """The next frame; raises `ChannelBroken` if there is none, or none that can be read."""
+        length = _HEADER.unpack(await self._read(_HEADER.size))[0]
+        if length > MAX_FRAME_BYTES:
+            raise ChannelBroken(f"a message of {length} bytes exceeds {MAX_FRAME_BYTES}")
+        try:
+            message = json.loads(await self._read(length))
+        except (ValueError, RecursionError) as error:
+            raise ChannelBroken(f"not a message: {error}") from error
+        if not isinstance(message, dict):
+            raise ChannelBroken("not a message")
+        return message
+
+    async def _read(self, count: int) -> bytes:
+        while len(self._received) < count:
+            try:
+                chunk = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                await anyio.wait_readable(self._socket)
+                continue
+            except OSError as error:
+                raise ChannelBroken(str(error)) from error
+            if not chunk:
+                raise ChannelBroken("it ended without an answer")
+            self.silent = False
+            self._received += chunk
+        data = bytes(self._received[:count])
+        del self._received[:count]
+        return data
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,1 @@
+"""Programs that run inside the isolation, with the standard library alone."""

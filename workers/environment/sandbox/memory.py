@@ -1,0 +1,79 @@
+"""The memory of all processes of a sandbox together: limits of the kernel hold for each process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import anyio
+
+BUSY_SECONDS, IDLE_ROUNDS = 0.1, 10
+"""How often sandboxes are looked at while code runs, and every how many rounds of that when none does."""
+
+MAX_PROCESSES = 4096
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Watched(Protocol):
+    """A sandbox that may be looked at, and ended."""
+
+    busy: bool
+    memory_limit: int
+
+    @property
+    def process_id(self) -> int | None: ...
+
+    def end(self, reason: str) -> None: ...
+
+
+class MemoryWatch:
+    """Ends sandboxes whose processes together use more than their limit; use it inside `running`."""
+
+    def __init__(self, measure: Callable[[int], int] | None = None) -> None:
+        self._measure = measure or memory_of_tree
+        self._watched: set[Watched] = set()
+
+    def add(self, sandbox: Watched) -> None:
+        self._watched.add(sandbox)
+
+    def discard(self, sandbox: Watched) -> None:
+        self._watched.discard(sandbox)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _watch(self) -> None:
+        rounds = 0
+        while True:
+            await anyio.sleep(BUSY_SECONDS)
+            rounds += 1
+            for sandbox in tuple(self._watched):
+                process = sandbox.process_id
+                if process is None or not (sandbox.busy or rounds % IDLE_ROUNDS == 0):
+                    continue
+                if self._measure(process) > sandbox.memory_limit:
+                    sandbox.end("memory")
+
+
+def memory_of_tree(process: int) -> int:
+    """Bytes of memory that ``process`` and everything below it have of their own; pages that a fork shares count twice."""
+    total, waiting, seen = 0, [process], 0
+    while waiting and seen < MAX_PROCESSES:
+        current = waiting.pop()
+        seen += 1
+        try:
+            with open(f"/proc/{current}/statm", "rb") as file:
+                fields = file.read().split()
+            total += (int(fields[1]) - int(fields[2])) * _PAGE
+            for thread in os.listdir(f"/proc/{current}/task"):
+                with open(f"/proc/{current}/task/{thread}/children", "rb") as file:
+                    waiting += map(int, file.read().split())
+        except (OSError, IndexError, ValueError):
+            continue  # it has ended meanwhile
+    return total
