@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -209,7 +210,6 @@ async def test_expired_pull_requests_give_their_credits_back(
     server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pull, "EXPIRES_SECONDS", 0.3)
-    monkeypatch.setattr(pull, "HEARTBEAT_SECONDS", 0.1)
     async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:
         line = subscription._line
         with anyio.fail_after(5):
@@ -226,10 +226,51 @@ async def test_expired_pull_requests_give_their_credits_back(
         assert waiting.cancelled_caught
 
 
+PULLING = """
+import sys
+import anyio
+from fleetbus.bus.nats import connect
+
+async def pull():
+    async with connect(sys.argv[1], run=sys.argv[2]) as bus, bus.pull(sys.argv[3], credits=2) as subscription:
+        await bus.last_sequence()
+        print("pulling", flush=True)
+        await subscription.receive()
+
+anyio.run(pull)
+"""
+
+
+async def test_what_is_stored_while_a_puller_is_stopped_goes_to_others_at_once(server: NatsServerProcess) -> None:
+    """A stopped process keeps its connection, and its pull requests with it, until they expire."""
+    async with ready_bus(server.url) as bus:
+        stopped = await anyio.open_process([sys.executable, "-c", PULLING, server.url, RUN, CONSUMER], stderr=None)
+        try:
+            assert stopped.stdout is not None
+            with anyio.fail_after(30):
+                assert await stopped.stdout.receive() == b"pulling\n"
+            stopped.send_signal(signal.SIGSTOP)
+            with anyio.fail_after(10):
+                while await waiting_pulls(bus):  # noqa: ASYNC110  # the server tells nobody when a request expires
+                    await anyio.sleep(0.1)
+            await bus.publish(SUBJECTS.task("default", "e1"), b"x")
+            async with bus.pull(CONSUMER, credits=1) as subscription:
+                with anyio.fail_after(5):
+                    assert (await subscription.receive()).delivered == 1
+        finally:
+            stopped.kill()
+            await stopped.aclose()
+
+
+async def waiting_pulls(bus: Any) -> int:
+    """Pull requests that wait at the server."""
+    found = await bus._connection.api.ask(f"CONSUMER.INFO.{log_stream(RUN)}.{CONSUMER}")
+    return int(found.get("num_waiting", 0))
+
+
 async def test_pull_requests_that_the_server_lost_are_made_anew(
     server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(pull, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(puller, "_CHECK_EVERY_SECONDS", 0.05)
     async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:

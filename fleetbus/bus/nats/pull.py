@@ -16,10 +16,14 @@ from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import header_fields, publish_command, status_of, status_text
 from fleetbus.bus.nats.wire import Handler
 
-EXPIRES_SECONDS = 30.0
-HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = 5.0
-"""Without message or heartbeat for this long, the pull requests are taken for lost."""
+EXPIRES_SECONDS = 3.0
+"""A pull request ends after this, and is made again: what comes due while a puller is stopped goes to others soon.
+
+So the server answers at least this often, and owes no heartbeats: an idle puller costs two small messages in 3 s.
+"""
+
+SILENCE_SECONDS = 6.0
+"""Without message or status for this long, the pull requests are taken for lost."""
 
 _BACKOFF_SECONDS = 0.25
 _encode = msgspec.json.Encoder().encode
@@ -82,11 +86,11 @@ class PullLine:
         self._plan()
 
     def silent(self) -> bool:
-        """True if the server owes a heartbeat for too long."""
+        """True if the server owes a status for too long."""
         return self._route > 0 and self.asked > 0 and self._loop.time() - self.heard_at > SILENCE_SECONDS
 
     def _plan(self, delay_seconds: float = 0.0) -> None:
-        # Few large requests instead of many small ones: a server keeps a limited number per consumer and beats for each.
+        # Few large requests instead of many small ones: a server keeps a limited number per consumer and answers each.
         if self._planned is not None or not self._route or not self.wanted or self.wanted * 4 < self.asked:
             return
         if delay_seconds:
@@ -104,11 +108,7 @@ class PullLine:
         self._requests[b"%x" % self._count] = batch
         self.heard_at = self._loop.time()
         nanoseconds = 1_000_000_000
-        question = {
-            "batch": batch,
-            "expires": int(EXPIRES_SECONDS * nanoseconds),
-            "idle_heartbeat": int(HEARTBEAT_SECONDS * nanoseconds),
-        }
+        question = {"batch": batch, "expires": int(EXPIRES_SECONDS * nanoseconds)}
         self._wire.send(publish_command(self._subject, f"{self._inbox}.{self._count:x}", _encode(question)))
 
     def _on_wire(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -128,8 +128,6 @@ class PullLine:
 
     def _on_status(self, request: bytes, headers: bytes) -> None:
         status = status_of(headers)
-        if status == 100:
-            return
         batch = self._requests.pop(request, 0)
         unused = int(header_fields(headers).get("Nats-Pending-Messages", batch))
         unused = min(unused, self.asked)
