@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
+from schemas.session import SessionRefusal
 
 JournalEntry = SessionClaimed | SessionRecorded | SessionEnded
 
@@ -34,6 +35,7 @@ class Journal(msgspec.Struct, kw_only=True):
                 self.claim = entry
             case SessionRecorded():
                 self.records.append(entry)
+                self.ended = _end_of(entry)
             case SessionEnded():
                 self.ended = entry
 
@@ -63,6 +65,21 @@ class Journal(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(answer, end=ended.end, error_class=ended.error_class)
 
 
+def _end_of(record: SessionRecorded) -> SessionEnded | None:
+    """A call whose answer ends the session is its tombstone too."""
+    answer = record.answer
+    if answer.end is None:
+        return None
+    return SessionEnded(
+        session=record.session,
+        end=answer.end,
+        key=answer.key,
+        error_class=answer.error_class,
+        error=answer.error,
+        worker=answer.worker,
+    )
+
+
 _CONFLICT = "another call was made under this key"
 
 
@@ -83,9 +100,6 @@ def _essence(call: SessionCall) -> SessionCall:
     return msgspec.structs.replace(call, wait_seconds=0.0, number=-1)
 
 
-def refused(call: SessionCall, refusal: str, error: str) -> SessionAnswer:
+def refused(call: SessionCall, refusal: SessionRefusal, error: str) -> SessionAnswer:
     """The answer to a call that is not executed."""
-    return msgspec.convert(
-        {"type": "SessionAnswer", "session": call.session, "key": call.key, "refusal": refusal, "error": error},
-        SessionAnswer,
-    )
+    return SessionAnswer(session=call.session, key=call.key, refusal=refusal, error=error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import anyio
 import msgspec
@@ -20,11 +20,10 @@ from schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, Episod
 from schemas.tokens import pack_mask, token_count
 from workers.environment.base import Environment, Step
 from workers.environment.exchange import Exchange
+from workers.environment.outputs import checked_messages, clipped, plain_number
 from workers.environment.stages import EpisodeEnded, Stages, printable
 
 log = structlog.get_logger()
-
-CLIPPED = "\n[cut: {left} more bytes]"
 
 
 class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +100,7 @@ class Session:
             await self._environment.open(self._request.task)
         with self._stages.within("reset", self._limits.reset):
             start = await self._environment.reset()
-            messages, tools = _checked(start.messages), tuple(start.tools)
+            messages, tools = checked_messages(start.messages), tuple(start.tools)
         while self.turn < self._request.max_turns:
             turn = await self._next_turn(messages, tools)
             if turn is None:
@@ -145,7 +144,9 @@ class Session:
         self._tokens += token_count(turn.action.prompt_delta) + token_count(turn.action.sampled)
         with self._stages.within("step", self._limits.step):
             step = await self._environment.step(turn.action)
-            step = msgspec.structs.replace(step, messages=self._clipped(_checked(step.messages)))
+            step = msgspec.structs.replace(
+                step, messages=clipped(checked_messages(step.messages), self._settings.observation_bytes)
+            )
             self._count(step)
         if not math.isfinite(self._turn_rewards[-1]):
             raise EpisodeEnded("verifier_unknown", "reward_not_finite", f"turn {self.turn - 1} was rewarded {step.reward}")
@@ -155,19 +156,14 @@ class Session:
         """Numbers of other libraries become plain ones; what is no number raises `TypeError`."""
         self._tool_calls += operator.index(step.tool_calls)
         self._tool_errors += operator.index(step.tool_errors)
-        self._turn_rewards.append(_number(step.reward))
-
-    def _clipped(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-        """Text beyond the configured bytes is cut, and says so."""
-        limit = self._settings.observation_bytes
-        return tuple(_clip(message, limit) for message in messages)
+        self._turn_rewards.append(plain_number(step.reward))
 
     async def _graded(self, conclusion: Conclusion) -> Conclusion:
         """The verdict, even when the worker is being cancelled; without one the outcome is ``verifier_unknown``."""
         try:
             with self._stages.within("verify", self._limits.verify, shield=True):
                 verdict = await self._environment.verify()
-                reward = math.nan if verdict.reward is None else _number(verdict.reward)
+                reward = math.nan if verdict.reward is None else plain_number(verdict.reward)
                 reason = printable(verdict.reason)
         except EpisodeEnded as ended:
             reward, reason = math.nan, printable(f"{ended.error_class}: {ended.error}")
@@ -211,26 +207,3 @@ class Session:
             attempts=self._claim.attempt,
             policy_versions=tuple(sorted(versions)),
         )
-
-
-def _checked(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages of an environment; raises `TypeError` when they are something else."""
-    if not all(isinstance(message, ChatMessage) for message in messages):
-        raise TypeError("an environment's messages must be of the type ChatMessage")
-    return tuple(messages)
-
-
-def _number(value: float) -> float:
-    """A number of any library as a plain one; raises `TypeError` for text that spells one."""
-    math.isfinite(value)
-    return float(value)
-
-
-def _clip(message: ChatMessage, limit: int) -> ChatMessage:
-    if not isinstance(message.content, str):
-        return message
-    data = message.content.encode("utf-8", "replace")
-    if len(data) <= limit:
-        return message
-    kept = data[:limit].decode("utf-8", "ignore")
-    return msgspec.structs.replace(message, content=kept + CLIPPED.format(left=len(data) - len(kept.encode())))
