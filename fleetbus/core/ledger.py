@@ -15,11 +15,23 @@ class Ledger:
     def __init__(self, floor: int = 1, settled: Iterable[str] = ()) -> None:
         self._start = floor
         self._settled = set(settled)
+        self._asking: dict[str, int] = {}
+        self._known = floor - 1
         self._open: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
 
+    def asking(self, episode_id: str) -> None:
+        """A request is about to be stored: its position, still unknown, will be above every one that is known by now.
+
+        Its answer may be late, and requests stored after it be settled first: until then the floor stays below it.
+        """
+        if episode_id not in self._sequences:
+            self._asking[episode_id] = self._known + 1
+
     def requested(self, episode_id: str, sequence: int) -> bool:
         """Enter a request; False if it is settled or known already."""
+        self._asking.pop(episode_id, None)
+        self._known = max(self._known, sequence)
         if episode_id in self._sequences:
             return False
         self._sequences[episode_id] = sequence
@@ -44,9 +56,9 @@ class Ledger:
 
     @property
     def floor(self) -> int:
-        """Lowest log position of a request that is not settled; one after the last request when all are."""
-        if self._open:
-            return min(self._open.values())
+        """Lowest log position that a request which is not settled has or may have; one after the last when all are."""
+        if self._open or self._asking:
+            return min((*self._open.values(), *self._asking.values()))
         return max(self._sequences.values(), default=self._start - 1) + 1
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import anyio
@@ -21,9 +22,11 @@ class RecordedRequests(Requests):
 
     def __init__(self) -> None:
         self.asked: list[EpisodeRequested] = []
+        self.room: float = math.inf
 
     async def wait_for_room(self) -> None:
-        return
+        if len(self.asked) >= self.room:
+            await anyio.sleep_forever()
 
     def make(self, task: Task, **fields: Any) -> EpisodeRequested:
         version = fields.pop("version")
@@ -77,4 +80,27 @@ async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_p
             pool.published(1, 1)
             await wait_all_tasks_blocked()
             assert [request.policy_version for request in requests.asked[8:]] == [1] * 4
+            tasks.cancel_scope.cancel()
+
+
+async def test_every_group_waits_for_room_of_its_own() -> None:
+    """A round may be large, and others fill the log meanwhile."""
+    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, late="drop")
+    requests = RecordedRequests()
+    requests.room = 4
+    admission = Admission(
+        requests,
+        pool,
+        Curriculum([Task(key="t")], [], seed=1),
+        settings=LearnerSettings(groups=4, group_size=2, max_staleness=1, steps=10),
+        lineage="l1",
+        next_group=0,
+        progress=lambda: (0, 0),
+    )
+    pool.published(0, 0)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(admission.run, anyio.Event())
+            await wait_all_tasks_blocked()
+            assert len(requests.asked) == 4
             tasks.cancel_scope.cancel()

@@ -71,6 +71,23 @@ def test_settling_twice_or_the_unknown_is_refused() -> None:
             ledger.settle(episode)
 
 
+def test_the_floor_does_not_pass_a_request_whose_answer_is_late() -> None:
+    """It may stand in the log already, before requests that are settled by now."""
+    ledger = Ledger()
+    ledger.requested("a", 10)
+    ledger.asking("late")
+    for episode, sequence in (("b", 20), ("c", 30)):
+        ledger.requested(episode, sequence)
+    for episode in ("a", "b", "c"):
+        ledger.settle(episode)
+    assert ledger.floor == 11
+    assert ledger.settled_above == ("b", "c")
+    ledger.requested("late", 15)
+    assert ledger.floor == 15
+    ledger.settle("late")
+    assert ledger.floor == 31
+
+
 class Resumes(RuleBasedStateMachine):
     """A log of requests, some settled, with crashes in between, against a model that simply remembers everything.
 
@@ -83,7 +100,21 @@ class Resumes(RuleBasedStateMachine):
         self.log: dict[str, int] = {}
         self.settled: set[str] = set()
         self.ledger = Ledger()
+        self.unanswered: dict[str, int] = {}
         self.end = 0
+
+    @rule(gap=st.integers(1, 3))
+    def store_without_an_answer(self, gap: int) -> None:
+        self.end += gap
+        episode = f"e{self.end}"
+        self.log[episode] = self.unanswered[episode] = self.end
+        self.ledger.asking(episode)
+
+    @precondition(lambda self: self.unanswered)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        episode = data.draw(st.sampled_from(sorted(self.unanswered)))
+        assert self.ledger.requested(episode, self.unanswered.pop(episode))
 
     @rule(gap=st.integers(1, 3))
     def request(self, gap: int) -> None:
@@ -92,10 +123,10 @@ class Resumes(RuleBasedStateMachine):
         self.log[episode] = self.end
         assert self.ledger.requested(episode, self.end)
 
-    @precondition(lambda self: len(self.settled) < len(self.log))
+    @precondition(lambda self: set(self.log) - self.settled - set(self.unanswered))
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
-        episode = data.draw(st.sampled_from(sorted(set(self.log) - self.settled)))
+        episode = data.draw(st.sampled_from(sorted(set(self.log) - self.settled - set(self.unanswered))))
         self.settled.add(episode)
         self.ledger.settle(episode)
 
@@ -103,13 +134,14 @@ class Resumes(RuleBasedStateMachine):
     def crash_and_resume(self) -> None:
         floor, settled = self.ledger.floor, self.ledger.settled_above
         self.ledger = Ledger(floor, settled)
+        self.unanswered.clear()
         for episode, sequence in self.log.items():
             if sequence >= floor:
                 assert self.ledger.requested(episode, sequence) == (episode not in self.settled)
 
     @invariant()
     def open_is_what_was_never_settled(self) -> None:
-        assert set(self.ledger.open_ids) == set(self.log) - self.settled
+        assert set(self.ledger.open_ids) == set(self.log) - self.settled - set(self.unanswered)
 
     @invariant()
     def floor_and_settled_above_tell_all(self) -> None:

@@ -63,8 +63,8 @@ class Admission:
             if not allowed:
                 await changed.wait()
                 continue
-            await self._requests.wait_for_room()
             for _ in range(allowed):
+                await self._requests.wait_for_room()
                 group_id = f"g{self.next_group:06d}"
                 self.next_group += 1
                 await self._request(group_id, range(self._settings.group_size))

@@ -81,6 +81,7 @@ class GroupPool:
     def expect(self, episode_id: str, group_id: str) -> None:
         """Enter an episode of an admitted group before its request is stored: its result may be read first."""
         self._group_of[episode_id] = group_id
+        self._ledger.asking(episode_id)
 
     def requested(self, episode_id: str, sequence: int) -> bool:
         """The episode's request stands at this position of the log; False if it is settled or known already."""
