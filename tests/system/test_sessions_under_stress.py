@@ -373,6 +373,23 @@ async def test_an_episode_cancelled_while_it_waits_for_an_action_ends_as_cancell
         await anyio.sleep(20)
 
 
+async def test_an_order_to_cancel_is_kept_while_the_log_is_away() -> None:
+    """Longer than a question to it is waited for; the episode is not played again when the log is back."""
+    at = Stage(step=lasting(4))
+    async with fleet_on(at) as fleet:
+        worker = fleet.members["environment-0"]
+        await fleet.request()
+        await at.begun.wait()
+        answer = await fleet.control(worker, "cancel", "e")
+        assert answer.detail == "e"
+        worker.cut()
+        await anyio.sleep(40)
+        worker.mend()
+        result = await fleet.result()
+        assert_not_graded(result, "cancelled", "cancelled")
+        assert result.attempts == 1
+
+
 async def test_cancelling_an_episode_that_does_not_run_here_says_so() -> None:
     async with fleet_on(Stage()) as fleet:
         await fleet.request()

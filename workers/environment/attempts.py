@@ -18,8 +18,8 @@ from fleetbus.bus.base import Bus, Delivery
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.claims import Standing
 from fleetbus.core.history import Turn
-from fleetbus.episodes import read_observed, read_standing, read_turns, store_result
-from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.episodes import RETRY_SECONDS, read_observed, read_standing, read_turns, store_result
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.leases import Leases
 from schemas import (
     Action,
@@ -302,13 +302,27 @@ class Attempts:
     async def _stopped(self, running: Running) -> None:
         """After a cancellation: the outcome ``cancelled`` if that was asked for, a goodbye if the worker drains."""
         if running.cancelled:
-            standing = await read_standing(self._bus, self._subjects, running.request.episode_id)
+            standing = await self._standing_in_time(running.request)
             if standing.result is None:
                 await self._conclude(running, standing, "cancelled", "cancelled")
             else:
                 await self._ack(running.request.episode_id)
         elif running.handed_back:
             await self._say_goodbye(running)
+
+    async def _standing_in_time(self, request: EpisodeRequested) -> Standing:
+        """How the episode stands, however long the log is away: an order to cancel would be forgotten otherwise.
+
+        Raises `RequestUnanswered` when this worker is leaving, or the deadline has passed and the requester closes it.
+        """
+        while True:
+            try:
+                return await read_standing(self._bus, self._subjects, request.episode_id)
+            except RequestUnanswered as unanswered:
+                if self._closed or self._bus.now_ns() >= request.deadline_ns:
+                    raise
+                log.warning("the log is asked again later", reason=str(unanswered))
+                await anyio.sleep(RETRY_SECONDS)
 
     async def _say_goodbye(self, running: Running) -> None:
         episode = running.request.episode_id

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from fleetbus.bus.base import Bus
@@ -10,6 +12,8 @@ from schemas import LineageStarted, PolicyPublished, Subjects
 from workers.learner.base import Trainer
 from workers.learner.beginning import published_versions
 from workers.learner.book import Chain
+
+_FILE = re.compile(r"l(?P<lineage>\d+)-v(?P<version>\d{6,})\.safetensors")
 
 
 class Publication:
@@ -36,7 +40,6 @@ class Publication:
         self._folder = folder
         self._keep = keep
         self._ports = ports
-        self._files: list[Path] = []
         self.version = -1
 
     async def fence(self, started: LineageStarted, *, decided_on: Chain) -> dict[int, int]:
@@ -67,7 +70,22 @@ class Publication:
             )
         )
         self.version = version
-        self._files.append(file)
-        while len(self._files) > self._keep:
-            self._files.pop(0).unlink(missing_ok=True)
+        await self._ports.offload(prune_versions, self._folder, self._keep)
         return version
+
+
+def prune_versions(folder: Path, keep: int) -> None:
+    """Keep the newest ``keep`` versions: whatever lineage made the others, nobody is told to load them any more.
+
+    Version numbers never repeat; of files with one number the newest lineage's is the one that was published.
+    """
+    files = sorted((int(found["version"]), int(found["lineage"]), found.string) for found in _versions_in(folder))
+    for _, _, name in files[:-keep]:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _versions_in(folder: Path) -> Iterator[re.Match[str]]:
+    for path in folder.iterdir():
+        found = _FILE.fullmatch(path.name)
+        if found is not None:
+            yield found

@@ -1,0 +1,34 @@
+"""Which weights files of a run are kept: the newest versions, whatever lineage made the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from workers.learner.publication import prune_versions
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def filled(folder: Path, *files: str) -> Path:
+    for name in files:
+        (folder / name).write_bytes(b"x")
+    return folder
+
+
+def test_files_of_lineages_that_were_cut_go_with_those_that_are_too_old(tmp_path: Path) -> None:
+    files = [f"l1-v{version:06d}.safetensors" for version in range(6)] + ["l2-v000006.safetensors", "l3-v000007.safetensors"]
+    prune_versions(filled(tmp_path, *files), keep=3)
+    assert names(tmp_path) == ["l1-v000005.safetensors", "l2-v000006.safetensors", "l3-v000007.safetensors"]
+
+
+def test_of_two_files_with_one_number_the_newer_lineages_is_kept(tmp_path: Path) -> None:
+    prune_versions(filled(tmp_path, "l9-v000004.safetensors", "l10-v000004.safetensors"), keep=1)
+    assert names(tmp_path) == ["l10-v000004.safetensors"]
+
+
+def test_nothing_else_is_touched(tmp_path: Path) -> None:
+    others = ["notes.txt", ".l1-v000001.safetensors.part", "model.safetensors"]
+    prune_versions(filled(tmp_path, *others, "l1-v000001.safetensors", "l1-v000002.safetensors"), keep=1)
+    assert names(tmp_path) == sorted([*others, "l1-v000002.safetensors"])
