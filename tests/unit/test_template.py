@@ -192,7 +192,7 @@ REWRITING = {
         "<|im_start|>assistant\n"
     ),
     "counts turns": CHATML.replace("{{ m.role }}", "{{ messages | length }}"),
-    "opens a thought": CHATML.replace("assistant\n", "assistant\n<think>\n"),
+    "opens with what it keeps from nobody": CHATML.replace("assistant\n", "assistant {{ messages | length }}\n"),
 }
 
 

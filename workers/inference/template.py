@@ -2,8 +2,9 @@
 
 Above it is the inference worker; below are transformers and tokenizers, imported only here and only when a folder is opened.
 What an assistant's turn is followed by is read from the template itself: a small conversation with the new messages at its
-end is rendered, and everything after the assistant's words is the delta. The words themselves are always the sampled ids:
-a template that leaves out earlier reasoning when it renders a history anew does not shorten what was sampled.
+end is rendered, and everything after the assistant's words is the delta. The words themselves are always the sampled ids, so
+the history is exact: a template that drops earlier reasoning when it renders a history anew, or that opens a thought only for
+the turn to come, does not change what was sampled and what it was sampled after. See docs/decisions/0061.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MAX_CACHED_CHARACTERS = 8192
 """Longer texts are tokenised anew each time, which bounds the memory of the cache."""
 
 _ANSWER = "Fleetbusanswer"
+_THOUGHT = "Fleetbusthought"
 _BASE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER})
 
 
@@ -32,13 +34,20 @@ class ChatTemplate:
     """`Template` for any folder with a tokenizer and a chat template. Raises `UserError` if it has none, or if the template
     rewrites earlier turns, so that no history could grow by appending. ``template_tools`` hands the tools to the template;
     by default the environment's own messages describe them. Special tokens within message contents are broken by a
-    zero-width space, so that no observation can end a turn or begin one."""
+    zero-width space, so that no observation can end a turn or begin one.
+
+    ``drops_reasoning`` says that the template leaves earlier reasoning out; with ``reasoning`` "refuse" such a model is
+    refused, with "keep" the history keeps what was sampled. ``thinking`` is told to templates that ask for
+    ``enable_thinking``. ``turn_end`` is the id that ends an assistant's turn."""
 
     stop_ids: frozenset[int]
 
-    def __init__(self, folder: Path, *, template_tools: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, template_tools: bool = False, reasoning: str = "keep", thinking: bool | None = None
+    ) -> None:
         self._folder = folder
         self._template_tools = template_tools
+        self._told: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         self._tokenizer = _open_tokenizer(folder)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self._encode_text = _plain_encoder(self._tokenizer, backend)
@@ -48,14 +57,23 @@ class ChatTemplate:
         self._turn_end = self._find_turn_end()
         self._turn_end_id = self._encode_text(self._turn_end)[0]
         self.stop_ids = frozenset({self._turn_end_id, *_end_ids(folder, self._tokenizer)})
+        self.turn_end = self._turn_end_id
+        self._joins_system = False
         self._check_appending()
+        self.drops_reasoning = self._find_dropped_reasoning()
+        if self.drops_reasoning and reasoning == "refuse":
+            raise UserError(
+                f"{folder}: the chat template drops earlier reasoning, which histories here keep: allow that with "
+                "--inference-reasoning keep, or put a chat_template.jinja that keeps it into the folder"
+            )
         self._cached_ids = lru_cache(MAX_CACHED_DELTAS)(self._ids)
         self._cached_delta = lru_cache(MAX_CACHED_DELTAS)(self._delta)
 
     def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         """Ids of the whole prompt of turn 0, ending where the assistant begins. Raises `UserError` if the template refuses."""
         described = [_described(tool) for tool in tools] if self._template_tools and tools else None
-        text = self._render([self._plain(message) for message in messages], tools=described)
+        plain = [self._plain(message) for message in messages]
+        text = self._render(_joined_system(plain) if self._joins_system else plain, tools=described)
         return list(self._cached_ids(text) if len(text) <= MAX_CACHED_CHARACTERS else self._ids(text))
 
     def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
@@ -74,6 +92,14 @@ class ChatTemplate:
         """The id of a token by its string, None if the vocabulary has no such single token."""
         ids = self._encode_text(token)
         return ids[0] if len(ids) == 1 else None
+
+    def encode(self, text: str) -> list[int]:
+        """Any text as ids, without tokens for its beginning or end."""
+        return list(self._encode_text(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Any ids as text, special tokens included."""
+        return self._decode_ids(list(ids), skip_special_tokens=False)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._encode_text(text))
@@ -106,7 +132,7 @@ class ChatTemplate:
 
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._told
             )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -121,18 +147,54 @@ class ChatTemplate:
         return max(ends, key=len)
 
     def _check_appending(self) -> None:
-        """Compare a conversation of three turns, appended turn by turn, with the template's own rendering of the whole."""
-        system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "And then?"}
-        openings = [[_BASE[0]]]
+        """Compare a conversation of three turns, appended turn by turn, with the template's own rendering of the whole.
+
+        A system message that the template moves to the newest turn (Mistral's does) is joined to the first user message
+        instead, which is where the template itself puts it on turn 0.
+        """
+        system = {"role": "system", "content": "Be brief."}
+        self._check_opening([_BASE[0]])
         if self._accepts([system, _BASE[0]]):
-            openings.append([system, _BASE[0]])
-        for opening in openings:
-            appended = self._render(opening) + 2 * (_ANSWER + self._following([question]))
-            if self._render([*opening, _BASE[1], question, _BASE[1], question]) != appended:
-                raise UserError(
-                    f"{self._folder}: the chat template rewrites earlier turns when later ones are added; "
-                    "put a chat_template.jinja that only appends into the folder"
-                )
+            try:
+                self._check_opening([system, _BASE[0]])
+            except UserError:
+                if self._render(_joined_system([system, _BASE[0]])) != self._render([system, _BASE[0]]):
+                    raise
+                self._joins_system = True
+        else:
+            self._joins_system = True
+
+    def _check_opening(self, opening: list[dict[str, str]]) -> None:
+        question = {"role": "user", "content": "And then?"}
+        begun = self._render(opening)
+        whole = self._render([*opening, _BASE[1], question, _BASE[1], question])
+        header = whole.partition(_ANSWER)[0]
+        following = self._following([question])
+        told = self._as_told_later(begun, header, following)
+        if told is None or whole != header + _ANSWER + told + _ANSWER + following:
+            raise UserError(
+                f"{self._folder}: the chat template rewrites earlier turns when later ones are added; "
+                "put a chat_template.jinja that only appends into the folder"
+            )
+
+    @staticmethod
+    def _as_told_later(begun: str, header: str, following: str) -> str | None:
+        """``following`` as the template writes it once the turn that it opens is past; None if that cannot be.
+
+        A turn to come may open with more than a past one shows (``<think>``), or a past one with a space that the model
+        samples itself.
+        """
+        if begun.startswith(header):
+            opener = begun[len(header) :]
+            return following.removesuffix(opener) if following.endswith(opener) else None
+        if header.startswith(begun) and header[len(begun) :].isspace():
+            return following + header[len(begun) :]
+        return None
+
+    def _find_dropped_reasoning(self) -> bool:
+        """True if the template leaves the reasoning of earlier turns out."""
+        thought = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
+        return _THOUGHT not in self._render([_BASE[0], thought, _BASE[0]])
 
     def _accepts(self, messages: list[dict[str, str]]) -> bool:
         try:
@@ -140,6 +202,14 @@ class ChatTemplate:
         except UserError:
             return False
         return True
+
+
+def _joined_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """A leading system message as the beginning of the user message after it."""
+    if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
+        return messages
+    content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+    return [{"role": "user", "content": content}, *messages[2:]]
 
 
 def _open_tokenizer(folder: Path) -> Any:
