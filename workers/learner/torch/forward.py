@@ -7,6 +7,7 @@ where a token was sampled. The gradient is that of the plain forward pass over e
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,22 @@ def head_is_plain(model: PreTrainedModel) -> bool:
         enlarging.remove()
 
 
+def can_pack(model: PreTrainedModel) -> bool:
+    """True if sequences that are packed into one row do not see each other: tried on two short ones."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(1, 13, device=model.device)[None] % vocabulary
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(model.device)
+    with torch.no_grad():
+        together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 5:]
+        alone = model(input_ids=ids[:, 5:], use_cache=False).logits[0]
+    return torch.allclose(together, alone, atol=1e-4, rtol=1e-3)
+
+
+def keeps_logits(model: PreTrainedModel) -> bool:
+    """True if the model computes logits at chosen places only when it is asked to."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
 def score(
     model: PreTrainedModel,
     batch: MicroBatch,
@@ -72,17 +89,20 @@ def score(
     prefix: SharedPrefix | None,
     temperature: torch.Tensor | float = 1.0,
     plain_head: bool = True,
+    precision: torch.dtype = torch.float32,
 ) -> Scores:
-    """Scores of the batch's sampled tokens; ``temperature`` divides the logits, one for all or one per token [N]."""
+    """Scores of the batch's sampled tokens; ``temperature`` divides the logits, one for all or one per token [N].
+
+    ``plain_head`` False runs the model as a whole, as a sharded model or one with a soft cap needs. ``precision`` bfloat16
+    computes in that type; logits are turned to float32 before their softmax.
+    """
     options: dict[str, Any] = {"use_cache": False}
     if prefix is not None:
         options = {"use_cache": True, "past_key_values": prefix.cache(len(batch.ids))}
-    if plain_head:
-        hidden = model.base_model(input_ids=batch.ids, **options).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[batch.rows, batch.columns])
-    else:
-        logits = model(input_ids=batch.ids, **options).logits[batch.rows, batch.columns]
-    logits = logits.float()
+    if batch.positions is not None:
+        options["position_ids"] = batch.positions
+    with torch.autocast(batch.ids.device.type, precision, enabled=precision != torch.float32):
+        logits = _logits(model, batch, plain_head, options).float()
     if isinstance(temperature, torch.Tensor):
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
@@ -91,3 +111,17 @@ def score(
     with torch.no_grad():
         entropies = -(everywhere.exp() * everywhere).sum(-1)
     return Scores(everywhere.gather(-1, batch.targets[:, None])[:, 0], entropies)
+
+
+def _logits(model: PreTrainedModel, batch: MicroBatch, plain_head: bool, options: dict[str, Any]) -> torch.Tensor:
+    """Logits [N, vocabulary] at the places whose next token was sampled."""
+    logits: torch.Tensor
+    if plain_head:
+        hidden = model.base_model(input_ids=batch.ids, **options).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[batch.rows, batch.columns])
+    elif keeps_logits(model) and len(batch.columns):
+        kept, places = torch.unique(batch.columns, return_inverse=True)
+        logits = model(input_ids=batch.ids, logits_to_keep=kept, **options).logits[batch.rows, places]
+    else:
+        logits = model(input_ids=batch.ids, **options).logits[batch.rows, batch.columns]
+    return logits

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS, kl_k3
-from fleetbus.core.objectives import OBJECTIVES, constant_mean, outside_clip, sequence_mean, token_mean, token_ratio
+from fleetbus.core.corrections import kl_k3
+from fleetbus.core.losses import LossPlan, ratio_base, reduce_losses, token_losses
+from fleetbus.core.objectives import outside_clip, token_ratio
 from workers.learner.base import TrainingSequence
 from workers.learner.torch.batches import MicroBatch
 from workers.learner.torch.forward import Scores
-from workers.learner.torch.settings import TorchTrainerSettings
+from workers.learner.torch.sharding import Shards
 
 
 class Totals(NamedTuple):
@@ -76,6 +77,13 @@ class Measured:
             largest = differences.abs().max().item()
             self._difference_max = largest if math.isnan(self._difference_max) else max(self._difference_max, largest)
 
+    def gather(self, shards: Shards) -> None:
+        """Enter what the other processes measured on their micro-batches."""
+        self._sums = dict(zip(self._sums, shards.total(list(self._sums.values())), strict=True))
+        largest = -1.0 if math.isnan(self._difference_max) else self._difference_max
+        self._ratio_max, largest = shards.largest([self._ratio_max, largest])
+        self._difference_max = largest if largest >= 0 else math.nan
+
     def metrics(self, updates: int, epochs: int) -> dict[str, float]:
         """Means per token; ``loss`` is the mean over updates, ``tokens`` counts each sampled token once."""
         tokens = max(self._sums["tokens"], 1.0)
@@ -89,55 +97,36 @@ class Measured:
 
 
 def measured_loss(
-    settings: TorchTrainerSettings,
+    plan: LossPlan,
     batch: MicroBatch,
     tokens: SampledTokens,
     scores: Scores,
     *,
     proximal: torch.Tensor | None,
+    reference: torch.Tensor | None,
     totals: Totals,
     measured: Measured,
 ) -> torch.Tensor:
     """This micro-batch's share of the loss of its optimizer step. ``proximal`` [N]: the trainer's log-probabilities before the
-    first update, which the ratio is taken to when differences to the sampler are corrected; None: now is before."""
-    corrects = settings.correction != "none"
+    first update, None: now is before. ``reference`` [N]: those of the model that the KL pulls to, None: the sampler's."""
     if proximal is None:
         proximal = scores.logprobs.detach()
-    old = proximal if corrects else tokens.logprobs
-    logprobs, old_rows, mask = (batch.rowwise(values) for values in (scores.logprobs, old, torch.ones_like(old)))
-    sampler, advantages = batch.rowwise(tokens.logprobs), batch.rowwise(tokens.advantages)
-    losses = OBJECTIVES[settings.objective](
-        logprobs,
-        old_rows,
-        advantages,
-        mask,
-        low=settings.clip_low,
-        high=settings.clip_high,
-        dual=settings.dual_clip,
+    mask = batch.rowwise(torch.ones_like(tokens.logprobs))
+    losses = token_losses(
+        plan,
+        logprobs=batch.rowwise(scores.logprobs),
+        sampler=batch.rowwise(tokens.logprobs),
+        proximal=batch.rowwise(proximal),
+        advantages=batch.rowwise(tokens.advantages),
+        mask=mask,
+        reference=None if reference is None else batch.rowwise(reference),
     )
-    if corrects:
-        weigh = CORRECTIONS[settings.correction]
-        difference = batch.rowwise(proximal - tokens.logprobs)
-        losses = losses * weigh(difference, mask, low=settings.correction_low, high=settings.correction_high)
-    if settings.kl_coefficient:
-        losses = losses + settings.kl_coefficient * KL_ESTIMATORS[settings.kl_estimator](logprobs, sampler)
-    loss = _reduce(settings, losses, mask, totals)
+    loss: torch.Tensor = reduce_losses(plan, losses, mask, tokens=totals.tokens, sequences=totals.sequences)
     measured.add_loss(loss)
     with torch.no_grad():
-        ratio = token_ratio(scores.logprobs, old)
-        clipped = outside_clip(ratio, tokens.advantages, low=settings.clip_low, high=settings.clip_high)
+        ratio = token_ratio(scores.logprobs, ratio_base(plan, tokens.logprobs, proximal))
+        clipped = outside_clip(ratio, tokens.advantages, low=plan.clip_low, high=plan.clip_high)
         measured.add_tokens(
             entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)
         )
     return loss
-
-
-def _reduce(settings: TorchTrainerSettings, losses: torch.Tensor, mask: torch.Tensor, totals: Totals) -> torch.Tensor:
-    reduced: torch.Tensor
-    if settings.reduction == "token_mean":
-        reduced = token_mean(losses, mask, tokens=totals.tokens)
-    elif settings.reduction == "sequence_mean":
-        reduced = sequence_mean(losses, mask, sequences=totals.sequences)
-    else:
-        reduced = constant_mean(losses, mask, sequences=totals.sequences, length=settings.constant_length)
-    return reduced

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS
+from fleetbus.core.losses import REDUCTIONS, LossPlan
 from fleetbus.core.objectives import OBJECTIVES
 from fleetbus.errors import UserError
 
-REDUCTIONS = ("token_mean", "sequence_mean", "constant_mean")
+SCHEDULES = ("linear", "cosine", "constant")
 
 
 class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Defaults are those of the starter policy; a real model wants a ``learning_rate`` of about 1e-6.
 
     The rate rises over ``warmup_updates`` optimizer steps, because Adam's first steps have the full rate in every weight
-    however small its gradient, and falls linearly with progress to ``decayed_to`` of itself. ``clip_low`` and ``clip_high``
-    are offsets from 1. A batch is split into ``minibatches`` of one optimizer step each, ``epochs`` times over.
-    ``correction`` weighs the difference between sampler and trainer with ``correction_low`` and ``correction_high``; while
-    it is "none", ratios are taken to the sampler's log-probabilities, else to the trainer's own before the update.
-    ``kl_coefficient`` pulls towards the sampler's policy. ``constant_length`` is the divisor of "constant_mean".
-    ``threads`` 0 leaves torch's own choice.
+    however small its gradient, and falls with progress to ``decayed_to`` of itself as ``schedule`` says. ``clip_low`` and
+    ``clip_high`` are offsets from 1. A batch is split into ``minibatches`` of one optimizer step each, ``epochs`` times over.
+    Objective, correction, KL and reduction are those of `fleetbus.core.losses.LossPlan`; the KL pulls to the sampler's policy,
+    or (``kl_to`` "start") to the model of the folder. ``threads`` 0 leaves torch's own choice.
+
+    A forward pass takes at most ``micro_batch_size`` sequences and, with a ``token_budget``, so many tokens; ``packing`` puts
+    sequences into one row up to the budget. Sequences over ``max_tokens`` are cut at their end. ``precision`` "bfloat16"
+    computes in that type while weights and optimizer stay in ``dtype``. ``lora_rank`` above 0 trains adapters of
+    ``lora_targets`` only, scaled by ``lora_alpha / lora_rank``.
     """
 
     learning_rate: float = 3e-4
     decayed_to: float = 0.2
+    schedule: str = "linear"
     warmup_updates: int = 10
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -38,15 +45,36 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     correction: str = "none"
     correction_low: float = 0.5
     correction_high: float = 2.0
+    ratio_to: Literal["auto", "sampler", "trainer"] = "auto"
     kl_estimator: str = "k3"
     kl_coefficient: float = 0.0
+    kl_place: Literal["loss", "reward"] = "loss"
+    kl_to: Literal["sampler", "start"] = "sampler"
     minibatches: int = 1
     epochs: int = 1
     micro_batch_size: int = 16
+    token_budget: int = 0
+    packing: bool = False
+    max_tokens: int = 0
     share_prefix: bool = True
     device: str = "cpu"
     dtype: str = "float32"
+    precision: str = "float32"
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_targets: str = "all-linear"
     threads: int = 0
+
+    @property
+    def loss(self) -> LossPlan:
+        """The part that `fleetbus.core` computes."""
+        return msgspec.convert({name: getattr(self, name) for name in LossPlan.__struct_fields__}, LossPlan)
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the model of the run's start has to be asked too."""
+        return bool(self.kl_coefficient) and self.kl_to == "start"
 
     def check(self) -> None:
         """Raise `UserError` naming the first setting that is wrong."""
@@ -55,10 +83,16 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             ("reduction", REDUCTIONS),
             ("correction", tuple(CORRECTIONS)),
             ("kl_estimator", tuple(KL_ESTIMATORS)),
+            ("schedule", SCHEDULES),
             ("dtype", ("float32", "bfloat16")),
+            ("precision", ("float32", "bfloat16")),
         ):
             if getattr(self, name) not in allowed:
                 raise UserError(f"trainer setting {name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
         for name in ("minibatches", "epochs", "micro_batch_size", "constant_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"trainer setting {name} is {getattr(self, name)}: it must be at least 1")
+        if self.packing and not self.token_budget:
+            raise UserError("trainer setting packing needs a token_budget: the tokens of one packed row")
+        if self.correction == "geometric" and self.correction_low > 1.0:
+            raise UserError(f"trainer setting correction_low is {self.correction_low}: a geometric mask has to let 1 through")
