@@ -85,6 +85,9 @@ def environment_factory(
             return _Factory(
                 *openenv.openenv_factory(rest, grader=verifier, prompt=style, observation_bytes=observation_bytes)
             )
+        case "remote-gym":
+            remote_gym = _adapter(spec, "remote_gym", "remote-gym")
+            return _Factory(*remote_gym.remote_gym_factory(rest))
         case _ if form and rest and form not in ("warehouse", "mcp"):
             return _python_class(spec)
     raise UserError(f"environment {spec!r} is none of: {FORMS}")
