@@ -78,6 +78,7 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
 
     workers: Annotated[int, Meta(ge=1, description="Environment workers that `up` starts")] = 1
     slots: Annotated[int, Meta(ge=1, description="Episodes at a time per worker")] = 64
+    session_slots: Annotated[int, Meta(ge=0, description="Step-wise sessions at a time per worker, besides episodes")] = 64
     max_attempts: Annotated[int, Meta(ge=1, description="Take-overs without a goodbye before an episode counts as poison")] = 3
     max_hops: Annotated[int, Meta(ge=1, description="Re-routings of one observation before its episode ends")] = 3
     prompt: Annotated[
@@ -85,6 +86,12 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Meta(description="How the policy is told of its tools; auto: compact for the warehouse, fleet elsewhere"),
     ] = "auto"
     observation_bytes: Annotated[int, Meta(ge=1024, description="Longest text of one observation")] = 32_768
+    processes: Annotated[int, Meta(ge=0, description="Most processes of pool:MODULE:CLASS; 0: one per slot")] = 0
+    devices: Annotated[str, Meta(description="Devices that own environments get in turn, as in cuda:0,cuda:1")] = ""
+    sandbox: Annotated[
+        Literal["auto", "required"],
+        Meta(description="Verifiers where nothing isolates: graded with what limits there are, or refused"),
+    ] = "auto"
 
 
 class InferenceSettings(Settings, frozen=True, kw_only=True):

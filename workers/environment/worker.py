@@ -24,6 +24,7 @@ from fleetbus.slots import Slots
 from schemas import Action, Heartbeat, MalformedMessage, Subjects, decode
 from workers.environment.attempts import Attempts, Crew
 from workers.environment.base import Environment, MakesByTask
+from workers.environment.stepwise.host import SessionHost
 
 log = structlog.get_logger()
 
@@ -46,6 +47,8 @@ class EnvironmentWorker:
         self._leases = Leases(TASK_LEASE_SECONDS / 4)
         self._attempts = Attempts(crew, self._leases, self._counters)
         self._slots = Slots(bus, self._attempts.take_up)
+        self._session_slots = configuration.environment.session_slots
+        self._sessions = SessionHost(crew, self._session_slots, self._counters)
 
     async def run(self) -> None:
         """Work until drained; cancelled, it drops everything, and others take over when the leases run out."""
@@ -66,6 +69,8 @@ class EnvironmentWorker:
             group.start_soon(self._attempts.routes.run)
             group.start_soon(control.run)
             group.start_soon(self._receive_actions)
+            if self._session_slots:
+                group.start_soon(self._sessions.run)
             await self._work(presence)
             group.cancel_scope.cancel()
 
@@ -91,9 +96,11 @@ class EnvironmentWorker:
         async with anyio.create_task_group() as attempts:
             await self._slots.run({tasks_consumer(self._pool): self._slot_count}, self._drain, attempts)
             await presence.draining(in_flight=self._slots.in_flight)
-            with anyio.move_on_after(self._drain_seconds):
-                await self._slots.all_free()
-            self._attempts.hand_back_all()
+            async with anyio.create_task_group() as draining:
+                draining.start_soon(self._sessions.drain, self._drain_seconds)
+                with anyio.move_on_after(self._drain_seconds):
+                    await self._slots.all_free()
+                self._attempts.hand_back_all()
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -104,6 +111,8 @@ class EnvironmentWorker:
             lane=self._lane.name,
             draining=self._drain.is_set(),
             counters=dict(self._counters),
+            session_slots=self._session_slots,
+            sessions=self._sessions.open,
         )
 
 

@@ -1,0 +1,199 @@
+"""Step-wise sessions from the client's side: open an environment on the bus, step it, survive its worker.
+
+    async with sessions(bus, subjects) as client:
+        async with client.open(task) as session:
+            start = await session.reset()
+            answer = await session.step("left")
+            verdict = await session.verify()
+
+Every call has a key; a repeat of it gets the stored answer. When the worker is gone, another one takes the session over.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.client.workers import HostsSeen
+from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
+from schemas import ControlRequested, SessionAnswer, SessionCall, Subjects, Task, decode, encode
+
+PATIENCE_SECONDS = 5.0
+"""After this long without an answer the worker is asked whether it lives; a call that still runs there is joined."""
+
+PING_SECONDS = 1.0
+QUEUE_SECONDS = 2.0
+"""How long a call queues for a slot at one worker before another one is tried."""
+
+CLOSE_SECONDS = 35.0
+AWAY_SECONDS = 0.25
+
+ELSEWHERE = frozenset({"no_slot", "draining", "moved", "busy", "log"})
+"""Refusals after which a call is made again, the first three of them at another worker."""
+
+log = structlog.get_logger()
+
+
+class SessionFailed(FleetbusError):
+    """A call was not executed, or it ended the session. ``answer`` says why: its refusal, or its end and error class."""
+
+    def __init__(self, answer: SessionAnswer) -> None:
+        super().__init__(f"session {answer.session}: {answer.refusal or answer.end}: {answer.error or answer.error_class}")
+        self.answer = answer
+
+
+class SessionUnavailable(FleetbusError):
+    """No worker answered in time. The call may have been executed: repeat it under the same key to find out."""
+
+
+class SessionClient:
+    """Calls to the sessions of one run. Sessions are named by their callers, so a call can come from any client."""
+
+    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._hosts = HostsSeen(bus, subjects)
+        self._where: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Hear of workers, for ever."""
+        await self._hosts.run()
+
+    async def call(self, call: SessionCall, *, timeout: float) -> SessionAnswer:
+        """The answer to one call, wherever the session is; raises `SessionUnavailable` after ``timeout`` seconds.
+
+        Refusals that name a mistake of the caller's are returned as they are.
+        """
+        refusal = "no worker answers"
+        with anyio.move_on_after(timeout) as scope:
+            avoid: set[str] = set()
+            while True:
+                worker = self._where.get(call.session) or await self._chosen(avoid)
+                answer = await self._ask(worker, call, until=scope.deadline)
+                if answer is None:
+                    self._lost(call.session, worker)
+                    avoid.add(worker)
+                    continue
+                self._note(answer, worker)
+                if answer.refusal not in ELSEWHERE:
+                    return answer
+                refusal = answer.error
+                if answer.refusal in ("no_slot", "draining", "moved"):
+                    self._where.pop(call.session, None)
+                    avoid.add(worker)
+                else:
+                    await anyio.sleep(AWAY_SECONDS)
+        raise SessionUnavailable(f"session {call.session}: no answer to {call.call} within {timeout:g} s: {refusal}")
+
+    @asynccontextmanager
+    async def open(self, task: Task, *, session: str = "", timeout: float = 300.0) -> AsyncIterator[Session]:
+        """A session from its first call to its last, closed in every case."""
+        opened = Session(self, session or secrets.token_hex(16), timeout=timeout)
+        try:
+            await opened.make("open", task=task)
+            yield opened
+        finally:
+            with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+                await opened.close()
+
+    async def _chosen(self, avoid: set[str]) -> str:
+        """The best host; after all were tried, they are tried again from the first."""
+        with anyio.move_on_after(AWAY_SECONDS if avoid else PATIENCE_SECONDS):
+            return await self._hosts.choose(avoid)
+        avoid.clear()
+        return await self._hosts.choose()
+
+    async def _ask(self, worker: str, call: SessionCall, *, until: float) -> SessionAnswer | None:
+        """The answer of one worker, however long the call takes; None when it is gone."""
+        waiting = min(QUEUE_SECONDS, max(until - anyio.current_time(), 0.0))
+        payload = encode(
+            SessionCall(**{name: getattr(call, name) for name in call.__struct_fields__} | {"wait_seconds": waiting})
+        )
+        subject = self._subjects.rpc(worker, call.session)
+        while True:
+            try:
+                answer = await self._bus.request(subject, payload, timeout=PATIENCE_SECONDS)
+                return decode(SessionAnswer, answer, subject=subject)
+            except NoResponders:
+                return None
+            except RequestUnanswered:
+                if not await self._lives(worker):
+                    return None
+
+    async def _lives(self, worker: str) -> bool:
+        control = self._subjects.control("environment", worker)
+        try:
+            await self._bus.request(control, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)
+        except (NoResponders, RequestUnanswered):
+            return False
+        return True
+
+    def _lost(self, session: str, worker: str) -> None:
+        log.info("worker of a session is gone", session=session, worker=worker)
+        self._hosts.gone(worker)
+        self._where.pop(session, None)
+
+    def _note(self, answer: SessionAnswer, worker: str) -> None:
+        if answer.end is not None:
+            self._where.pop(answer.session, None)
+        elif not answer.refusal:
+            self._where[answer.session] = worker
+
+
+class Session:
+    """One open session. Use it from one task at a time."""
+
+    def __init__(self, client: SessionClient, name: str, *, timeout: float) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._number = 0
+        self.name = name
+
+    async def make(self, kind: Any, **fields: Any) -> SessionAnswer:
+        """One call; raises `SessionFailed` when it was refused or ended the session, `SessionUnavailable` in time."""
+        call = SessionCall(session=self.name, call=kind, key=f"{self._number}", number=self._number, **fields)
+        answer = await self._client.call(call, timeout=self._timeout)
+        if answer.refusal or (answer.end is not None and kind != "close"):
+            raise SessionFailed(answer)
+        self._number += 1
+        return answer
+
+    async def reset(self, *, seed: int | None = None) -> SessionAnswer:
+        """Begin an episode; ``messages`` and ``tools`` are what the policy sees first."""
+        return await self.make("reset", seed=seed)
+
+    async def step(self, text: str) -> SessionAnswer:
+        """One action of the policy; tool calls are parsed from the text."""
+        return await self.make("step", text=text)
+
+    async def state(self) -> dict[str, Any]:
+        """The environment's view of the episode."""
+        return (await self.make("state")).state
+
+    async def verify(self) -> SessionAnswer:
+        """The grade: ``reward``, or None and a ``reason``."""
+        return await self.make("verify")
+
+    async def close(self) -> None:
+        """Release the environment; repeating is harmless, and a worker that is gone is none of the caller's business."""
+        call = SessionCall(session=self.name, call="close", key="close")
+        try:
+            await self._client.call(call, timeout=CLOSE_SECONDS)
+        except SessionUnavailable as error:
+            log.warning("session not closed", session=self.name, reason=str(error))
+
+
+@asynccontextmanager
+async def sessions(bus: Bus, subjects: Subjects) -> AsyncIterator[SessionClient]:
+    """A client for the length of the body."""
+    client = SessionClient(bus, subjects)
+    async with anyio.create_task_group() as group:
+        group.start_soon(client.run)
+        yield client
+        group.cancel_scope.cancel()

@@ -1,0 +1,72 @@
+"""Which environment workers are there for step-wise sessions, as their heartbeats tell."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.presence import HEARTBEAT_SECONDS
+from schemas import Heartbeat, MalformedMessage, Subjects, decode
+
+FORGOTTEN_SECONDS = 5 * HEARTBEAT_SECONDS
+"""A worker that was not heard of for this long is not asked."""
+
+log = structlog.get_logger()
+
+
+class HostsSeen:
+    """The hosts of sessions, from the moment `run` began. `choose` prefers the one with the largest share of free slots."""
+
+    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+        self._bus = bus
+        self._subject = subjects.heartbeat("environment", "*")
+        self._hosts: dict[str, tuple[float, Heartbeat]] = {}
+        self._sent: dict[str, int] = {}
+        self._heard = anyio.Event()
+
+    async def run(self) -> None:
+        """Listen, for ever."""
+        async with self._bus.listen(self._subject) as heartbeats:
+            while True:
+                subject, payload = await heartbeats.receive()
+                try:
+                    beat = decode(Heartbeat, payload, subject=subject)
+                except MalformedMessage as malformed:
+                    log.warning("heartbeat ignored", reason=str(malformed))
+                    continue
+                self._take_in(beat)
+
+    async def choose(self, avoid: Collection[str] = ()) -> str:
+        """The best host that is not to be avoided; waits until there is one. The caller's cancel scope is what ends it."""
+        while True:
+            worker = self._best(avoid)
+            if worker is not None:
+                self._sent[worker] = self._sent.get(worker, 0) + 1  # until its next heartbeat counts it
+                return worker
+            self._heard = anyio.Event()
+            await self._heard.wait()
+
+    def gone(self, worker: str) -> None:
+        """Forget a worker until it is heard of again."""
+        self._hosts.pop(worker, None)
+
+    def _take_in(self, beat: Heartbeat) -> None:
+        self._sent.pop(beat.worker, None)
+        if beat.session_slots and not beat.draining:
+            self._hosts[beat.worker] = (anyio.current_time(), beat)
+        else:
+            self.gone(beat.worker)
+        self._heard.set()
+
+    def _best(self, avoid: Collection[str]) -> str | None:
+        oldest = anyio.current_time() - FORGOTTEN_SECONDS
+        known = [beat for at, beat in self._hosts.values() if at >= oldest and beat.worker not in avoid]
+        if not known:
+            return None
+        return min(known, key=self._load).worker
+
+    def _load(self, beat: Heartbeat) -> tuple[float, str]:
+        return (beat.sessions + self._sent.get(beat.worker, 0)) / beat.session_slots, beat.worker

@@ -1,0 +1,57 @@
+"""The journal of a session, read from and written to the log by compare-and-set."""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.core.journal import Journal, JournalEntry, read_journal
+from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from schemas import MalformedMessage, SessionClaimed, SessionEnded, SessionRecorded, Subjects, encode
+from schemas.message import decode_any
+from workers.environment.stages import Superseded
+
+RETRY_SECONDS = 0.5
+
+log = structlog.get_logger()
+
+
+async def journal_of(bus: Bus, subjects: Subjects, session: str) -> Journal:
+    """Everything about one session, as of now."""
+    entries = await bus.history([subjects.session(session)])
+    return read_journal((entry.sequence, message) for entry in entries if (message := journal_entry(entry)) is not None)
+
+
+def journal_entry(entry: Stored) -> JournalEntry | None:
+    """The claim, call or tombstone in an entry of ``session.<session>``; None if it is none of them."""
+    try:
+        message = decode_any((SessionClaimed, SessionRecorded, SessionEnded), entry.payload, subject=entry.subject)
+    except MalformedMessage as malformed:
+        log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
+        return None
+    assert isinstance(message, (SessionClaimed, SessionRecorded, SessionEnded))
+    return message
+
+
+async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, entry: JournalEntry) -> None:
+    """Store the next entry and take it into ``journal``; full logs and lost acks are waited out.
+
+    Raises `Superseded` when somebody else wrote first. The caller's cancel scope is what ends the waiting.
+    """
+    subject = subjects.session(session)
+    payload = encode(entry, subject=subject)
+    while True:
+        try:
+            published = await bus.publish(subject, payload, expected_last=journal.last_sequence)
+            journal.apply(published.sequence, entry)
+            return
+        except SequenceConflict:
+            stored = await bus.last(subject)  # a refusal may be one's own first try, whose answer was lost
+            if stored is not None and stored.payload == payload:
+                journal.apply(stored.sequence, entry)
+                return
+            raise Superseded(f"session {session} was written by somebody else") from None
+        except (LogFull, PublishUnanswered) as error:
+            log.warning("journal entry is tried again", session=session, reason=str(error))
+            await anyio.sleep(RETRY_SECONDS)
