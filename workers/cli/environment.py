@@ -23,7 +23,9 @@ def _load_work() -> Work:
     from workers.environment.worker import run_environment
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        verifier = Verifier(VerifierLimits(seconds=configuration.limits.verify))
+        verifier = Verifier(
+            VerifierLimits(seconds=configuration.limits.verify), required=configuration.environment.sandbox == "required"
+        )
         observation_bytes = configuration.environment.observation_bytes
         style = configuration.environment.prompt
         make_factory = partial(

@@ -6,10 +6,8 @@ Above it are the command line and the environment worker; below it one module pe
 from __future__ import annotations
 
 import importlib
-import os
 import shlex
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -21,6 +19,8 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from schemas import Task
 from workers.environment.base import Environment
+from workers.environment.python_class import check_class, class_factory, device_names
+from workers.environment.python_class import load_callable as _load
 
 if TYPE_CHECKING:
     from workers.environment.mcp_connection import Connection
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from workers.environment.verifier import Grader
 
 FORMS = (
-    "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], "
-    "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], reasoning-gym[:DATASET], textarena[:ID], MODULE:CLASS"
+    "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], fleet[:URL], "
+    "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], reasoning-gym[:DATASET], textarena[:ID], coding, "
+    "MODULE:CLASS, pool:MODULE:CLASS"
 )
-_CALLS = ("open", "reset", "step", "state", "verify", "close")
 
 
 class EnvironmentFactory(Protocol):
@@ -82,14 +82,21 @@ def environment_factory(
         case "openenv" if rest:
             openenv = _adapter(spec, "openenv", "openenv")
             style = prompt or "fleet"
-            return _Factory(
-                *openenv.openenv_factory(rest, grader=verifier, prompt=style, observation_bytes=observation_bytes)
-            )
+            return _Factory(*openenv.openenv_factory(rest, grader=verifier, prompt=style, observation_bytes=observation_bytes))
+        case "fleet":
+            return _fleet(spec, rest, verifier, observation_bytes, prompt or "fleet", settings)
+        case "coding" if not rest:
+            from workers.environment.coding_factory import coding_factory
+
+            bytes_shown, style = observation_bytes, prompt or "compact"
+            return _Factory(*coding_factory(grader=verifier, prompt=style, observation_bytes=bytes_shown, seconds=call_seconds))
+        case "pool" if rest:
+            return _class_in_processes(spec, rest, settings)
         case "remote-gym":
             remote_gym = _adapter(spec, "remote_gym", "remote-gym")
             return _Factory(*remote_gym.remote_gym_factory(rest))
-        case _ if form and rest and form not in ("warehouse", "mcp"):
-            return _python_class(spec)
+        case _ if form and rest and form not in ("warehouse", "mcp", "coding", "pool"):
+            return _python_class(spec, settings)
     raise UserError(f"environment {spec!r} is none of: {FORMS}")
 
 
@@ -148,6 +155,17 @@ def _mcp(
         ),
         host.running,
     )
+
+
+def _fleet(
+    spec: str, address: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, configuration: Configuration
+) -> EnvironmentFactory:
+    from workers.environment.fleet.factory import fleet_factory
+
+    parts = fleet_factory(
+        spec, address, configuration=configuration, grader=verifier, prompt=prompt, observation_bytes=observation_bytes
+    )
+    return _Factory(*parts)
 
 
 def _http(
@@ -213,33 +231,23 @@ def _adapter(spec: str, module: str, extra: str) -> Any:
         raise UserError(f"environment {spec!r} needs {error.name}: pip install 'fleetbus[{extra}]'") from error
 
 
-def _python_class(spec: str) -> EnvironmentFactory:
+def _python_class(spec: str, configuration: Configuration) -> EnvironmentFactory:
     kind = _load(spec, spec)
-    missing = [call for call in (*_CALLS, "replayable") if not hasattr(kind, call)]
-    if missing:
-        raise UserError(f"environment {spec!r} is no environment: it lacks {', '.join(missing)} (workers/environment/base.py)")
-    return _Factory(kind, _nothing)
+    check_class(spec, kind)
+    settings = configuration.environment
+    return _Factory(*class_factory(kind, devices=device_names(settings.devices), threads=settings.slots))
 
 
-def _load(spec: str, path: str) -> Callable[..., Any]:
-    """The callable that ``package.module:name`` names, also from the current folder."""
-    module_name, _, name = path.partition(":")
-    if not name or not all(part.isidentifier() for part in module_name.split(".")) or not name.isidentifier():
-        raise UserError(f"environment {spec!r} must name a module and what is in it, as in my_package.my_module:name")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way while it is imported
-        raise UserError(f"environment {spec!r}: cannot import {module_name}: {_first_line(error)}") from error
-    loaded = getattr(module, name, None)
-    if loaded is None:
-        raise UserError(f"environment {spec!r}: module {module_name} has no {name!r}")
-    if not callable(loaded):
-        raise UserError(f"environment {spec!r}: {name!r} in {module_name} cannot be called")
-    return loaded  # type: ignore[no-any-return]
+def _class_in_processes(spec: str, path: str, configuration: Configuration) -> EnvironmentFactory:
+    from workers.environment.pool import ProcessPool
 
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind = _load(spec, path)
+    check_class(spec, kind)
+    settings = configuration.environment
+    pool = ProcessPool(
+        path,
+        processes=settings.processes or settings.slots,
+        devices=device_names(settings.devices),
+        replayable=bool(getattr(kind, "replayable", False)),
+    )
+    return _Factory(pool, pool.running)

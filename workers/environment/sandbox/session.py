@@ -123,12 +123,13 @@ class SandboxSession:
         interpreter.discard_output()
         try:
             with anyio.move_on_after(seconds + GRACE_SECONDS):
-                await interpreter.channel.send({"code": code, "seconds": seconds})
-                answer = await interpreter.channel.receive()
-                exit_code = answer.get("exit_code")
-                if isinstance(exit_code, int) and not isinstance(exit_code, bool):
-                    return exit_code, ""
-                return KILLED, "exit"
+                number = next(_numbers)
+                await interpreter.channel.send({"code": code, "seconds": seconds, "number": number})
+                while True:
+                    answer = await interpreter.channel.receive()
+                    exit_code = answer.get("exit_code")
+                    if answer.get("number") == number and isinstance(exit_code, int):
+                        return int(exit_code), ""
         except ChannelBroken:
             if self._ended:
                 return KILLED, self._ended

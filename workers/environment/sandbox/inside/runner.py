@@ -42,7 +42,7 @@ def main() -> NoReturn:
     sys.modules["__main__"] = module
     output = sys.stdout, sys.stderr
     channel.sendall(frame({"ready": True}))
-    count = 0
+    count, own = 0, os.getpid()
     while True:
         request = receive(channel)
         count += 1
@@ -53,7 +53,9 @@ def main() -> NoReturn:
                 stream.flush()
             except Exception:
                 pass  # the code closed or replaced it, or the file is full
-        channel.sendall(frame({"exit_code": code}))
+        if os.getpid() != own:
+            os._exit(code)  # forked by the code, which has ended here
+        channel.sendall(frame({"exit_code": code, "number": request["number"]}))
 
 
 def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> int:

@@ -1,0 +1,37 @@
+"""Coding environments of one worker: which isolation they use, and the watch over the memory of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from workers.environment.coding import CodingEnvironment
+from workers.environment.sandbox import Isolation, SandboxLimits, SandboxSession, find_isolation
+from workers.environment.sandbox.memory import MemoryWatch
+from workers.environment.verifier.base import Grader
+
+
+def coding_factory(
+    *, grader: Grader, prompt: str, observation_bytes: int, seconds: float
+) -> tuple[Callable[[], CodingEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
+    """A maker of environments, and the context around all of them; entering it raises `IsolationUnavailable` where code of a
+    model could do harm. ``seconds`` bounds each piece of code."""
+    watch = MemoryWatch()
+    found: list[Isolation] = []
+    limits = SandboxLimits(seconds=seconds, output_bytes=max(2000, observation_bytes // 2))
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        found[:] = [await find_isolation()]
+        async with watch.running():
+            yield
+
+    def make_session() -> SandboxSession:
+        if not found:
+            raise RuntimeError("enter running() before the first episode")
+        return SandboxSession(found[0], limits, watch)
+
+    def make() -> CodingEnvironment:
+        return CodingEnvironment(make_session, grader=grader, prompt=prompt, observation_bytes=observation_bytes)
+
+    return make, running
