@@ -1,0 +1,173 @@
+"""What an episode costs that only waits: memory per session in one environment worker, and whether its heartbeats still come.
+
+    python benchmarks/waiting_sessions.py --json
+
+A real server, a real environment worker in a process of its own with a trivial environment, and nobody who answers. Every
+session has opened and reset its environment, has published its observation and waits; the worker extends the leases of all
+requests and looks for late actions all the time. ``kib_per_session`` is the resident memory of the worker beyond what it had
+idle, by session. A heartbeat is missed when none came for twice its interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import anyio
+import msgspec
+import psutil
+import structlog
+import uvloop
+
+from benchmarks.plan import temporary_server
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import Configuration, EnvironmentSettings, RunSettings
+from fleetbus.presence import HEARTBEAT_SECONDS
+from schemas import EpisodeRequested, Subjects, Task, encode
+from workers.environment.scripted import ScriptedEnvironment
+
+RUN = "waiting"
+NAME = "environment"
+MOST_KIB = 30.0
+MINUTES_TO_BEGIN = 5
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured over ``seconds`` with all sessions waiting. Memory in MiB, but for ``kib_per_session``."""
+
+    sessions: int
+    idle_mib: float
+    waiting_mib: float
+    kib_per_session: float
+    seconds: float
+    heartbeats: int
+    missed_heartbeats: int
+    longest_gap_seconds: float
+    cpu_share: float
+
+    @property
+    def holds(self) -> bool:
+        return self.kib_per_session <= MOST_KIB and not self.missed_heartbeats
+
+
+async def serve(url: str, sessions: int) -> None:
+    """The worker's process, until it is killed."""
+    from workers.environment.worker import run_environment
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    configuration = Configuration(run=RunSettings(name=RUN), environment=EnvironmentSettings(slots=sessions))
+    async with connect(url, run=RUN, role="environment", worker=NAME) as bus:
+        await run_environment(bus, configuration=configuration, name=NAME, drain=anyio.Event(), make=ScriptedEnvironment)
+
+
+@asynccontextmanager
+async def worker_process(url: str, sessions: int) -> AsyncIterator[psutil.Process]:
+    process = subprocess.Popen([sys.executable, __file__, "--serve", "--url", url, "--sessions", str(sessions)])
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def measure(url: str, *, sessions: int, seconds: float) -> Waiting:
+    """One worker, idle and then with ``sessions`` waiting for ``seconds``."""
+    subjects = Subjects(RUN)
+    async with connect(url, run=RUN, role="test", worker="driver") as bus:
+        await bus.declare(plan_run(RUN, lanes=2, max_bytes=2 << 30))
+        async with (
+            bus.listen(subjects.heartbeat("environment", NAME)) as heartbeats,
+            worker_process(url, sessions) as process,
+        ):
+            with anyio.fail_after(60):
+                for _ in range(3):  # by the second one everything is set up
+                    await heartbeats.receive()
+            idle = process.memory_info().rss
+            with anyio.fail_after(60 * MINUTES_TO_BEGIN):
+                await begin(bus, subjects, sessions)
+            cpu, peak, came = sum(process.cpu_times()[:2]), process.memory_info().rss, [anyio.current_time()]
+            with anyio.move_on_after(seconds):
+                while True:
+                    await heartbeats.receive()
+                    came.append(anyio.current_time())
+                    peak = max(peak, process.memory_info().rss)
+            came.append(anyio.current_time())
+            cpu = sum(process.cpu_times()[:2]) - cpu
+    gaps = [later - earlier for earlier, later in pairwise(came)]
+    return Waiting(
+        sessions=sessions,
+        idle_mib=round(idle / 2**20, 1),
+        waiting_mib=round(peak / 2**20, 1),
+        kib_per_session=round((peak - idle) / 1024 / sessions, 1),
+        seconds=seconds,
+        heartbeats=len(came) - 2,
+        missed_heartbeats=sum(int(gap / HEARTBEAT_SECONDS) - 1 for gap in gaps if gap >= 2 * HEARTBEAT_SECONDS),
+        longest_gap_seconds=round(max(gaps), 2),
+        cpu_share=round(cpu / seconds, 3),
+    )
+
+
+async def begin(bus: Bus, subjects: Subjects, sessions: int) -> None:
+    """Ask for the episodes and return when the observation of each is in the log."""
+    start = await bus.last_sequence() + 1
+    async with bus.read([subjects.observations()], start=start) as reader, anyio.create_task_group() as group:
+        limiter = anyio.CapacityLimiter(64)
+        for index in range(sessions):
+            group.start_soon(request, bus, subjects, f"w{index:05d}", limiter)
+        seen: set[str] = set()
+        while len(seen) < sessions:
+            seen.add((await reader.receive()).subject.rpartition(".")[2])
+
+
+async def request(bus: Bus, subjects: Subjects, episode: str, limiter: anyio.CapacityLimiter) -> None:
+    message = EpisodeRequested(
+        episode_id=episode,
+        group_id="g",
+        sample_index=0,
+        split="train",
+        task=Task(key="task", prompt="wait"),
+        policy="default",
+        deadline_ns=bus.now_ns() + 3600 * 10**9,
+    )
+    async with limiter:
+        await bus.publish(subjects.task("default", episode), encode(message), expected_last=0)
+
+
+async def run(sessions: int, seconds: float) -> Waiting:
+    async with temporary_server() as url:
+        return await measure(url, sessions=sessions, seconds=seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long all of them wait")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        uvloop.run(serve(arguments.url, arguments.sessions))
+        return 0
+    measured = uvloop.run(run(arguments.sessions, arguments.seconds))
+    if arguments.json:
+        print(json.dumps(msgspec.structs.asdict(measured)))
+    else:
+        print(f"{measured.sessions} sessions wait in {measured.waiting_mib} MiB (idle {measured.idle_mib} MiB):")
+        print(f"  {measured.kib_per_session} KiB each; at most {MOST_KIB} are wanted")
+        print(f"  {measured.missed_heartbeats} of {measured.heartbeats} heartbeats missed, {measured.cpu_share:.0%} of a core")
+    return 0 if measured.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
