@@ -34,7 +34,16 @@ def configuration_of(scenario: Scenario, folder: Path) -> Configuration:
         nats=NatsSettings(lanes=LANES, max_bytes=LOG_BYTES),
         episode=EpisodeSettings(max_turns=MAX_TURNS),
         limits=LimitSettings(
-            open=20, reset=20, step=20, action=120, verify=15, close=10, episode=600, grace=40, drain=scenario.drain_seconds
+            open=20,
+            reset=20,
+            step=20,
+            action=120,
+            verify=15,
+            close=10,
+            idle=scenario.idle_seconds,
+            episode=600,
+            grace=40,
+            drain=scenario.drain_seconds,
         ),
         environment=EnvironmentSettings(slots=scenario.environment_slots),
         inference=InferenceSettings(slots=scenario.inference_slots),

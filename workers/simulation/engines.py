@@ -59,9 +59,11 @@ class SimulatedSampler:
             self._process.hold(generations=-1)
 
     async def load(self, policy: PolicyPublished) -> None:
+        self._process.rejected_at = None
         await anyio.sleep(0.2 * self._draw.random())
         if self.version >= 0 and self._draw.random() < self._mischief.weights_rejected:
             self._watch.disturb("weights_rejected", self._process.name)
+            self._process.rejected_at = anyio.current_time()
             raise WeightsRejected("a tensor is not finite")
         self.version = policy.version
 

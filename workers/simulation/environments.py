@@ -28,13 +28,17 @@ SLOW_SECONDS = 9.0
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """What happened with the environment of one attempt. ``mischief``: stages that hung, raised, or gave an odd verdict."""
+    """What happened with the environment of one attempt.
+
+    ``mischief``: stages that hung, raised, or gave an odd verdict; ``idle_seconds``: from its last call until it was closed.
+    """
 
     process: Process
     episode: str
     attempt: int
     closes: int = 0
     closed: bool = False
+    idle_seconds: float = 0.0
     reward: float | None = None
     mischief: set[str] = msgspec.field(default_factory=set)
     diverges: bool = False
@@ -84,6 +88,7 @@ class SimulatedEnvironment:
         self._sampled: list[bytes] = []
         self._turns = 0
         self._start = ""
+        self._called_until = 0.0
         self.played.diverges = draw.random() < mischief.diverge
         self._salt = str(draw.random()) if not replayable or self.played.diverges else ""
 
@@ -122,6 +127,7 @@ class SimulatedEnvironment:
 
     async def close(self) -> None:
         self.played.closes += 1
+        self.played.idle_seconds = anyio.current_time() - self._called_until
         try:
             await self._work("close", 0.2)
             self.played.closed = True
@@ -147,6 +153,7 @@ class SimulatedEnvironment:
         if chance < self._mischief.hang + self._mischief.slow:
             seconds += self._draw.random() * (SLOW_SECONDS - seconds)
         await anyio.sleep(seconds)
+        self._called_until = anyio.current_time()
         if 1 - chance < self._mischief.fail:
             self._note(stage, "raise")
             raise self._draw.choice((EnvironmentFailed("the server is gone"), ValueError("odd"), TimeoutError()))

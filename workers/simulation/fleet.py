@@ -161,7 +161,7 @@ class Fleet:
             drain=process.drain,
             trainer=trainer,
             curriculum=Curriculum(self._tasks, self._tasks, seed=self._scenario.seed),
-            ports=self._ports(process),
+            ports=self._ports(process, seconds=self._scenario.blocking_seconds),
         )
         training = self._books.training
         if training.finished and training.lineage is not None and training.lineage.worker == process.name:

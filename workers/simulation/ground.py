@@ -42,7 +42,7 @@ def prepared(scenario: Scenario, watch: Watch, folder: Path) -> Ground:
     configuration = configuration_of(scenario, folder)
     noise = SeededNoise(scenario.noise, random.Random(f"noise/{scenario.seed}"), watch)
     server = MemoryServer(faults=noise)
-    judge = Judge(watch, grace_seconds=configuration.limits.grace)
+    judge = Judge(watch, grace_seconds=configuration.limits.grace, idle_seconds=configuration.limits.idle)
     books = Books(watch, judge, scenario, str(folder))
     window_seconds = scenario.duplicate_window_seconds
     server.declare(plan_run(RUN, lanes=LANES, max_bytes=LOG_BYTES, duplicate_window_seconds=window_seconds))

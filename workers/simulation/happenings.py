@@ -16,6 +16,8 @@ from workers.simulation.scenario import Happening
 
 MOST_WORKERS = 4
 LONGEST_RESTART_SECONDS = 5.0
+SHORTEST_DAMAGE_SECONDS = 5.0
+"""Longer than it takes until the next learner has looked."""
 
 
 class Happenings:
@@ -56,7 +58,7 @@ class Happenings:
             case "cancel":
                 await self._cancel(happening.pick)
             case "spoil_checkpoint":
-                self._spoil_checkpoint()
+                await self._spoil_checkpoint(happening)
 
     def _picked(self, happening: Happening) -> Process | None:
         alive = [process for process in self._fleet.alive(happening.role) if process.gate.is_open]
@@ -112,12 +114,20 @@ class Happenings:
         except (BusError, UserError) as error:
             self._watch.trace("cancel", episode, "unanswered", type(error).__name__)
 
-    def _spoil_checkpoint(self) -> None:
-        """The newest checkpoint is damaged on disk, and its learner dies."""
+    async def _spoil_checkpoint(self, happening: Happening) -> None:
+        """The newest checkpoint cannot be read, and its learner dies. It was damaged, or its disk is away for a while."""
         folder = run_folder(self._ground.configuration.run).checkpoints
         whole = sorted(folder.glob("*/checkpoint.json"), key=lambda path: path.stat().st_mtime_ns)
         learners = self._fleet.alive("learner")
-        if whole and learners:
-            (whole[-1].parent / WEIGHTS).write_text("damaged")
-            self._watch.trace("spoil", whole[-1].parent.name)
-            learners[-1].crash()
+        if not whole or not learners:
+            return
+        weights = whole[-1].parent / WEIGHTS
+        before = weights.read_bytes()
+        weights.write_text("damaged")
+        self._watch.trace("spoil", weights.parent.name)
+        learners[-1].crash()
+        if happening.pick % 2:
+            await anyio.sleep(SHORTEST_DAMAGE_SECONDS + happening.seconds)
+            if weights.exists():
+                weights.write_bytes(before)
+                self._watch.trace("mend", weights.parent.name)

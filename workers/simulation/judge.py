@@ -24,6 +24,13 @@ LEASE_MARGIN_SECONDS = TASK_LEASE_SECONDS + 4.0
 
 POISON_TRIES = 3
 
+STOP_SECONDS = 60.0
+"""A superseded attempt notices by then, unless its worker was disturbed again: when an Action is late (seconds), or when the
+stages that are left are over. Less than the limit of waiting for an Action, which would end it in any case."""
+
+RETRY_SECONDS = 10.0
+"""Rejected weights are tried again by then (twice what the worker promises)."""
+
 OUTCOME_MARGIN_SECONDS = 60.0
 """After deadline and grace: the requester's next look, and its own restart when it is down at that instant."""
 
@@ -31,14 +38,16 @@ OUTCOME_MARGIN_SECONDS = 60.0
 class Judge:
     """``played`` is what happened with environments, by (episode, attempt); ``processes`` are all there ever were, by name."""
 
-    def __init__(self, watch: Watch, *, grace_seconds: float) -> None:
+    def __init__(self, watch: Watch, *, grace_seconds: float, idle_seconds: float) -> None:
         self._watch = watch
         self._grace_seconds = grace_seconds
+        self._idle_seconds = idle_seconds
         self.played: dict[tuple[str, int], Played] = {}
         self.processes: dict[str, Process] = {}
         self.pages: Mapping[str, EpisodePages] = {}
         self.cancelled: set[str] = set()
         self.newest_version = -1
+        self._superseded: dict[tuple[str, int], float] = {}
 
     # Claims and results
 
@@ -47,13 +56,19 @@ class Judge:
         key = (played.episode, played.attempt)
         self._watch.require(key not in self.played, "one environment per attempt", f"{key} on {played.process.name}")
         self.played[key] = played
+        pages = self.pages.get(played.episode)
+        if pages is not None and (pages.result is not None or len(pages.claims) > played.attempt):
+            self._superseded[key] = anyio.current_time()
 
     def claimed(self, pages: EpisodePages, claim: AttemptStarted) -> None:
         """A new attempt takes an episode away only if something happened to the one before, or to its own delivery.
 
         A process that was stopped or cut off may take up a delivery that was given to somebody else meanwhile.
         """
-        if not pages.claims or pages.released:
+        if not pages.claims:
+            return
+        self._supersede(pages)
+        if pages.released:
             return
         before_at, before = pages.claims[-1]
         since = before_at - LEASE_MARGIN_SECONDS
@@ -70,6 +85,7 @@ class Judge:
         played = self.played.get((result.episode_id, result.attempt))
         name = f"{result.episode_id} attempt {result.attempt}: {result.outcome} {result.error_class} {result.error}"
         self._check_deadline(pages, at)
+        self._supersede(pages)
         is_played = bool(pages.claims) and result.worker == pages.claims[-1][1].worker and result.error_class != "poison"
         if is_played and played is not None and result.outcome != "cancelled":
             self._watch.require(played.closes == 1, "close runs before the result is stored", name)
@@ -78,6 +94,33 @@ class Judge:
             self._watch.require(right, "the reward is the verifier's", name)
         elif not self._has_cause(pages, result, played):
             self._watch.violate("every failure has a cause", name)
+
+    def _supersede(self, pages: EpisodePages) -> None:
+        """Whoever still plays the newest attempt has no more business with it."""
+        key = (pages.request.episode_id, len(pages.claims))
+        if key in self.played and not self.played[key].closes:
+            self._superseded[key] = anyio.current_time()
+
+    def check_superseded(self) -> None:
+        """A worker that has lost an episode closes its environment (rule 6: who waits reads the log)."""
+        now = anyio.current_time()
+        for key, since in tuple(self._superseded.items()):
+            played = self.played[key]
+            if played.closes or not played.process.is_alive:
+                del self._superseded[key]
+            elif now - max(since, self._watch.disturbed_until(played.process.name)) > STOP_SECONDS:
+                name = f"{key[0]} attempt {key[1]} on {played.process.name}"
+                self._watch.violate("a superseded attempt stops", f"{name}: since {since:.1f} s")
+                del self._superseded[key]
+
+    def check_versions(self) -> None:
+        """An engine that rejected the newest weights is given them again: they may have been on their way."""
+        now = anyio.current_time()
+        for process in self.processes.values():
+            waits = process.rejected_at is not None and process.is_alive and not process.drain.is_set()
+            if waits and process.rejected_at is not None and now - process.rejected_at > RETRY_SECONDS:
+                self._watch.violate("a rejected version is tried again", f"{process.name}: since {process.rejected_at:.1f} s")
+                process.rejected_at = None
 
     def _has_cause(self, pages: EpisodePages, result: EpisodeFinished, played: Played | None) -> bool:
         mischief = played.mischief if played is not None else set()
@@ -100,6 +143,8 @@ class Judge:
                 return any(each.diverges for key, each in self.played.items() if key[0] == result.episode_id)
             case "timeout", "open_timeout" | "reset_timeout" | "step_timeout":
                 return result.error_class.removesuffix("_timeout") in mischief
+            case "timeout", "idle_timeout":
+                return played is not None and played.idle_seconds > self._idle_seconds - 0.001
         return False
 
     def _cannot_be_served(self, pages: EpisodePages) -> bool:

@@ -21,7 +21,8 @@ Ending = Literal["", "finished", "crashed", "failed", "aborted"]
 
 
 class Process:
-    """``open_environments`` and ``generating`` are what it really holds, whatever it says in its heartbeats."""
+    """``open_environments`` and ``generating`` are what it really holds, whatever it says in its heartbeats;
+    ``rejected_at`` is when its engine rejected weights, None once it was given weights again."""
 
     def __init__(self, role: str, name: str, slots: int, watch: Watch) -> None:
         self.role = role
@@ -35,6 +36,7 @@ class Process:
         self.drained_at = 0.0
         self.open_environments = 0
         self.generating = 0
+        self.rejected_at: float | None = None
         self._watch = watch
         self._scope = anyio.CancelScope()
         self._wire: Wire | None = None

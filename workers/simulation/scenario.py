@@ -31,6 +31,10 @@ FAULTY_SECONDS = 120.0
 
 QUIET_SHARE = 0.05
 
+IMPATIENT_SHARE = 0.25
+IMPATIENT_SECONDS = 10.0
+"""The limit of an environment's idleness in some seeds: hardly more than its slowest step takes."""
+
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happens at ``at`` seconds; ``pick`` chooses among those it can happen to, then."""
@@ -71,7 +75,10 @@ class Mischief(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about one simulated run that its seed decides beforehand."""
+    """Everything about one simulated run that its seed decides beforehand.
+
+    ``blocking_seconds``: the longest half of what training, saving weights or writing a checkpoint takes.
+    """
 
     seed: int
     environment_workers: int = 2
@@ -86,6 +93,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_episodes: int = 4
     duplicate_window_seconds: float = 120.0
     drain_seconds: float = 20.0
+    idle_seconds: float = 1800.0
+    blocking_seconds: float = 1.0
     replayable: bool = True
     recorder: bool = False
     noise: NoiseRates = NoiseRates()
@@ -118,6 +127,7 @@ def draw_scenario(seed: int) -> Scenario:
         drain_seconds=draw.choice((1.0, 5.0, 20.0)),
         replayable=draw.random() < 0.65,
         recorder=draw.random() < 0.3,
+        blocking_seconds=draw.choice((0.2, 1.0, 4.0)),
     )
     if draw.random() < QUIET_SHARE:
         return scenario
@@ -126,6 +136,7 @@ def draw_scenario(seed: int) -> Scenario:
         noise=_draw_noise(draw),
         mischief=_draw_mischief(draw),
         happenings=_draw_happenings(draw, recorder=scenario.recorder),
+        idle_seconds=IMPATIENT_SECONDS if draw.random() < IMPATIENT_SHARE else scenario.idle_seconds,
     )
 
 

@@ -82,6 +82,10 @@ class Watch:
         """True if something touched this worker, or everybody, at or after ``since``."""
         return any(each.stop >= since and each.worker in (worker, EVERYBODY) for each in self.disturbances)
 
+    def disturbed_until(self, worker: str) -> float:
+        """When the last disturbance of this worker, or of everybody, ended; 0 if there was none."""
+        return max((each.stop for each in self.disturbances if each.worker in (worker, EVERYBODY)), default=0.0)
+
     def disturbances_since(self, since: float) -> int:
         return sum(each.stop >= since for each in self.disturbances)
 

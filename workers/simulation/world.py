@@ -78,6 +78,8 @@ class World:
         while True:
             await anyio.sleep(CHECK_SECONDS)
             self.books.check_open()
+            self._judge.check_superseded()
+            self._judge.check_versions()
             count = len(self.books.episodes.pages)
             self._watch.require(count < MOST_EPISODES, "the training makes progress", f"{count} episodes requested")
             for process in self._judge.processes.values():
