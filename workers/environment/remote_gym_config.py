@@ -1,4 +1,4 @@
-"""How the servers of the remote-gym protocol are reached: the client's keys of a task's ``config``; the rest goes to the server.
+"""How remote-gym servers are reached: the client's keys of a task's ``config``; the rest of it goes to the server.
 
 The keys are those of the protocol's own client. Two differ on purpose: ``timeout`` and back-off together end with the stage's
 time limit, and ``token`` names an environment variable (``$NAME``), because a task travels in messages that are kept.
@@ -49,9 +49,7 @@ class RemoteGymConfig(msgspec.Struct, frozen=True, kw_only=True):
 def read_config(config: Mapping[str, Any], default_urls: Sequence[str]) -> tuple[RemoteGymConfig, dict[str, Any]]:
     """The client's part of a task's config, and the server's. Raises `UserError` with what is wrong."""
     own = {name: config[name] for name in RemoteGymConfig.__struct_fields__ if config.get(name) is not None}
-    remote = {
-        name: value for name, value in config.items() if name not in own and name not in ("url_file", "base_urls", "token")
-    }
+    remote = {name: value for name, value in config.items() if name not in (*RemoteGymConfig.__struct_fields__, "url_file")}
     own["base_urls"] = tuple(_urls(config) or default_urls)
     own["token"] = _token(config.get("token"))
     try:
@@ -60,14 +58,8 @@ def read_config(config: Mapping[str, Any], default_urls: Sequence[str]) -> tuple
         raise UserError(f"the remote gym's config is wrong: {error}") from error
     if not settings.base_urls:
         raise UserError("no remote-gym server: write remote-gym:URL[,URL...], or base_urls in the task's config")
-    numbers = (
-        settings.retries,
-        settings.backoff,
-        settings.max_delay,
-        settings.backoff_jitter_min,
-        settings.backoff_jitter_range,
-    )
-    if settings.timeout <= 0 or settings.failover_after_failures < 1 or min(numbers) < 0:
+    pauses = (settings.backoff, settings.max_delay, settings.backoff_jitter_min, settings.backoff_jitter_range)
+    if settings.timeout <= 0 or settings.failover_after_failures < 1 or min(settings.retries, *pauses) < 0:
         raise UserError("the remote gym's config is wrong: timeout and failover_after_failures must be positive, none negative")
     return settings, remote
 
