@@ -58,3 +58,54 @@ def test_a_new_task_moves_at_most_the_boundary() -> None:
 def test_a_senseless_ratio_is_refused() -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         split_tasks(make_tasks(3), eval_ratio=1.5)
+
+
+def counts(tasks: list[Task]) -> dict[str, int]:
+    return {env: sum(task.env == env for task in tasks) for env in sorted({task.env for task in tasks})}
+
+
+def test_held_out_environments_are_never_trained() -> None:
+    train, evaluation = split_tasks([*make_tasks(40, "a"), *make_tasks(50, "instacart")], held_out=("instacart",))
+    assert counts(train) == {"a": 36}
+    assert counts(evaluation) == {"a": 4, "instacart": 50}
+
+
+def test_an_environment_below_the_least_gives_none_when_that_is_the_rule() -> None:
+    """20 %, at most 20, at least 5: an environment needs 25 tasks, and the count is exact where the reference's is not."""
+    tasks = [*make_tasks(24, "a"), *make_tasks(25, "b"), *make_tasks(400, "c")]
+    _, evaluation = split_tasks(tasks, eval_ratio=0.2, max_eval=20, min_eval=5, all_or_none=True)
+    assert counts(evaluation) == {"b": 5, "c": 20}
+
+
+def test_the_same_task_falls_on_the_same_side_under_any_limit() -> None:
+    tasks = make_tasks(300)
+    sides = [{task.key for task in split_tasks(tasks, max_eval=most)[1]} for most in (3, 10, 30)]
+    assert sides[0] < sides[1] < sides[2]
+
+
+def test_a_limit_of_all_held_out_tasks_is_shared_in_turns() -> None:
+    tasks = [*make_tasks(300, "a"), *make_tasks(200, "b"), *make_tasks(50, "c")]
+    train, evaluation = split_tasks(tasks, max_eval_total=30)
+    assert counts(evaluation) == {"a": 13, "b": 12, "c": 5}
+    assert len(train) == 300 - 30 + 200 - 20 + 50 - 5
+    assert counts(split_tasks(tasks, max_eval_total=10)[1]) == {"a": 8, "b": 8, "c": 5}, "the floor stays even beyond it"
+    assert split_tasks(tasks, max_eval_total=55) == split_tasks(tasks)
+
+
+def test_no_environment_is_more_than_its_share_of_the_training_tasks() -> None:
+    tasks = [*make_tasks(800, "a"), *(task for env in "bcdefg" for task in make_tasks(40, env))]
+    train, _ = split_tasks(tasks, max_env_share=0.2)
+    assert counts(train)["a"] == -(-(770 + 6 * 36) // 5)
+    assert counts(train)["b"] == 36
+
+
+@pytest.mark.parametrize("environments", [1, 2, 3])
+def test_few_environments_lose_no_more_than_an_equal_part(environments: int) -> None:
+    """The reference keeps a fifth of the only environment there is."""
+    tasks = [task for index in range(environments) for task in make_tasks(100, f"e{index}")]
+    assert len(split_tasks(tasks, max_env_share=0.2)[0]) == 90 * environments
+
+
+def test_a_senseless_share_is_refused() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        split_tasks(make_tasks(3), max_env_share=0)

@@ -1,0 +1,130 @@
+"""Coding episodes: how code is recognised, what the policy reads, and how the work is graded in the same isolation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+
+from fleetbus.errors import UserError
+from schemas import Action, Task, ToolCall
+from tests.support.processes import children, until
+from workers.environment.base import Environment, EnvironmentFailed
+from workers.environment.sandbox import IsolationUnavailable, find_isolation, isolation
+from workers.environment.specs import EnvironmentFactory, environment_factory
+from workers.environment.verifier import Verifier, VerifierLimits
+
+VERIFIER = """
+async def verify(env, final_answer, conversation):
+    state = await env.call_tool("python", {"code": "print(x)"})
+    fresh = await env.call_tool("python_fresh", {"code": "print('x' in globals())"})
+    assert fresh["stdout"] == "False\\n" and fresh["exit_code"] == 0, fresh
+    return 1.0 if state["stdout"] == final_answer + "\\n" else 0.25
+"""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[EnvironmentFactory]:
+    try:
+        await find_isolation()
+    except IsolationUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    verifier = Verifier(VerifierLimits(seconds=40))
+    factory = environment_factory("coding", verifier=verifier)
+    async with verifier.running(), factory.running():
+        yield factory
+    await until(lambda: not children())
+
+
+async def opened(make: EnvironmentFactory, task: Task) -> Environment:
+    environment = make()
+    with anyio.fail_after(50):
+        await environment.open(task)
+    return environment
+
+
+async def step(environment: Environment, text: str, *calls: ToolCall) -> str:
+    with anyio.fail_after(50):
+        done = await environment.step(Action(episode_id="e", attempt=1, turn=0, text=text, tool_calls=calls))
+    return "".join(str(message.content) for message in done.messages)
+
+
+async def test_an_episode_is_played_and_graded(make: EnvironmentFactory) -> None:
+    task = Task(key="t", prompt="Compute 6 * 7.", verifier=VERIFIER, config={"setup": "y = 7"})
+    environment = await opened(make, task)
+    start = await environment.reset()
+    assert [message.role for message in start.messages] == ["system", "user"]
+    assert '"name": "python"' in str(start.messages[0].content)
+    assert await step(
+        environment, 'Let me see.\n<tool_call>{"name": "python", "arguments": {"code": "x = 6 * y"}}</tool_call>'
+    ) == ("Tool result:\n(no output)")
+    assert await step(environment, "Now\n```python\nprint(x)\n```\nand") == "Tool result:\n42"
+    assert await step(environment, "", ToolCall(name="python", arguments={"code": "print(1); 1 / 0"})) == (
+        'Tool result:\n1\n[stderr]\nTraceback (most recent call last):\n  File "<code 4>", line 1, in <module>\n'
+        "    print(1); 1 / 0\n              ~~^~~\nZeroDivisionError: division by zero\n[exit code 1]"
+    )
+    done = await environment.step(Action(episode_id="e", attempt=1, turn=0, text="42 <done>"))
+    assert done.terminated and not done.messages
+    assert (await environment.state())["answer"] == "42"
+    verdict = await environment.verify()
+    assert verdict.reward == 1.0, verdict.reason
+    await environment.close()
+
+
+async def test_code_and_the_end_may_come_in_one_message(make: EnvironmentFactory) -> None:
+    environment = await opened(make, Task(key="t", prompt="p", verifier=VERIFIER))
+    await environment.reset()
+    done = await environment.step(Action(episode_id="e", attempt=1, turn=0, text="```python\nx = 3\n```\n3\n<done>"))
+    assert (done.terminated, done.tool_calls, done.tool_errors) == (True, 1, 0)
+    assert (await environment.verify()).reward == 1.0
+    await environment.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("I think.", "No code found"),
+        ('<tool_call>{"name": "bash", "arguments": {}}</tool_call>', 'unknown tool "bash". Available tools: python'),
+        ('<tool_call>{"name": "python", "arguments": {"code": 3}}</tool_call>', 'python needs "code", a text'),
+        ("```python\nprint(1)\n```\n```python\nprint(2)\n```", "1\n(1 further tool call not executed"),
+        ("import os\n```py\nimport os; os._exit(5)\n```", "[exit code 5]\n[the interpreter ended, its variables are lost]"),
+    ],
+)
+async def test_whatever_the_policy_says_is_answered(make: EnvironmentFactory, text: str, words: str) -> None:
+    environment = await opened(make, Task(key="t", prompt="p"))
+    await environment.reset()
+    assert words in await step(environment, text)
+    assert "Tool result:\n2" in await step(environment, "```python\nprint(1 + 1)\n```")
+    assert (await environment.verify()).reward is None
+    await environment.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"setup": "raise KeyError('a')"}, "the setup of task t failed: KeyError: 'a'"),
+        ({"setup": 3}, "setup must be Python source"),
+        ({"seconds": -1}, "seconds is -1; it must be a number above 0"),
+    ],
+)
+async def test_a_task_that_cannot_begin_is_no_fault_of_the_policy(
+    make: EnvironmentFactory, config: dict[str, object], words: str
+) -> None:
+    environment = make()
+    with pytest.raises(EnvironmentFailed, match=words.replace("(", r"\(")):
+        await environment.open(Task(key="t", prompt="p", config=config))
+    await environment.close()
+
+
+async def test_where_nothing_isolates_coding_is_refused_before_the_first_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_found", {isolation.KINDS: "nothing here"})
+    factory = environment_factory("coding", verifier=Verifier())
+    with pytest.raises(UserError, match="install bubblewrap"):
+        async with factory.running():
+            raise AssertionError("not reached")

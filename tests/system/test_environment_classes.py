@@ -1,0 +1,318 @@
+"""Own classes as environments: in threads and in processes, what blocks, what crashes, who gets which device."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from fleetbus.config.settings import Configuration, EnvironmentSettings
+from schemas import Action, Task
+from tests.support.processes import children, until
+from workers.environment.base import Environment, EnvironmentFailed, Verdict
+from workers.environment.pool import ProcessPool
+from workers.environment.python_class import class_factory, device_names
+from workers.environment.specs import EnvironmentFactory, environment_factory
+from workers.environment.verifier import VerifierTools
+
+MODULE = '''
+import os
+import signal
+import threading
+import time
+
+from schemas import ChatMessage
+from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+
+release = threading.Event()
+entered = threading.Event()
+
+
+class Plain:
+    """Ordinary functions; does what the action says."""
+
+    replayable = True
+
+    def open(self, task):
+        if task.prompt == "closed":
+            raise EnvironmentFailed("closed today")
+        self.task, self.said = task, []
+
+    def reset(self):
+        return Start(messages=(ChatMessage(role="user", content=self.task.prompt),))
+
+    def step(self, action):
+        self.said.append(action.text)
+        match action.text:
+            case "block":
+                entered.set()
+                release.wait()
+            case "sleep":
+                time.sleep(600)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exit":
+                os._exit(3)
+            case "raise":
+                raise ValueError("no such move")
+            case "wrong":
+                return 3
+        print("a word on standard output")
+        content = f"{os.getpid()} {self.task.config.get('device')} {threading.current_thread() is threading.main_thread()}"
+        return Step(messages=(ChatMessage(role="user", content=content),))
+
+    def state(self):
+        return {"said": self.said}
+
+    def verify(self):
+        return Verdict(reward=float(len(self.said)))
+
+    def close(self):
+        entered.clear()
+
+
+class Asynchronous:
+    replayable = False
+
+    async def open(self, task):
+        self.task = task
+
+    async def reset(self):
+        return Start(messages=(ChatMessage(role="user", content=self.task.prompt),))
+
+    async def step(self, action):
+        return Step(messages=(ChatMessage(role="user", content=str(self.task.config.get("device"))),), terminated=True)
+
+    async def state(self):
+        return {}
+
+    async def verify(self):
+        return Verdict(reward=0.5)
+
+    async def close(self):
+        pass
+
+
+class NeverStarts(Plain):
+    def __init__(self):
+        os._exit(9)
+'''
+
+TASK = Task(key="t", prompt="Play.")
+SPECS = ("own_classes:Plain", "own_classes:Asynchronous", "pool:own_classes:Plain", "pool:own_classes:Asynchronous")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "own_classes.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.delitem(sys.modules, "own_classes", raising=False)
+    yield importlib.import_module("own_classes")
+    sys.modules.pop("own_classes", None)
+
+
+class NoGrader:
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        raise AssertionError("nothing is graded here")
+
+
+def action(text: str) -> Action:
+    return Action(episode_id="e", attempt=1, turn=0, text=text, sampled=b"\1\0\0\0")
+
+
+async def opened(make: Callable[[], Environment], task: Task = TASK) -> Environment:
+    environment = make()
+    with anyio.fail_after(50):
+        await environment.open(task)
+        await environment.reset()
+    return environment
+
+
+async def said(environment: Environment, text: str = "hello") -> str:
+    with anyio.fail_after(50):
+        return str((await environment.step(action(text))).messages[0].content)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[ProcessPool]:
+    pool = ProcessPool("own_classes:Plain", processes=2, devices=("cuda:0", "cuda:1"), replayable=True)
+    async with pool.running():
+        yield pool
+    await until(lambda: not children())
+
+
+def factory(spec: str, **settings: Any) -> EnvironmentFactory:
+    configuration = Configuration(environment=EnvironmentSettings(slots=2, **settings))
+    return environment_factory(spec, verifier=NoGrader(), configuration=configuration)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+async def test_every_kind_of_class_plays_an_episode(spec: str) -> None:
+    made = factory(spec)
+    async with made.running():
+        environment = await opened(made)
+        assert environment.replayable is spec.endswith("Plain")
+        await said(environment)
+        assert isinstance(await environment.state(), dict)
+        assert (await environment.verify()).reward == (1.0 if spec.endswith("Plain") else 0.5)
+        await environment.close()
+    await until(lambda: not children())
+
+
+async def test_devices_go_round_by_episode_in_this_process_and_by_process_in_a_pool(pool: ProcessPool) -> None:
+    made = factory("own_classes:Asynchronous", devices="cuda:0, cuda:1")
+    async with made.running():
+        assert [await said(await opened(made)) for _ in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+        named = Task(key="t", prompt="p", config={"device": "mine"})
+        assert await said(await opened(made, named)) == "mine"
+    both = [await opened(pool), await opened(pool)]
+    assert sorted([(await said(environment)).split()[1] for environment in both]) == ["cuda:0", "cuda:1"]
+    for environment in both:
+        await environment.close()
+
+
+async def test_blocking_code_in_a_thread_does_not_block_the_worker_and_calls_never_overlap(module: Any) -> None:
+    make, running = class_factory(module.Plain, threads=2)
+    async with running():
+        blocked, other = await opened(make), await opened(make)
+        with anyio.move_on_after(0.5) as scope:
+            await blocked.step(action("block"))
+        assert scope.cancelled_caught and module.entered.is_set()
+        assert (await said(other)).split()[2] == "False"
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(blocked.close)
+            await said(other)
+            assert module.entered.is_set(), "close waits until the step that was given up has ended"
+            module.release.set()
+        assert not module.entered.is_set()
+        await other.close()
+    with anyio.fail_after(20):
+        while threading.active_count() > 32:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+async def test_blocking_code_in_a_process_is_killed_with_its_episode_alone(pool: ProcessPool) -> None:
+    blocked, other = await opened(pool), await opened(pool)
+    before = await said(other)
+    with anyio.move_on_after(0.5) as scope:
+        await blocked.step(action("sleep"))
+    assert scope.cancelled_caught
+    with pytest.raises(EnvironmentFailed, match="gone"):
+        await blocked.verify()
+    await blocked.close()
+    assert await said(other) == before
+    replacement = await opened(pool)
+    assert (await said(replacement)).split()[1] != before.split()[1], "the successor has the device of the one that is gone"
+    await replacement.close()
+    await other.close()
+
+
+@pytest.mark.parametrize(("text", "words"), [("crash", "SIGSEGV"), ("exit", "exit code 3")])
+async def test_a_crash_takes_one_episode(pool: ProcessPool, text: str, words: str) -> None:
+    crashing, other = await opened(pool), await opened(pool)
+    with pytest.raises(EnvironmentFailed, match=words):
+        await crashing.step(action(text))
+    await crashing.close()
+    await said(other)
+    await said(await opened(pool))
+
+
+async def test_a_clean_episode_leaves_its_process_to_the_next(pool: ProcessPool) -> None:
+    first = await opened(pool)
+    process = (await said(first)).split()[0]
+    await first.close()
+    second = await opened(pool)
+    assert (await said(second)).split()[0] == process != str(os.getpid())
+    assert await second.state() == {"said": ["hello"]}, "and none of its state"
+
+
+async def test_an_episode_beyond_the_last_process_waits_for_one(pool: ProcessPool) -> None:
+    playing = [await opened(pool), await opened(pool)]
+    waiting: list[Environment] = []
+
+    async def wait() -> None:
+        waiting.append(await opened(pool))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await said(playing[0])
+        assert not waiting
+        await playing[0].close()
+    assert await said(waiting[0])
+
+
+async def test_errors_of_a_class_are_told_as_they_are(pool: ProcessPool) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"^closed today$"):
+        await opened(pool, Task(key="t", prompt="closed"))
+    environment = await opened(pool)
+    with pytest.raises(EnvironmentFailed, match=r"^ValueError: no such move$"):
+        await environment.step(action("raise"))
+    await said(environment)
+
+
+async def test_an_answer_of_the_wrong_type_is_an_error(pool: ProcessPool, module: Any) -> None:
+    make, running = class_factory(module.Plain)
+    async with running():
+        for environment in (await opened(make), await opened(pool)):
+            with pytest.raises(Exception, match=r"Step|object"):
+                await environment.step(action("wrong"))
+
+
+async def test_a_process_that_dies_at_once_is_an_error_and_its_place_stays_usable() -> None:
+    pool = ProcessPool("own_classes:NeverStarts", processes=1)
+    async with pool.running():
+        for _ in range(2):
+            environment = pool()
+            with pytest.raises(EnvironmentFailed, match="exit code 9"):
+                await environment.open(TASK)
+            await environment.close()
+
+
+WORKER = """
+import anyio
+from schemas import Action, Task
+from workers.environment.pool import ProcessPool
+
+async def main():
+    pool = ProcessPool("own_classes:Plain", processes=1)
+    async with pool.running():
+        environment = pool()
+        await environment.open(Task(key="t", prompt="p"))
+        print("open", flush=True)
+        await environment.step(Action(episode_id="e", attempt=1, turn=0, text="sleep"))
+
+anyio.run(main)
+"""
+
+
+async def test_a_killed_worker_takes_its_processes_with_it() -> None:
+    async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
+        assert worker.stdout is not None
+        with anyio.fail_after(50):
+            assert (await worker.stdout.receive()).startswith(b"open")
+        processes = psutil.Process(worker.pid).children(recursive=True)
+        worker.kill()
+    assert processes
+    await until(lambda: not any(process.is_running() for process in processes))
+
+
+def test_devices_are_read_from_a_list() -> None:
+    assert device_names(" cuda:0,cuda:1 ,") == ("cuda:0", "cuda:1")
+    assert device_names("") == ()
