@@ -1,0 +1,425 @@
+"""Step-wise sessions on virtual time: each call executed once, whatever is repeated, lost, slow, or dies."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import trio.testing
+
+from fleetbus.audit import audit_run
+from fleetbus.client.sessions import Session, SessionClient, SessionFailed, SessionUnavailable, sessions
+from fleetbus.config.settings import EnvironmentSettings
+from schemas import Action, ChatMessage, SessionCall, Task
+from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
+from workers.environment.base import Start, Step, Verdict
+from workers.environment.stepwise.journal import journal_of
+
+TASK = Task(key="count", prompt="Count.")
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class World:
+    """Where the counters of one test live: how often each thing was done, and how long a step takes."""
+
+    def __init__(self, *, replayable: bool = True, step_seconds: float = 0.0) -> None:
+        self.replayable = replayable
+        self.step_seconds = step_seconds
+        self.steps: list[str] = []
+        self.at_once = self.most_at_once = 0
+        self.opened = self.closed = 0
+        self.stepping = anyio.Event()
+        self.error: Exception | None = None
+        self.drift = 0
+
+    def __call__(self) -> CountingEnvironment:
+        return CountingEnvironment(self)
+
+
+class CountingEnvironment:
+    """Tells how many actions it saw, and the last one."""
+
+    def __init__(self, world: World) -> None:
+        self.replayable = world.replayable
+        self._world = world
+        self._count = world.drift
+
+    async def open(self, task: Task) -> None:
+        self._world.opened += 1
+        self._seed = task.seed or 0
+        await anyio.lowlevel.checkpoint()
+
+    async def reset(self) -> Start:
+        await anyio.lowlevel.checkpoint()
+        return Start(messages=(ChatMessage(role="user", content=f"start {self._seed}"),))
+
+    async def step(self, action: Action) -> Step:
+        world = self._world
+        world.at_once += 1
+        world.most_at_once = max(world.most_at_once, world.at_once)
+        world.stepping.set()
+        try:
+            await anyio.sleep(world.step_seconds)
+        finally:
+            world.at_once -= 1
+        if world.error is not None:
+            raise world.error
+        world.steps.append(action.text)
+        self._count += 1
+        text = f"{self._count}: {action.text}"
+        return Step(messages=(ChatMessage(role="user", content=text),), reward=1.0, terminated=self._count >= 5)
+
+    async def state(self) -> dict[str, Any]:
+        return {"count": self._count}
+
+    async def verify(self) -> Verdict:
+        return Verdict(reward=float(self._count), reason="counted")
+
+    async def close(self) -> None:
+        self._world.closed += 1
+        await anyio.lowlevel.checkpoint()
+
+
+class Ground:
+    """One fleet, one client."""
+
+    def __init__(self, fleet: SmallFleet, client: SessionClient) -> None:
+        self.fleet = fleet
+        self.client = client
+
+    def worker(self, name: str, world: World) -> Member:
+        return self.fleet.environment(name, make=world)
+
+    async def empty(self, *members: Member) -> None:
+        """Until these workers say that no session holds a slot."""
+        beats = self.fleet.beats
+        for member in members:
+            beats.pop(member.name, None)
+        await self.fleet.until(lambda: all(each.name in beats and not beats[each.name].sessions for each in members))
+
+    async def ask(self, call: SessionCall) -> Any:
+        return await self.client.call(call, timeout=60)
+
+
+@asynccontextmanager
+async def ground(*, slots: int = 4, **limits: float) -> AsyncIterator[Ground]:
+    configuration = configured(
+        environment=EnvironmentSettings(slots=8, session_slots=slots), limits=msgspec.structs.replace(LIMITS, **limits)
+    )
+    with anyio.fail_after(20_000):
+        async with small_fleet(configuration) as fleet, sessions(fleet.bus, fleet.subjects) as client:
+            yield Ground(fleet, client)
+
+
+def said(answer: Any) -> str:
+    (message,) = answer.messages
+    return str(message.content)
+
+
+async def test_a_session_opens_resets_steps_verifies_and_closes() -> None:
+    world = World()
+    async with ground() as here:
+        worker = here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            assert said(await session.reset(seed=7)) == "start 7"
+            answer = await session.step("one")
+            assert (said(answer), answer.reward, answer.terminated) == ("1: one", 1.0, False)
+            assert await session.state() == {"count": 1}
+            verdict = await session.verify()
+            assert (verdict.reward, verdict.reason) == (1.0, "counted")
+        await here.empty(worker)
+        assert world.opened == world.closed
+        report = await audit_run(here.fleet.bus, here.fleet.subjects)
+        assert report.balanced
+
+
+async def test_a_repeated_call_gets_the_stored_answer_and_is_executed_once() -> None:
+    world = World()
+    async with ground() as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            call = SessionCall(session=session.name, call="step", key="k", text="one")
+            first = await here.ask(call)
+            assert await here.ask(call) == first
+            other = await here.ask(msgspec.structs.replace(call, text="two"))
+            assert other.refusal == "conflict"
+        assert world.steps == ["one"]
+
+
+async def test_a_call_repeated_while_it_runs_joins_it() -> None:
+    world = World(step_seconds=4)
+    async with ground() as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            call = SessionCall(session=session.name, call="step", key="k", text="one")
+            with anyio.move_on_after(1):  # a client whose time-out is shorter than the step
+                await here.ask(call)
+            assert said(await here.ask(call)) == "1: one"
+        assert (world.steps, world.most_at_once) == (["one"], 1)
+
+
+async def test_different_calls_of_one_session_never_overlap() -> None:
+    world = World(step_seconds=1)
+    async with ground() as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            async with anyio.create_task_group() as group:
+                for index in range(4):
+                    group.start_soon(here.ask, SessionCall(session=session.name, call="step", key=f"k{index}", text="x"))
+        assert (len(world.steps), world.most_at_once) == (4, 1)
+
+
+async def test_a_session_goes_on_at_another_worker_when_its_own_is_killed() -> None:
+    first, second = World(), World()
+    async with ground() as here:
+        dying = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            assert said(await session.reset(seed=3)) == "start 3"
+            assert said(await session.step("one")) == "1: one"
+            here.worker("e2", second)
+            dying.kill()
+            assert said(await session.step("two")) == "2: two"
+            assert said(await session.step("three")) == "3: three"
+        assert (first.steps, second.steps) == (["one"], ["one", "two", "three"])
+
+
+async def test_an_answer_that_was_lost_with_its_worker_comes_from_the_journal() -> None:
+    first, second = World(), World()
+    async with ground() as here:
+        dying = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            call = SessionCall(session=session.name, call="step", key="k", text="one")
+            answer = await here.ask(call)
+            here.worker("e2", second)
+            dying.kill()
+            assert await here.ask(call) == answer
+            assert second.steps == [], "nothing is done again for what is written down"
+
+
+async def test_a_session_of_an_environment_that_cannot_be_replayed_ends_as_lost() -> None:
+    first, second = World(replayable=False), World(replayable=False)
+    async with ground() as here:
+        dying = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            await session.step("one")
+            here.worker("e2", second)
+            dying.kill()
+            with pytest.raises(SessionFailed, match="closed") as failed:
+                await session.step("two")
+            assert (failed.value.answer.end, failed.value.answer.error_class) == ("lost", "not_replayable")
+        assert second.steps == []
+
+
+async def test_a_restored_session_that_shows_something_else_ends_as_diverged() -> None:
+    first, second = World(), World()
+    second.drift = 1
+    async with ground() as here:
+        dying = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            await session.step("one")
+            here.worker("e2", second)
+            dying.kill()
+            with pytest.raises(SessionFailed) as failed:
+                await session.step("two")
+            assert failed.value.answer.error_class == "diverged"
+
+
+async def test_a_worker_that_was_cut_off_cannot_answer_for_a_session_that_moved() -> None:
+    first, second = World(step_seconds=10), World()
+    async with ground() as here:
+        late = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            here.worker("e2", second)
+            async with anyio.create_task_group() as group:
+                group.start_soon(session.step, "one")
+                await first.stepping.wait()
+                late.cut()
+            late.mend()
+            assert said(await session.step("two")) == "2: two"
+            journal = await journal_of(here.fleet.bus, here.fleet.subjects, session.name)
+            assert [record.call.text for record in journal.records if record.call.call == "step"] == ["one", "two"]
+            await here.empty(late)
+            assert first.opened == first.closed, "whoever lost its claim closes its environment"
+
+
+async def test_who_finds_no_slot_waits_for_one() -> None:
+    world = World()
+    async with ground(slots=1) as here:
+        worker = here.worker("e1", world)
+        opened: list[str] = []
+
+        async def play(name: str) -> None:
+            async with here.client.open(TASK, session=name) as session:
+                opened.append(name)
+                await session.reset()
+                await anyio.sleep(3)
+                await session.step(name)
+
+        async with anyio.create_task_group() as group:
+            for index in range(4):
+                group.start_soon(play, f"s{index}")
+        assert sorted(opened) == sorted(world.steps) == ["s0", "s1", "s2", "s3"]
+        await here.empty(worker)
+
+
+async def test_without_any_slot_in_time_the_caller_is_told() -> None:
+    async with ground(slots=1) as here:
+        here.worker("e1", World())
+        async with here.client.open(TASK):
+            with pytest.raises(SessionUnavailable, match="all 1 slots of e1 are taken"):
+                async with here.client.open(TASK, timeout=10):
+                    raise AssertionError("there is no slot")
+
+
+async def test_idle_sessions_end_and_a_running_step_is_not_idle() -> None:
+    world = World(step_seconds=50)
+    async with ground(idle=20, step=100, episode=1000) as here:
+        worker = here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            assert said(await session.step("slow")) == "1: slow"
+            await anyio.sleep(10)
+            assert said(await session.step("again")) == "2: again"
+            await anyio.sleep(30)
+            with pytest.raises(SessionFailed) as failed:
+                await session.step("late")
+            assert (failed.value.answer.refusal, failed.value.answer.end) == ("closed", "idle")
+        await here.empty(worker)
+        assert world.opened == world.closed
+
+
+async def test_a_session_that_lasts_too_long_ends() -> None:
+    async with ground(episode=60, idle=50) as here:
+        here.worker("e1", World())
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            with pytest.raises(SessionFailed) as failed:
+                while True:
+                    await anyio.sleep(25)
+                    await session.state()
+            assert failed.value.answer.end == "total"
+
+
+async def test_an_environment_that_raises_ends_its_session_once_and_for_all() -> None:
+    world = World()
+    world.error = RuntimeError("the simulator is gone")
+    async with ground() as here:
+        worker = here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            call = SessionCall(session=session.name, call="step", key="k", text="one")
+            answer = await here.ask(call)
+            assert (answer.end, answer.error_class) == ("env_failed", "RuntimeError")
+            world.error = None
+            assert await here.ask(call) == answer
+        assert world.steps == []
+        await here.empty(worker)
+        assert world.opened == world.closed
+
+
+async def test_a_step_that_takes_too_long_ends_its_session() -> None:
+    world = World(step_seconds=1000)
+    async with ground() as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            with pytest.raises(SessionFailed) as failed:
+                await session.step("slow")
+            assert (failed.value.answer.end, failed.value.answer.error_class) == ("timeout", "step_timeout")
+
+
+@pytest.mark.parametrize(
+    ("call", "refusal"),
+    [
+        (SessionCall(session="s", call="step", key="x", text="one"), "conflict"),
+        (SessionCall(session="s", call="reset", key="x", number=7), "gap"),
+        (SessionCall(session="s", call="open", key="x", task=TASK), "conflict"),
+        (SessionCall(session="never", call="reset", key="x"), "unknown"),
+        (SessionCall(session="never", call="open", key="x"), "conflict"),
+    ],
+    ids=["step before reset", "gap", "opened twice", "never opened", "no task"],
+)
+async def test_what_is_out_of_place_is_refused_and_harms_nothing(call: SessionCall, refusal: str) -> None:
+    async with ground() as here:
+        here.worker("e1", World())
+        async with here.client.open(TASK, session="s") as session:
+            assert (await here.ask(call)).refusal == refusal
+            assert said(await session.reset()) == "start 0"
+
+
+async def test_after_the_end_of_an_episode_a_reset_begins_another() -> None:
+    world = World()
+    async with ground() as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset(seed=1)
+            while not (await session.step("x")).terminated:
+                pass
+            with pytest.raises(SessionFailed, match="the episode is over"):
+                await session.step("x")
+            assert said(await session.reset(seed=2)) == "start 2"
+            assert said(await session.step("y")) == "1: y"
+
+
+async def test_closing_twice_is_harmless_and_nothing_else_is_possible_afterwards() -> None:
+    async with ground() as here:
+        worker = here.worker("e1", World())
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            await session.close()
+            await session.close()
+            assert (await here.ask(SessionCall(session=session.name, call="state", key="x"))).refusal == "closed"
+        await here.empty(worker)
+
+
+async def test_a_draining_worker_hands_its_sessions_over() -> None:
+    first, second = World(), World()
+    async with ground(drain=5) as here:
+        leaving = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            await session.step("one")
+            here.worker("e2", second)
+            leaving.drain.set()
+            await leaving.ended.wait()
+            assert said(await session.step("two")) == "2: two"
+        assert first.opened == first.closed
+
+
+async def test_a_call_made_while_the_server_is_away_is_answered_when_it_is_back() -> None:
+    world = World()
+    async with ground() as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            await use_restart(here.fleet)
+            assert said(await session.step("one")) == "1: one"
+        assert world.steps == ["one"]
+
+
+async def use_restart(fleet: SmallFleet) -> None:
+    """Every connection is cut and comes back."""
+    for member in fleet.members.values():
+        member.cut()
+    await anyio.sleep(1)
+    for member in fleet.members.values():
+        member.mend()
+
+
+def test_sessions_are_named_by_whoever_opens_them() -> None:
+    assert Session(None, "mine", timeout=1.0).name == "mine"  # type: ignore[arg-type]
