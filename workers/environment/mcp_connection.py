@@ -47,13 +47,16 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a call gave: text, or JSON-like data where a server sent no text; ``failed`` if the tool says that it failed.
 
-    ``abandoned``: nobody knows how the call ended. ``images`` are those among its blocks, in order.
+    ``abandoned``: nobody knows how the call ended. ``images`` are those among its blocks, in order. ``ends``: the call was the
+    policy's last, with its final ``answer`` if it gave one.
     """
 
     content: Any
     failed: bool = False
     abandoned: bool = False
     images: tuple[Picture, ...] = ()
+    ends: bool = False
+    answer: str | None = None
 
 
 class ServerGone(EnvironmentFailed):
@@ -174,16 +177,17 @@ def tool_result(result: Mapping[str, Any]) -> ToolResult:
 
 
 def _pictures(blocks: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
-    """The images among the blocks; what is no base64 stays a word in the text alone."""
-    pictures = []
-    for block in blocks:
-        if block.get("type") == "image":
-            try:
-                data = base64.b64decode(block.get("data", ""), validate=True)
-            except binascii.Error:
-                continue
-            pictures.append(Picture(data=data, media_type=block.get("mimeType") or "image/png"))
-    return tuple(pictures)
+    found = (picture(block) for block in blocks if block.get("type") == "image")
+    return tuple(each for each in found if each is not None)
+
+
+def picture(block: Mapping[str, Any]) -> Picture | None:
+    """The image of a block; None for what is no base64."""
+    try:
+        data = base64.b64decode(block.get("data") or "", validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        return None
+    return Picture(data=data, media_type=block.get("mimeType") or "image/png") if data else None
 
 
 def _block_text(block: Mapping[str, Any]) -> str:

@@ -6,9 +6,11 @@ call is part of the observation; only a server that is gone ends the episode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import date
 from typing import Any, Literal
+
+import structlog
 
 from fleetbus.core.prompts import (
     NO_CALL,
@@ -21,10 +23,17 @@ from fleetbus.core.prompts import (
     unknown_tool,
 )
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
-from schemas import Action, ChatMessage, Task, ToolCall, ToolSpec
+from schemas import Action, ChatMessage, Image, Task, Text, ToolCall, ToolSpec
 from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from workers.environment.mcp_connection import Connection, ToolResult
+from workers.environment.mcp_connection import Connection, Picture, ToolResult
 from workers.environment.verifier.base import Grader
+
+log = structlog.get_logger(__name__)
+
+Content = str | tuple[Text | Image, ...]
+
+KeepPicture = Callable[[Picture], Awaitable[Image]]
+"""Stores an image in the run's object bucket and gives the reference to it."""
 
 PromptStyle = Literal["compact", "fleet", "template"]
 """Who tells the policy of its tools: a short prompt, Fleet's long one, or the model's own chat template."""
@@ -33,9 +42,13 @@ PromptStyle = Literal["compact", "fleet", "template"]
 Connect = Callable[[Task], Connection]
 """Makes the connection of an episode; it is opened and closed by the environment."""
 
+FirstCall = Callable[[Task], ToolCall | None]
+"""A call to be made before the policy's first turn, as a first look at a screen; what it shows follows the task's prompt."""
+
 
 class McpEnvironment:
-    """One episode with the tools of an MCP server. ``observation_bytes`` bounds each observation's text."""
+    """One episode with the tools of an MCP server. ``observation_bytes`` bounds each observation's text. Images that tools
+    show are stored with ``keep`` and travel by reference; without it a word stands for each."""
 
     def __init__(
         self,
@@ -46,6 +59,8 @@ class McpEnvironment:
         observation_bytes: int = 32_768,
         replayable: bool = False,
         today: Callable[[], date] = date.today,
+        keep: KeepPicture | None = None,
+        first_call: FirstCall = lambda _: None,
     ) -> None:
         self.replayable = replayable
         self._connect = connect
@@ -53,6 +68,8 @@ class McpEnvironment:
         self._prompt = prompt
         self._observation_bytes = observation_bytes
         self._today = today
+        self._keep = keep
+        self._first_call = first_call
         self._task: Task | None = None
         self._connection: Connection | None = None
         self._tools: tuple[ToolSpec, ...] = ()
@@ -71,13 +88,25 @@ class McpEnvironment:
 
     async def reset(self) -> Start:
         assert self._task is not None
-        messages = [ChatMessage(role="user", content=self._task.prompt)]
+        messages = [ChatMessage(role="user", content=await self._prompt_content(self._task))]
         system = self._system_prompt(self._task)
         if system:
             messages.insert(0, ChatMessage(role="system", content=system))
         self._conversation = list(messages)
         # Told once: a chat template that is given the tools describes them as well.
         return Start(messages=tuple(messages), tools=self._tools if self._prompt == "template" else ())
+
+    async def _prompt_content(self, task: Task) -> Content:
+        """The task's prompt, and what the first look shows; a failed look is only a warning."""
+        call = self._first_call(task)
+        if call is None:
+            return task.prompt
+        assert self._connection is not None
+        result = await self._connection.call_tool(call.name, call.arguments)
+        if result.failed:
+            log.warning("first_look_failed", tool=call.name, reason=str(result.content)[:300])
+            return task.prompt
+        return await self._with_pictures(task.prompt, result)
 
     def _system_prompt(self, task: Task) -> str:
         if self._prompt == "template":
@@ -95,21 +124,30 @@ class McpEnvironment:
             self._answer = final_answer(action.text)
         if not calls:
             return Step(terminated=True) if done else self._observed(NO_CALL)
-        text, failed = await self._execute(calls[0])
+        result = await self._execute(calls[0])
         self._tool_calls += 1
-        self._tool_errors += failed
-        step = self._observed(text, more=further_calls(len(calls) - 1) if len(calls) > 1 else "", done=done)
-        return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(failed))
+        self._tool_errors += result.failed
+        if result.ends:
+            done, self._answer = True, self._answer if result.answer is None else result.answer
+        more = further_calls(len(calls) - 1) if len(calls) > 1 else ""
+        text = cut_text(_result_text(result), self._observation_bytes - len(more)) + more
+        step = self._observed(await self._with_pictures(text, result), done=done)
+        return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(result.failed))
 
-    async def _execute(self, call: ToolCall) -> tuple[str, bool]:
+    async def _execute(self, call: ToolCall) -> ToolResult:
+        """A tool that does not exist is told from here, at once."""
         assert self._connection is not None
         if all(tool.name != call.name for tool in self._tools):
-            return unknown_tool(call.name, self._tools), True
-        result = await self._connection.call_tool(call.name, call.arguments)
-        return _result_text(result), result.failed
+            return ToolResult(content=unknown_tool(call.name, self._tools), failed=True)
+        return await self._connection.call_tool(call.name, call.arguments)
 
-    def _observed(self, text: str, *, more: str = "", done: bool = False) -> Step:
-        message = ChatMessage(role="user", content=cut_text(text, self._observation_bytes - len(more)) + more)
+    async def _with_pictures(self, text: str, result: ToolResult) -> Content:
+        if not result.images or self._keep is None:
+            return text
+        return (Text(text=text), *[await self._keep(picture) for picture in result.images])
+
+    def _observed(self, content: Content, *, done: bool = False) -> Step:
+        message = ChatMessage(role="user", content=content)
         self._conversation.append(message)
         return Step(messages=() if done else (message,), terminated=done)
 
@@ -129,7 +167,7 @@ class McpEnvironment:
         return await self._grader.verify(
             self._task.verifier,
             final_answer=self._answer,
-            conversation=[{"role": message.role, "content": message.content} for message in self._conversation],
+            conversation=[{"role": message.role, "content": _plain(message.content)} for message in self._conversation],
             tools=self,
         )
 
@@ -150,6 +188,13 @@ class McpEnvironment:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
+
+
+def _plain(content: Content) -> str:
+    """The text of a message; a verifier is told of images, not shown them."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text if isinstance(part, Text) else "[image]" for part in content)
 
 
 def _result_text(result: ToolResult) -> str:

@@ -50,7 +50,7 @@ class LastAnswer:
             return f"{REFUSALS[self.status]} (HTTP {self.status})"
         if self.status == 404 and error.error.code == INVALID_REQUEST:
             return "no longer knows this session: it was started anew"
-        if self.status >= 502 or not self.is_json:
+        if self.status in ABSENT or self.status >= 502 or not self.is_json:  # listing and calling are methods that it had
             return f"answered HTTP {self.status}"
         return ""
 

@@ -1,0 +1,81 @@
+"""Environments on Fleet as a worker makes them: settings and key in, one `McpEnvironment` per episode out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from urllib.parse import urlsplit
+
+from fleetbus.config.load import without_credentials
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from schemas import Task, ToolCall
+from workers.environment.base import Environment
+from workers.environment.fleet.api import DEFAULT_BASE_URL
+from workers.environment.fleet.connection import COMPUTER, SCREEN_MODALITIES, FleetConnection
+from workers.environment.fleet.grader import PlatformGrader
+from workers.environment.fleet.host import FleetHost
+from workers.environment.mcp_environment import KeepPicture, McpEnvironment, PromptStyle
+from workers.environment.verifier.base import Grader
+
+KEY_VARIABLE = "FLEET_API_KEY"
+URL_VARIABLE = "FLEET_BASE_URL"
+
+
+def fleet_factory(
+    spec: str,
+    address: str,
+    *,
+    configuration: Configuration,
+    grader: Grader,
+    prompt: PromptStyle,
+    observation_bytes: int,
+    keep: KeepPicture | None = None,
+) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
+    """Environments on the platform at ``address``, else at ``FLEET_BASE_URL``, else at Fleet itself.
+
+    Raises `UserError` without a key, or for what is no address.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not key:
+        raise UserError(f"environment {spec!r} needs a key: set {KEY_VARIABLE}")
+    base_url = _checked(spec, address or os.environ.get(URL_VARIABLE, "").strip() or DEFAULT_BASE_URL)
+    host = FleetHost(base_url=base_url, key=key, run=configuration.run.name, settings=configuration.fleet)
+
+    limits = configuration.limits
+
+    def make() -> Environment:
+        platform = PlatformGrader(host)
+
+        def connect(task: Task) -> FleetConnection:
+            platform.connection = FleetConnection(host, task, call_seconds=limits.tool_call, episode_seconds=limits.episode)
+            return platform.connection
+
+        return McpEnvironment(
+            connect,
+            grader=platform if configuration.fleet.verifier == "platform" else grader,
+            prompt=prompt,
+            observation_bytes=observation_bytes,
+            keep=keep,
+            first_call=first_look,
+        )
+
+    return make, host.running
+
+
+def first_look(task: Task) -> ToolCall | None:
+    """Where there is a screen, the policy sees it together with its task."""
+    return ToolCall(name=COMPUTER, arguments={"action": "screenshot"}) if task.modality in SCREEN_MODALITIES else None
+
+
+def _checked(spec: str, url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid or any(character.isspace() for character in url):
+        shown = without_credentials(url)
+        raise UserError(f"environment {without_credentials(spec)!r}: {shown!r} is no address, as in fleet:{DEFAULT_BASE_URL}")
+    return url.rstrip("/")
