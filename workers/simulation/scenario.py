@@ -77,7 +77,7 @@ class Mischief(msgspec.Struct, frozen=True, kw_only=True):
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one simulated run that its seed decides beforehand.
 
-    ``blocking_seconds``: the longest half of what training, saving weights or writing a checkpoint takes.
+    In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what training, saving weights or writing a checkpoint takes.
     """
 
     seed: int
@@ -115,12 +115,15 @@ def quiet_scenario(seed: int) -> Scenario:
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     draw = random.Random(f"scenario/{seed}")
+    groups, group_size = draw.choice(((5, 4), (5, 4), (10, 2)))
     scenario = Scenario(
         seed=seed,
         environment_workers=draw.randint(2, 3),
         inference_workers=draw.randint(2, 3),
         environment_slots=draw.choice((6, 12, 24)),
         inference_slots=draw.choice((4, 8, 24)),
+        groups=groups,
+        group_size=group_size,
         checkpoint_every=draw.randint(1, 3),
         max_staleness=draw.randint(0, 2),
         duplicate_window_seconds=draw.choice((0.0, 0.0, 120.0)),
