@@ -14,7 +14,7 @@ from workers.cli.role import Work, role_options, run_role
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration, LearnerSettings
+    from fleetbus.config.settings import Configuration
     from workers.learner.curriculum import Curriculum
     from workers.learner.torch.settings import TorchTrainerSettings
 
@@ -25,34 +25,53 @@ WAREHOUSE_TASKS = 4096
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
     from workers.cli.model import model_folder
+    from workers.learner.torch.following import LeadingTrainer, follow
     from workers.learner.torch.trainer import TorchTrainer
     from workers.learner.worker import run_learner
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        folder, settings = model_folder(configuration.run), _trainer_settings(configuration.learner)
+        folder, settings = model_folder(configuration.run), _trainer_settings(configuration)
         trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, folder, settings=settings))
+        if trainer.shards.rank:  # torchrun started several, and the first one leads
+            await anyio.to_thread.run_sync(follow, trainer)
+            return
+        leading = LeadingTrainer(trainer) if trainer.shards.world > 1 else None
         curriculum = _curriculum(configuration)
         for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
             files.mkdir(parents=True, exist_ok=True)
-        await run_learner(bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum)
+        try:
+            await run_learner(
+                bus, configuration=configuration, name=name, drain=drain, trainer=leading or trainer, curriculum=curriculum
+            )
+        finally:
+            if leading is not None:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(leading.close)
 
     return work
 
 
-def _trainer_settings(settings: LearnerSettings) -> TorchTrainerSettings:
+def _trainer_settings(configuration: Configuration) -> TorchTrainerSettings:
+    """Settings of the tables ``algorithm`` and ``trainer`` have the trainer's own names, those of ``learner`` older ones."""
+    import msgspec
+
     from workers.learner.torch.settings import TorchTrainerSettings
 
+    learner = configuration.learner
+    tables = msgspec.structs.asdict(configuration.algorithm) | msgspec.structs.asdict(configuration.trainer)
+    same = {name: value for name, value in tables.items() if name in TorchTrainerSettings.__struct_fields__}
     return TorchTrainerSettings(
-        learning_rate=settings.learning_rate,
-        decayed_to=settings.learning_rate_final,
-        dual_clip=settings.dual_clip or None,
-        warmup_updates=settings.warmup_steps,
-        gradient_norm=settings.gradient_clip,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        minibatches=settings.minibatches,
-        micro_batch_size=settings.micro_batch,
-        threads=settings.threads,
+        learning_rate=learner.learning_rate,
+        decayed_to=learner.learning_rate_final,
+        dual_clip=learner.dual_clip or None,
+        warmup_updates=learner.warmup_steps,
+        gradient_norm=learner.gradient_clip,
+        clip_low=learner.clip_low,
+        clip_high=learner.clip_high,
+        minibatches=learner.minibatches,
+        micro_batch_size=learner.micro_batch,
+        threads=learner.threads,
+        **same,
     )
 
 
@@ -75,6 +94,7 @@ def command(**values: Any) -> int:
     """The learner: requests episodes, trains on what comes back, publishes the policy, stores checkpoints.
 
     Install with `pip install 'fleetbus[torch]'`. It goes on from the run's last checkpoint. One per run: a second one takes
-    over from the first. SIGTERM or Ctrl-C: store a checkpoint, then exit.
+    over from the first. SIGTERM or Ctrl-C: store a checkpoint, then exit. A model too large for one process is sharded over
+    several: `torchrun --nproc-per-node N -m workers.cli learner ...`.
     """
     return run_role("learner", _load_work, values)

@@ -53,7 +53,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
     """Gradient checkpointing per layer. Layers look at their own training flag; what is inside them stays without dropout."""
     if not model.supports_gradient_checkpointing:
         raise UserError(f"trainer.gradient_checkpointing: {type(model).__name__} does not support it")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True

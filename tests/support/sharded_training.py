@@ -1,0 +1,87 @@
+"""What every process of a sharded training does: ``torchrun ... sharded_training.py FOLDER OUT``.
+
+Rank 0 leads: it trains three batches, stores a checkpoint after the second, and writes what was measured; the others follow.
+``OUT/settings.json`` are the trainer's settings. With ``OUT/resume`` it goes on from the checkpoint there instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from workers.learner.base import TrainingSequence
+from workers.learner.torch.following import LeadingTrainer, follow
+from workers.learner.torch.settings import TorchTrainerSettings
+from workers.learner.torch.trainer import TorchTrainer
+
+PROMPT = 12
+VOCABULARY = 64
+CHECKPOINT_AFTER = 2
+STEPS = 3
+
+
+def batches() -> list[list[TrainingSequence]]:
+    """Three batches of seven sequences, so that two processes never have the same number of them."""
+    draw = np.random.default_rng(0)
+    return [[_sequence(draw, index) for index in range(7)] for _ in range(STEPS)]
+
+
+def _sequence(draw: np.random.Generator, index: int) -> TrainingSequence:
+    ids = draw.integers(3, VOCABULARY, PROMPT + int(draw.integers(4, 20))).astype(np.int32)
+    mask = np.arange(len(ids)) >= PROMPT
+    advantage = draw.normal() if index != 3 else 0.0
+    return TrainingSequence(
+        episode_id=f"e{index}",
+        group_id="g",
+        ids=ids,
+        loss_mask=mask,
+        logprobs=np.where(mask, -4.0 + 0.1 * draw.normal(size=len(ids)), 0).astype(np.float32),
+        advantages=np.where(mask, advantage, 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+    )
+
+
+def train(trainer: TorchTrainer | LeadingTrainer, out: Path) -> None:
+    """Train and write ``metrics.json``, ``weights``, and a checkpoint, unless one is there."""
+    resume = out / "resume"
+    first = 0
+    if resume.is_dir():
+        trainer.restore(resume / "weights", resume / "state")
+        first = CHECKPOINT_AFTER
+    metrics = []
+    for number, batch in enumerate(batches()[first:], start=first):
+        metrics.append(trainer.train(batch, version=0, progress=number / STEPS))
+        if number + 1 == CHECKPOINT_AFTER:
+            (out / "checkpoint").mkdir(exist_ok=True)
+            trainer.save_weights(out / "checkpoint" / "weights")
+            trainer.save_state(out / "checkpoint" / "state")
+    trainer.save_weights(out / "weights")
+    trainer.save_model(out / "model")
+    (out / "metrics.json").write_text(json.dumps(metrics))
+
+
+def main(folder: Path, out: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    settings = msgspec.json.decode((out / "settings.json").read_bytes(), type=TorchTrainerSettings)
+    trainer = TorchTrainer(folder, settings=settings)
+    if trainer.shards.rank:
+        follow(trainer)
+        return
+    leading = LeadingTrainer(trainer)
+    try:
+        train(leading, out)
+    finally:
+        leading.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,139 @@
+"""Two processes that share one model under torchrun train what one process trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from workers.learner.torch.settings import TorchTrainerSettings
+from workers.learner.torch.trainer import TorchTrainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).resolve().parents[1] / "support/sharded_training.py"
+LIMIT_SECONDS = 300
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("sharded_training", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def sharded(folder: Path, out: Path, settings: TorchTrainerSettings) -> list[dict[str, float]]:
+    """What two processes measured."""
+    out.mkdir(exist_ok=True)
+    (out / "settings.json").write_bytes(msgspec.json.encode(settings))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*command, str(folder), str(out)], env=environment, timeout=LIMIT_SECONDS, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, float]] = json.loads((out / "metrics.json").read_text())
+    return found
+
+
+def alone(folder: Path, out: Path, settings: TorchTrainerSettings) -> list[dict[str, float]]:
+    out.mkdir(exist_ok=True)
+    load_script().train(TorchTrainer(folder, settings=settings), out)
+    found: list[dict[str, float]] = json.loads((out / "metrics.json").read_text())
+    return found
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "kl", "ratio_mean", "ratio_max", "logprob_difference_max", "tokens"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+
+
+def assert_close(first: Path, second: Path) -> None:
+    ours, theirs = load_file(first), load_file(second)
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+CHOICES = {
+    "plain": TorchTrainerSettings(micro_batch_size=2, warmup_updates=0),
+    "packed, recomputed, corrected, several updates": TorchTrainerSettings(
+        packing=True, token_budget=60, gradient_checkpointing=True, correction="tis", minibatches=2, warmup_updates=0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_two_processes_measure_and_make_what_one_does(folder: Path, tmp_path: Path, name: str) -> None:
+    settings = CHOICES[name]
+
+    expected = alone(folder, tmp_path / "one", settings)
+    found = sharded(folder, tmp_path / "two", settings)
+
+    assert_same(found, expected)
+    assert_close(tmp_path / "two/weights", tmp_path / "one/weights")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "two/model").state_dict()
+    for tensor_name, tensor in load_file(tmp_path / "two/weights").items():
+        assert torch.equal(loaded[tensor_name], tensor)
+
+
+def test_a_checkpoint_of_one_process_is_gone_on_from_by_two_and_the_other_way_round(folder: Path, tmp_path: Path) -> None:
+    settings = CHOICES["plain"]
+    expected = alone(folder, tmp_path / "one", settings)
+    (tmp_path / "two").mkdir()
+    shutil.copytree(tmp_path / "one/checkpoint", tmp_path / "two/resume")
+
+    found = sharded(folder, tmp_path / "two", settings)
+
+    assert_same(found, expected[2:])
+    shutil.rmtree(tmp_path / "two/resume")
+    sharded(folder, tmp_path / "two", settings)
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "two/checkpoint", tmp_path / "again/resume")
+    assert_same(alone(folder, tmp_path / "again", settings), expected[2:])
+
+
+def test_adapters_of_a_sharded_model_are_those_of_a_whole_one(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    settings = TorchTrainerSettings(micro_batch_size=2, warmup_updates=0, lora_rank=2, learning_rate=1e-2)
+
+    expected = alone(folder, tmp_path / "one", settings)
+    found = sharded(folder, tmp_path / "two", settings)
+
+    assert_same(found, expected)
+    assert_close(tmp_path / "two/weights", tmp_path / "one/weights")

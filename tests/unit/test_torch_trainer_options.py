@@ -1,0 +1,390 @@
+"""What the torch trainer can do beyond the plain step: packing, budgets, cuts, adapters, recomputing, lower precision, KL."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
+from fleetbus.core.corrections import kl_k1, kl_penalty
+from fleetbus.errors import UserError
+from workers.cli.learner import _trainer_settings
+from workers.learner.base import TrainingSequence
+from workers.learner.torch.batches import cut, micro_batches, packed, padded
+from workers.learner.torch.settings import TorchTrainerSettings
+from workers.learner.torch.trainer import TorchTrainer
+from workers.weights import read_weights
+
+VOCABULARY = 64
+PROMPT = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+CONFIGS = {
+    "qwen3": Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=None,
+    ),
+    "llama": LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=1,
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=512, pad_token_id=0, eos_token_id=2, bos_token_id=1
+    ),
+}
+
+
+def make_model(folder: Path, kind: str) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def make_batch(folder: Path, *, count: int = 9, seed: int = 0, off_policy: float = 0.2) -> list[TrainingSequence]:
+    """One sampled turn each after prompts of their own; the model's log-probabilities, disturbed by ``off_policy``."""
+    draw = np.random.default_rng(seed)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    batch = []
+    for index in range(count):
+        ids = draw.integers(3, VOCABULARY, PROMPT + int(draw.integers(5, 40))).astype(np.int32)
+        mask = np.arange(len(ids)) >= PROMPT
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0, :-1]
+        found = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(ids[1:, None].astype(np.int64)))[:, 0].numpy()
+        logprobs = np.concatenate([[0.0], found + off_policy * draw.normal(size=len(found))])
+        batch.append(
+            TrainingSequence(
+                episode_id=f"e{index}",
+                group_id="g",
+                ids=ids,
+                loss_mask=mask,
+                logprobs=np.where(mask, logprobs, 0).astype(np.float32),
+                advantages=np.where(mask, draw.normal(), 0).astype(np.float32),
+                versions=np.where(mask, 3, -1).astype(np.int32),
+            )
+        )
+    return batch
+
+
+def gradient(trainer: TorchTrainer, batch: list[TrainingSequence]) -> dict[str, torch.Tensor]:
+    """The gradient of one call, taken where the optimizer would use it, before clipping."""
+    taken: dict[str, torch.Tensor] = {}
+    step = trainer._optimizer.step
+
+    def take() -> None:
+        named = trainer._model.named_parameters()
+        taken.update({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
+
+    trainer._optimizer.step = take  # type: ignore[assignment, method-assign]
+    trainer.train(batch, version=3, progress=0.0)
+    trainer._optimizer.step = step  # type: ignore[method-assign]
+    return taken
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    difference = sum(float((first[name] - second[name]).norm() ** 2) for name in second)
+    return math.sqrt(difference / sum(float(value.norm() ** 2) for value in second.values()))
+
+
+def trainer(folder: Path, **settings: Any) -> TorchTrainer:
+    return TorchTrainer(folder, settings=TorchTrainerSettings(gradient_norm=1e9, micro_batch_size=4, **settings))
+
+
+# Batches
+
+
+def test_rows_are_packed_up_to_the_budget_and_every_sequence_comes_once() -> None:
+    lengths = dict(enumerate([50, 30, 20, 60, 10, 5, 200]))
+
+    rows = list(packed(lengths, 100))
+
+    assert sorted(index for row in rows for index in row) == list(range(7))
+    assert all(sum(lengths[index] for index in row) <= 100 for row in rows if 6 not in row)
+    assert (6,) in rows, "what exceeds the budget stands alone"
+    assert len(rows) == 3
+
+
+def test_padded_micro_batches_keep_to_size_and_budget_with_padding_counted() -> None:
+    lengths = dict(enumerate([10, 50, 11, 12, 49, 48, 300]))
+
+    batches = list(padded(lengths, 3, 100))
+
+    assert sorted(index for batch in batches for index in batch) == list(range(7))
+    assert all(len(batch) <= 3 for batch in batches)
+    assert all(len(batch) * max(lengths[index] for index in batch) <= 100 for batch in batches if 6 not in batch)
+
+
+def test_without_a_budget_micro_batches_are_full() -> None:
+    assert [len(batch) for batch in padded(dict.fromkeys(range(10), 7), 4, 0)] == [4, 4, 2]
+
+
+def test_packed_sequences_know_their_own_positions(folder: Path) -> None:
+    batch = make_batch(folder, count=4)
+    ids, masks = [sequence.ids for sequence in batch], [sequence.loss_mask for sequence in batch]
+
+    for found in micro_batches(ids, masks, prefix=0, size=99, budget=120, packing=True):
+        assert found.positions is not None and found.ids.shape == found.positions.shape
+        assert (found.positions == 0).sum() == len(found.indices)
+        rows = found.rowwise(found.targets)
+        for row, index in enumerate(found.indices):
+            assert rows[row, : masks[index].sum()].tolist() == ids[index][masks[index]].tolist()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packing_and_budgets_do_not_change_the_gradient(tmp_path: Path, kind: str) -> None:
+    folder = make_model(tmp_path, kind)
+    batch = make_batch(folder)
+    plain = gradient(trainer(folder), batch)
+
+    assert distance(gradient(trainer(folder, packing=True, token_budget=150), batch), plain) <= 1e-5
+    assert distance(gradient(trainer(folder, token_budget=130), batch), plain) <= 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["sequence_mean", "sequence_sum", "constant_mean"])
+def test_packing_keeps_sequences_apart_in_every_reduction(folder: Path, reduction: str) -> None:
+    batch = make_batch(folder)
+    settings = {"reduction": reduction, "objective": "gspo"}
+
+    plain = gradient(trainer(folder, **settings), batch)
+
+    assert distance(gradient(trainer(folder, **settings, packing=True, token_budget=200), batch), plain) <= 1e-5
+
+
+def test_packing_without_a_budget_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="token_budget"):
+        trainer(folder, packing=True)
+
+
+def test_a_sequence_is_cut_at_its_end_and_what_is_left_is_trained_as_it_was(folder: Path) -> None:
+    batch = make_batch(folder, count=1)
+    short = cut(batch[0], 30)
+
+    assert len(short.ids) == len(short.loss_mask) == len(short.advantages) == 30
+    assert (short.ids == batch[0].ids[:30]).all() and short.loss_mask[:PROMPT].sum() == 0
+    assert cut(batch[0], 0) is cut(batch[0], 1000) is batch[0]
+    metrics = trainer(folder, max_tokens=30).train(batch, version=3, progress=0.0)
+    assert metrics["tokens"] == 30 - PROMPT
+    assert metrics["tokens_cut"] == len(batch[0].ids) - 30
+    cut_first = gradient(trainer(folder), [short])
+    assert distance(gradient(trainer(folder, max_tokens=30), batch), cut_first) <= 1e-6
+
+
+def test_a_cut_into_the_prompt_leaves_nothing_to_train_and_does_no_harm(folder: Path) -> None:
+    metrics = trainer(folder, max_tokens=10).train(make_batch(folder, count=2), version=3, progress=0.0)
+
+    assert metrics["tokens"] == 0.0 and math.isfinite(metrics["loss"])
+
+
+def test_every_minibatch_of_every_epoch_is_an_optimizer_step(folder: Path) -> None:
+    trained = trainer(folder, minibatches=3, epochs=2)
+
+    trained.train(make_batch(folder), version=3, progress=0.0)
+
+    assert trained._updates == 6
+
+
+# Precision and memory
+
+
+def test_recomputed_activations_give_the_same_gradient(folder: Path) -> None:
+    batch = make_batch(folder)
+
+    assert distance(gradient(trainer(folder, gradient_checkpointing=True), batch), gradient(trainer(folder), batch)) <= 1e-5
+
+
+def test_bfloat16_computes_roughly_the_same_gradient_and_keeps_weights_in_float32(folder: Path) -> None:
+    batch = make_batch(folder)
+    lower = trainer(folder, precision="bfloat16")
+
+    found = distance(gradient(lower, batch), gradient(trainer(folder), batch))
+
+    assert 1e-5 < found < 0.1
+    assert all(parameter.dtype == torch.float32 for parameter in lower._model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"), [("cosine", [1.0, 0.6, 0.2]), ("constant", [1.0] * 3), ("linear", [1.0, 0.6, 0.2])]
+)
+def test_the_learning_rate_follows_the_schedule(folder: Path, schedule: str, rates: list[float]) -> None:
+    trained = trainer(folder, schedule=schedule, learning_rate=1.0, decayed_to=0.2, warmup_updates=0)
+
+    assert [trained._schedule(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx(rates)
+
+
+# KL to the start, KL in the reward
+
+
+def test_the_kl_to_the_start_is_zero_at_the_start_and_pulls_back_later(folder: Path) -> None:
+    batch = make_batch(folder, off_policy=0.0)
+    still = [msgspec.structs.replace(sequence, advantages=np.zeros_like(sequence.advantages)) for sequence in batch]
+    pulled = trainer(folder, kl_coefficient=1.0, kl_to="start", kl_estimator="k2", learning_rate=1e-2, warmup_updates=0)
+
+    assert pulled.train(still, version=3, progress=0.0)["grad_norm"] == pytest.approx(0.0, abs=1e-6)
+    pulled.train(batch, version=3, progress=0.0)
+    away = pulled.train(still, version=4, progress=0.0)
+    back = pulled.train(still, version=4, progress=0.0)
+
+    assert away["loss"] > back["loss"] > 0
+
+
+def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(folder: Path) -> None:
+    batch = make_batch(folder, count=3, off_policy=0.4)
+    rewarded = trainer(folder, kl_coefficient=0.3, kl_place="reward", kl_estimator="k1")
+    policy = [logprobs.numpy() for logprobs in rewarded._logprobs(batch, rewarded._model)]
+    width = max(map(len, policy))
+    rows = np.zeros((2, 3, width))
+    for row, (found, sequence) in enumerate(zip(policy, batch, strict=True)):
+        rows[0, row, : len(found)], rows[1, row, : len(found)] = found, sequence.logprobs[sequence.loss_mask]
+    mask = np.stack([np.arange(width) < len(found) for found in policy]).astype(float)
+    penalty = 0.3 * kl_penalty(kl_k1(*rows), mask)
+    by_hand = []
+    for row, sequence in enumerate(batch):
+        advantages = sequence.advantages.copy()
+        advantages[sequence.loss_mask] += penalty[row, : len(policy[row])].astype(np.float32)
+        by_hand.append(msgspec.structs.replace(sequence, advantages=advantages))
+
+    assert distance(gradient(rewarded, batch), gradient(trainer(folder), by_hand)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"objective": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": 2e-3, "kl_estimator": "k2"},
+        {"correction": "geometric", "correction_low": 0.9, "correction_high": 1.1},
+        {"correction": "mis_sequence", "reduction": "sequence_sum"},
+        {"correction": "decoupled", "minibatches": 2, "kl_coefficient": 0.1, "kl_to": "start"},
+        {"ratio_to": "trainer", "epochs": 2, "packing": True, "token_budget": 128},
+    ],
+)
+def test_every_further_algorithm_trains_with_finite_metrics(folder: Path, choice: dict[str, Any]) -> None:
+    metrics = trainer(folder, **choice).train(make_batch(folder), version=3, progress=0.0)
+
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["grad_norm"] > 0
+
+
+def test_the_configuration_reaches_the_trainer() -> None:
+    configuration = Configuration(
+        algorithm=AlgorithmSettings(objective="cispo", kl_coefficient=0.5, kl_to="start", credit="turn"),
+        trainer=TrainerSettings(packing=True, token_budget=4096, epochs=2, lora_rank=4, device="auto"),
+    )
+
+    settings = _trainer_settings(configuration)
+
+    assert (settings.objective, settings.kl_coefficient, settings.kl_to) == ("cispo", 0.5, "start")
+    assert (settings.packing, settings.token_budget, settings.epochs, settings.lora_rank) == (True, 4096, 2, 4)
+    assert msgspec.structs.replace(_trainer_settings(Configuration()), threads=0) == TorchTrainerSettings()
+
+
+# Adapters
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapters_leave_the_model_alone_and_are_published_merged(peft: Any, tmp_path: Path, kind: str) -> None:
+    folder = make_model(tmp_path / "model", kind)
+    adapted = trainer(folder, lora_rank=4, learning_rate=1e-2, warmup_updates=0)
+    before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+    manifest = adapted.save_weights(tmp_path / "v0")
+    assert {entry.name for entry in manifest} == {entry.name for entry in trainer(folder).save_weights(tmp_path / "plain")}
+    for name, tensor in read_weights(tmp_path / "v0", manifest).items():
+        assert torch.equal(tensor, before[name])
+    batch = make_batch(folder, off_policy=0.0)
+    adapted.train(batch, version=0, progress=0.0)
+    adapted.train(batch, version=0, progress=0.0)
+    adapted.save_weights(tmp_path / "v1")
+    adapted.save_model(tmp_path / "out")
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted._model(ids).logits, atol=1e-4, rtol=1e-4)
+    changed = {name for name, tensor in merged.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and not any("norm" in name or "embed" in name or "wte" in name for name in changed)
+
+
+def test_adapters_go_on_bit_by_bit_from_a_checkpoint(peft: Any, folder: Path, tmp_path: Path) -> None:
+    settings = {"lora_rank": 2, "learning_rate": 1e-2, "warmup_updates": 0}
+    batch = make_batch(folder)
+    straight = trainer(folder, **settings)
+    straight.train(batch, version=0, progress=0.0)
+    straight.save_weights(tmp_path / "weights")
+    straight.save_state(tmp_path / "state")
+    straight.train(batch, version=1, progress=0.0)
+
+    resumed = trainer(folder, **settings)
+    resumed.restore(tmp_path / "weights", tmp_path / "state")
+    resumed.train(batch, version=1, progress=0.0)
+
+    straight.save_weights(tmp_path / "a")
+    resumed.save_weights(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    with pytest.raises(UserError, match="no adapters of rank 3"):
+        trainer(folder, **{**settings, "lora_rank": 3}).restore(tmp_path / "weights", tmp_path / "state")
+
+
+def test_the_kl_to_the_start_asks_the_model_without_its_adapters(peft: Any, folder: Path) -> None:
+    batch = make_batch(folder, off_policy=0.0)
+    adapted = trainer(folder, lora_rank=2, learning_rate=1e-2, warmup_updates=0, kl_coefficient=0.1, kl_to="start")
+    plain = adapted._logprobs(batch, adapted._model)
+    adapted.train(batch, version=0, progress=0.0)
+
+    reference = adapted._before(batch).reference
+
+    assert reference is not None
+    for found, expected in zip(reference, plain, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(adapted._logprobs(batch, adapted._model)[0], plain[0], atol=1e-4)
+
+
+def test_targets_that_the_model_lacks_are_refused(peft: Any, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.lora_targets = nowhere"):
+        trainer(folder, lora_rank=2, lora_targets="nowhere")
