@@ -8,25 +8,54 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from schemas import PolicyPublished
 from workers.weights import WeightsRejected, read_weights
 
 WEIGHTS_NAME = "model.safetensors"
+CONFIGURATION = "config.json"
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+HEAD_FILE = "lm_head.safetensors"
+EMBEDDING = "embed_tokens.weight"
+BASE = "base"
 COMPANIONS = (".json", ".jinja", ".txt", ".model")
 
 
 class Reloadable:
-    """Folders of versions below ``place``, for the model in ``model``: `prepare` makes one, `keep_only` removes the others."""
+    """Folders of versions below ``place``, for the model in ``model``: `prepare` makes one, `keep_only` removes the others.
 
-    def __init__(self, model: Path, place: Path) -> None:
+    With ``untie`` the output head of a tied model is a tensor of its own, in the folders as in `base`, the one that an engine
+    has to be started with: vLLM on a CPU packs the head when it starts and keeps that copy when the embedding is reloaded
+    (seen with 0.32: log-probabilities off by 0.39 after a swap; docs/decisions/0060).
+    """
+
+    def __init__(self, model: Path, place: Path, *, untie: bool = False) -> None:
         self._model = model
         self._place = place
         self._shapes = model_shapes(model)
         self._tied = is_tied(model)
+        self._unties = untie and self._tied
+
+    def base(self) -> Path:
+        """The folder to start an engine with; blocking."""
+        if not self._unties:
+            return self._model
+        folder = self._place / BASE
+        self._begin(folder)
+        for file in self._model.glob("*.safetensors"):
+            _link(file, folder / file.name)
+        index = self._model / INDEX
+        if index.exists():
+            listing = json.loads(index.read_text())
+            listing["weight_map"][HEAD] = HEAD_FILE
+            (folder / INDEX).write_text(json.dumps(listing))
+        _write_head(folder, sorted(folder.glob("*.safetensors")))
+        return folder
 
     def prepare(self, policy: PolicyPublished) -> Path:
         """A folder with the checked weights of ``policy``; blocking.
@@ -38,21 +67,29 @@ class Reloadable:
         check_shapes(policy.uri, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes, tied=self._tied)
         folder = self._place / f"v{policy.version:06d}"
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            for file in self._model.iterdir():
-                if file.suffix in COMPANIONS and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, folder / file.name)
-            _link(file_of(policy.uri), folder / WEIGHTS_NAME)
+            self._begin(folder)
+            _provide(file_of(policy.uri), folder / WEIGHTS_NAME, tensors)
+            if self._unties and HEAD not in tensors:
+                _write_head(folder, [folder / WEIGHTS_NAME])
         except OSError as error:
             raise WeightsRejected(f"{folder}: cannot be written: {error}") from error
         return folder
+
+    def _begin(self, folder: Path) -> None:
+        """A folder with everything of the model but its weights."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for file in self._model.iterdir():
+            if file.suffix in COMPANIONS and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+        if self._unties:
+            _set_untied(folder / CONFIGURATION)
 
     def keep_only(self, *folders: Path | None) -> None:
         """Remove the folders of other versions."""
         if self._place.is_dir():
             for folder in self._place.iterdir():
-                if folder not in folders:
+                if folder not in folders and folder.name != BASE:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -69,7 +106,7 @@ def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def is_tied(folder: Path) -> bool:
     """True if the model's output head is its embedding, which published weights then hold once."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / CONFIGURATION).read_text())
     return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
 
 
@@ -87,9 +124,41 @@ def check_shapes(
             raise WeightsRejected(f"{what}: {name} has shape {list(shape)}, the model {list(expected[name])}")
 
 
+def _set_untied(file: Path) -> None:
+    config = json.loads(file.read_text())
+    config["tie_word_embeddings"] = False
+    if "text_config" in config:
+        config["text_config"]["tie_word_embeddings"] = False
+    file.write_text(json.dumps(config))
+
+
+def _write_head(folder: Path, files: Sequence[Path]) -> None:
+    """Write the embedding once more, as the output head."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # no mapping
+                if name.endswith(EMBEDDING):
+                    save_file({HEAD: stored.get_tensor(name)}, folder / HEAD_FILE, metadata={"format": "pt"})
+                    return
+    raise WeightsRejected(f"{folder}: no tensor is named *{EMBEDDING}, so the output head cannot be told")
+
+
 def file_of(uri: str) -> Path:
     """The path of a ``file://`` URI, or the path that it is."""
     return Path(unquote(urlsplit(uri).path)) if uri.startswith("file://") else Path(uri)
+
+
+def _provide(source: Path, target: Path, tensors: Mapping[str, Any]) -> None:
+    """The file that was checked, or its tensors where it is not a file of this machine."""
+    if source.is_file():
+        _link(source, target)
+        return
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), target, metadata={"format": "pt"})
 
 
 def _link(source: Path, target: Path) -> None:

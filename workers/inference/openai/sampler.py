@@ -13,6 +13,7 @@ from typing import Protocol
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 
 from fleetbus.errors import UserError
@@ -62,6 +63,7 @@ class OpenAISampler:
         model: str = "",
         key: str = "",
         slots: int = 64,
+        max_length: int = 1 << 30,
         weights: Reloadable | None = None,
         version: int = 0,
         max_tries: int = MAX_TRIES,
@@ -72,6 +74,8 @@ class OpenAISampler:
         self._codec = codec
         self._prompt = list(prompt)
         self._purpose = purpose
+        self._max_length = max_length
+        self._probed = False
         self._model = model
         self._weights = weights
         self._max_tries = max_tries
@@ -95,7 +99,7 @@ class OpenAISampler:
     async def running(self) -> AsyncIterator[None]:
         """Ask every server what it can do, then watch their health until the end; connections are closed on leaving."""
         try:
-            await self._probe_all()
+            await self.probe()
             async with anyio.create_task_group() as group:
                 group.start_soon(self._pool.watch, self._loading)
                 yield
@@ -106,8 +110,13 @@ class OpenAISampler:
                     await server.close()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one turn on whichever server is best; cancelling ends it there too. Raises `EngineFailed` after
+        """Sample one turn on whichever server is best; cancelling ends it there too. A history without room below
+        ``max_length`` gets no token and finish reason ``length``. Raises `EngineFailed` after
         ``max_tries`` failures, `RequestRefused` for what a server will never do."""
+        limit = min(request.max_tokens, self._max_length - len(request.ids))
+        if limit < 1:
+            return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
+        request = msgspec.structs.replace(request, max_tokens=limit)
         async with self._limiter:
             answer = Answer(request)
             failures = 0
@@ -217,7 +226,10 @@ class OpenAISampler:
 
     # Beginning
 
-    async def _probe_all(self) -> None:
+    async def probe(self) -> None:
+        """Ask every server what it can do, once. Raises `UserError` when one cannot serve the purpose or when none answers."""
+        if self._probed:
+            return
         async with anyio.create_task_group() as group:
             for server in self._pool.servers:
                 group.start_soon(self._probe, server)
@@ -226,6 +238,7 @@ class OpenAISampler:
         for server in self._pool.servers:
             if server.state.healthy:
                 self._check_purpose(server)
+        self._probed = True
 
     async def _probe(self, server: Server) -> None:
         try:

@@ -1,0 +1,288 @@
+"""`VllmSampler` for real, with the starter policy: `just test-vllm` makes the environment that it needs and runs this."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from schemas import PolicyPublished, SamplingSettings
+from workers.inference.base import GenerationRequest, RequestRefused
+from workers.inference.vllm.engine import EngineSettings
+from workers.weights import WeightsRejected
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
+]
+
+STARTER = Path(__file__).parents[2] / "workers" / "starter" / "policy"
+LENGTH = 512
+CLOSE = 1e-4
+LIMIT_SECONDS = 1200
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def settings() -> EngineSettings:
+    return EngineSettings(folder=STARTER, slots=16, max_length=LENGTH, cache_mib=64)
+
+
+@pytest.fixture(scope="module")
+async def sampler(settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """One engine for all of these tests: starting one takes half a minute of a core."""
+    from workers.inference.vllm import VllmSampler
+
+    place = tmp_path_factory.mktemp("served")
+    made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place))
+    async with made.running():
+        yield made
+
+
+@pytest.fixture(scope="module")
+async def reference() -> AsyncIterator[Callable[[PolicyPublished | None], Any]]:
+    """The torch sampler, with a version loaded."""
+    from workers.inference.torch import TorchSampler
+
+    sampler = TorchSampler(STARTER, slots=16, max_length=LENGTH)
+    async with sampler.running():
+
+        async def at(policy: PolicyPublished | None) -> Any:
+            if policy is not None:
+                await sampler.load(policy)
+            return sampler
+
+        yield at
+
+
+@pytest.fixture(scope="module")
+def publish(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PolicyPublished]:
+    """Versions that differ from the starter policy by noise of a seed."""
+    import torch
+    from safetensors.torch import load_file
+
+    from workers.weights import write_weights
+
+    place = tmp_path_factory.mktemp("versions")
+
+    def make(version: int, *, seed: int, spoil: Callable[[dict[str, Any]], None] = lambda tensors: None) -> PolicyPublished:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = load_file(STARTER / "model.safetensors")
+        for name, tensor in tensors.items():
+            tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+        spoil(tensors)
+        file = place / f"{version}-{seed}.safetensors"
+        return PolicyPublished(
+            policy="default", version=version, lineage="l", step=1, uri=file.as_uri(),
+            manifest=write_weights(file, tensors), size_bytes=1,
+        )  # fmt: skip
+
+    return make
+
+
+def asking(seed: int, *, length: int = 12, tokens: int = 24, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(
+        cache_key=f"e{seed}",
+        ids=[5 + (7 * seed + 11 * place) % 500 for place in range(length)],
+        sampling=SamplingSettings(**sampling),
+        stop_ids=frozenset({2}),
+        max_tokens=tokens,
+        seed=seed,
+    )
+
+
+async def all_of(sampler: Any, requests: list[GenerationRequest]) -> list[Any]:
+    found: list[Any] = [None] * len(requests)
+
+    async def one(index: int) -> None:
+        found[index] = await sampler.generate(requests[index])
+
+    with anyio.fail_after(LIMIT_SECONDS):
+        async with anyio.create_task_group() as group:
+            for index in range(len(requests)):
+                group.start_soon(one, index)
+    return found
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+async def test_greedy_tokens_are_those_of_the_torch_sampler_and_logprobs_within_1e_4(sampler: Any, reference: Any) -> None:
+    requests = [asking(seed, temperature=0.0) for seed in range(8)]
+    torch_sampler = await reference(None)
+    for ours, theirs in zip(await all_of(sampler, requests), await all_of(torch_sampler, requests), strict=True):
+        assert ours.ids == theirs.ids
+        assert ours.finish_reason == theirs.finish_reason
+        assert difference(ours.logprobs, theirs.logprobs) < CLOSE
+
+
+async def test_logprobs_are_those_at_the_sampling_temperature(sampler: Any) -> None:
+    for heat in (1.0, 0.6):
+        requests = [asking(seed, temperature=heat) for seed in range(4)]
+        for request, generation in zip(requests, await all_of(sampler, requests), strict=True):
+            assert difference(generation.logprobs, forward(request, generation.ids)) < CLOSE
+
+
+def forward(request: GenerationRequest, ids: list[int]) -> list[float]:
+    """Log-probabilities of ``ids`` after the request's under the starter policy, by transformers' own forward call."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(STARTER, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*request.ids, *ids]])).logits[0]
+    values = (logits / request.sampling.temperature).log_softmax(-1)
+    return [float(values[len(request.ids) - 1 + place, token]) for place, token in enumerate(ids)]
+
+
+async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(sampler: Any) -> None:
+    alone = await sampler.generate(asking(3))
+    among = await all_of(sampler, [asking(seed) for seed in range(6)])
+    assert among[3].ids == alone.ids
+
+
+async def test_new_weights_answer_as_a_torch_engine_with_them_also_for_prompts_that_are_cached(
+    sampler: Any, reference: Any, publish: Any
+) -> None:
+    """The prompt fills cache blocks (128 tokens each on a CPU), which are stale after the swap."""
+    requests = [asking(seed, length=300, temperature=0.0, tokens=8) for seed in range(2)]
+    await all_of(sampler, requests)
+    cached = sampler.stats["cached_tokens"]
+    await all_of(sampler, requests)
+    assert sampler.stats["cached_tokens"] > cached
+    version = sampler.version + 1
+    policy = publish(version, seed=11)
+    await sampler.load(policy)
+    torch_sampler = await reference(policy)
+    for ours, theirs in zip(await all_of(sampler, requests), await all_of(torch_sampler, requests), strict=True):
+        assert ours.ids == theirs.ids
+        assert difference(ours.logprobs, theirs.logprobs) < CLOSE
+        assert [span.version for span in ours.versions] == [version]
+
+
+async def test_a_swap_in_mid_generation_drops_nothing_and_gives_a_span_by_version(sampler: Any, publish: Any) -> None:
+    old, policy = sampler.version, publish(sampler.version + 1, seed=12)
+    request = GenerationRequest(
+        cache_key="long", ids=[9, 8, 7], sampling=SamplingSettings(), stop_ids=frozenset(), max_tokens=480, seed=1
+    )
+    found: list[Any] = []
+
+    async def generate() -> None:
+        found.append(await sampler.generate(request))
+
+    with anyio.fail_after(LIMIT_SECONDS):
+        async with anyio.create_task_group() as group:
+            group.start_soon(generate)
+            await anyio.sleep(0.1)
+            await sampler.load(policy)
+    [generation] = found
+    assert len(generation.ids) == len(generation.logprobs) == 480
+    assert [span.version for span in generation.versions] == [old, old + 1]
+    first, second = generation.versions
+    assert 0 == first.start < first.stop == second.start < second.stop == 480
+
+
+def missing_half(tensors: dict[str, Any]) -> None:
+    for name in sorted(tensors)[::2]:
+        del tensors[name]
+
+
+def wrong_shape(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+
+
+def not_a_number(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"][0] = float("nan")
+
+
+@pytest.mark.parametrize("spoil", [missing_half, wrong_shape, not_a_number])
+async def test_bad_weights_are_refused_before_the_engine_sees_them(sampler: Any, publish: Any, spoil: Any) -> None:
+    before = await sampler.generate(asking(1, temperature=0.0))
+    with pytest.raises(WeightsRejected):
+        await sampler.load(publish(sampler.version + 1, seed=13, spoil=spoil))
+    assert (await sampler.generate(asking(1, temperature=0.0))).ids == before.ids
+
+
+async def test_a_missing_or_truncated_file_is_refused(sampler: Any, publish: Any) -> None:
+    for spoil in (lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:2000])):
+        policy = publish(sampler.version + 1, seed=14)
+        spoil(Path(policy.uri.removeprefix("file://")))
+        with pytest.raises(WeightsRejected, match="cannot be read"):
+            await sampler.load(policy)
+
+
+async def test_a_load_that_fails_within_the_engine_leaves_the_old_version_answering(
+    sampler: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a disk fails after the checks: the engine is shown a folder with half a file."""
+    before = await sampler.generate(asking(1, temperature=0.0))
+    prepare = sampler._weights.prepare
+
+    def spoiled(policy: PolicyPublished) -> Path:
+        folder: Path = prepare(policy)
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        file.unlink()
+        file.write_bytes(content[: len(content) // 2])
+        return folder
+
+    monkeypatch.setattr(sampler._weights, "prepare", spoiled)
+    version = sampler.version
+    with pytest.raises(WeightsRejected, match="did not load"):
+        await sampler.load(publish(version + 1, seed=15))
+    after = await sampler.generate(asking(1, temperature=0.0))
+    assert (after.ids, after.versions[0].version, sampler.version) == (before.ids, version, version)
+    assert difference(after.logprobs, before.logprobs) < CLOSE
+
+
+async def test_a_cancelled_request_frees_its_place(sampler: Any) -> None:
+    with anyio.move_on_after(0.05):
+        await sampler.generate(asking(5, tokens=480))
+    with anyio.fail_after(LIMIT_SECONDS):
+        while sampler._engine.output_processor.get_num_unfinished_requests():  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+    assert (await sampler.generate(asking(6, tokens=4))).ids
+
+
+async def test_what_cannot_be_answered_is_refused_or_ends_at_its_length(sampler: Any) -> None:
+    with pytest.raises(RequestRefused, match="top-p"):
+        await sampler.generate(asking(1, top_p=0.9))
+    full = await sampler.generate(asking(1, length=LENGTH))
+    assert (full.ids, full.finish_reason) == ([], "length")
+    last = await sampler.generate(asking(1, length=LENGTH - 3, temperature=0.0))
+    assert len(last.ids) <= 3
+
+
+async def test_requests_outlive_the_engine_that_is_killed_under_them(sampler: Any) -> None:
+    expected = (await sampler.generate(asking(7, temperature=0.0, tokens=200))).ids
+    version, restarts = sampler.version, sampler.stats["engine_restarts"]
+    found: list[Any] = []
+
+    async def generate() -> None:
+        found.append(await sampler.generate(asking(7, temperature=0.0, tokens=200)))
+
+    with anyio.fail_after(LIMIT_SECONDS):
+        async with anyio.create_task_group() as group:
+            group.start_soon(generate)
+            await anyio.sleep(0.05)
+            for child in psutil.Process().children(recursive=True):
+                if "resource_tracker" not in " ".join(child.cmdline()):
+                    os.kill(child.pid, signal.SIGKILL)
+    [generation] = found
+    assert generation.ids == expected
+    assert [span.version for span in generation.versions] == [version]
+    assert sampler.stats["engine_restarts"] == restarts + 1

@@ -1,0 +1,87 @@
+"""How a vLLM engine is started and stopped: its arguments, and the environment variables that it reads when it is imported.
+
+Everything here blocks for seconds to minutes and is called in a worker thread.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.errors import UserError
+
+CPU_CACHE_MIB = 512
+"""Keys and values on a CPU unless configured: left alone, vLLM would take 92 % of the machine's memory."""
+
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+ON_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # else the first token takes half a minute of compiling, although execution is eager
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound by itself, every engine of a machine takes the same core
+}
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is started with. ``cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there."""
+
+    folder: Path
+    slots: int = 32
+    max_length: int = 2048
+    threads: int = 1
+    dtype: str = "float32"
+    cache_mib: int = 0
+
+
+def on_gpu() -> bool:
+    """True if vLLM will run on a GPU here."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def start_engine(settings: EngineSettings) -> Any:
+    """A running ``AsyncLLM``. Raises `UserError` if vLLM is missing or cannot run this model here."""
+    has_gpu = on_gpu()
+    variables = QUIET | ({} if has_gpu else ON_CPU | {"OMP_NUM_THREADS": str(settings.threads)})
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ModuleNotFoundError:
+        raise
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"vllm cannot be imported: {_first_line(error)}; on a CPU, uninstall torchvision and torchaudio"
+        ) from error
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
+    if settings.cache_mib or not has_gpu:
+        memory = {"kv_cache_memory_bytes": (settings.cache_mib or CPU_CACHE_MIB) << 20}
+    arguments = AsyncEngineArgs(
+        model=str(settings.folder),
+        dtype=settings.dtype,
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.slots,
+        enforce_eager=not has_gpu,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        **memory,
+    )
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
+
+
+def stop_engine(engine: Any) -> None:
+    """End the engine and its processes; harmless on one that is dead."""
+    engine.shutdown(timeout=10.0)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
