@@ -129,6 +129,9 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     """The learner."""
 
     steps: Annotated[int, Meta(ge=1, description="Batches to train")] = 80
+    trainer: Annotated[
+        Literal["torch", "tinker"], Meta(description="Trainer: torch here, or a Tinker service (table tinker)")
+    ] = "torch"
     groups: Annotated[int, Meta(ge=1, description="Groups per batch")] = 16
     group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
     min_group_size: Annotated[int, Meta(ge=2, description="Fewest graded episodes for a group to be trained")] = 2
@@ -155,6 +158,17 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     checkpoint_every: Annotated[int, Meta(ge=1, description="Steps between checkpoints")] = 10
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept")] = 3
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
+
+
+class TinkerSettings(Settings, frozen=True, kw_only=True):
+    """A Tinker service, for sampling (inference.engine) and training (learner.trainer). Its key comes from TINKER_API_KEY."""
+
+    url: Annotated[str, Meta(description="Base URL of the service; empty: the SDK's own")] = ""
+    base_model: Annotated[str, Meta(description="Name of the base model there (default: run.model)")] = ""
+    rank: Annotated[int, Meta(ge=1, description="Rank of the LoRA adapter that is trained")] = 16
+    loss: Annotated[
+        Literal["importance_sampling", "ppo", "cispo"], Meta(description="Loss function of the service; clips are the learner's")
+    ] = "ppo"
 
 
 class AlgorithmSettings(Settings, frozen=True, kw_only=True):
@@ -289,5 +303,6 @@ class Configuration(Settings, frozen=True, kw_only=True):
     weights: WeightsSettings = WeightsSettings()
     fleet: FleetSettings = FleetSettings()
     context: ContextSettings = ContextSettings()
+    tinker: TinkerSettings = TinkerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
