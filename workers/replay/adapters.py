@@ -144,6 +144,9 @@ async def _learner(recording: Recording, configuration: Configuration, replay: R
 def _model(configuration: Configuration, replay: Replay) -> Path:
     from workers.cli.model import model_folder
 
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     folder = replay.model or model_folder(configuration.run)
     if not folder.is_dir():
         raise UserError(f"the model folder {folder} is not there: give another with --model")

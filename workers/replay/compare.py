@@ -20,12 +20,13 @@ VOLATILE: Mapping[str, frozenset[str]] = {
     "EpisodeRequested": frozenset({"deadline_ns"}),
     "LineageStarted": frozenset({"worker", "nonce", "floor"}),
     "PolicyPublished": frozenset({"uri"}),
-    "StepTrained": frozenset({"metrics.seconds"}),
+    "StepTrained": frozenset({"metrics.seconds*", "metrics.staleness_in_*"}),
     "CheckpointStored": frozenset({"file", "floor", "sha256"}),
     "EvaluationFinished": frozenset(),
     "TrainingFinished": frozenset(),
 }
-"""Fields that name a worker, a lane, a place, a moment or a duration: another worker on another day has others."""
+"""Fields that name a worker, a lane, a place, a moment or a duration: another worker on another day has others. A final ``*``
+stands for any ending."""
 
 LOGPROB_TOLERANCE = 1e-3
 """Natural log-probabilities of the same token may differ by this much: batches add up in other orders."""
@@ -62,6 +63,7 @@ def first_difference(
 class _Comparison:
     def __init__(self, volatile: frozenset[str] | set[str], tolerance: float) -> None:
         self._volatile = volatile
+        self._prefixes = [name[:-1] for name in volatile if name.endswith("*")]
         self._tolerance = tolerance
 
     def values(self, path: str, recorded: Any, replayed: Any) -> Found | None:
@@ -118,7 +120,7 @@ class _Comparison:
 
     def _is_volatile(self, path: str) -> bool:
         plain = _without_indices(path)
-        return plain in self._volatile or any(plain.startswith(name) for name in self._volatile if name == "metrics.seconds")
+        return plain in self._volatile or any(plain.startswith(prefix) for prefix in self._prefixes)
 
 
 def _first(found: Any) -> Found | None:

@@ -1,0 +1,227 @@
+"""Recordings of real runs replay as recorded, for each role; whatever is changed in a worker is found and named.
+
+`warehouse.fbrec` are episodes of the default task, `guessing.fbrec` is a whole small run on the environment `guessing.py` with the
+tiny model beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fleetbus.core import advantages
+from fleetbus.recording import Recording, load_recording
+from schemas import ChatMessage, Task
+from workers.environment.base import Start, Step
+from workers.replay import Report
+from workers.replay.ground import replay_now
+
+HERE = Path(__file__).parent
+GUESSING = HERE / "recordings" / "guessing.fbrec"
+WAREHOUSE = HERE / "recordings" / "warehouse.fbrec"
+MODEL = HERE / "recordings" / "model"
+
+OTHER_MACHINE = ("PolicyPublished.manifest", "StepTrained.metrics.loss", "StepTrained.metrics.grad_norm")
+"""Another CPU adds up in another order: a recording from elsewhere cannot promise the last bit of its weights."""
+
+
+def guessing() -> Any:
+    """The environment that `guessing.fbrec` was recorded on."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("guessing", HERE / "guessing.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Guessing
+
+
+def test_an_environment_of_ones_own_replays_as_recorded(replay: Any) -> None:
+    report = replay("recordings/guessing.fbrec", environment=guessing())
+    assert report.compared == {"Observation": 66, "EpisodeFinished": 33}
+
+
+def test_the_default_environment_replays_as_recorded(replay: Any) -> None:
+    report = replay("recordings/warehouse.fbrec")
+    assert report.compared == {"Observation": 46, "EpisodeFinished": 17}
+
+
+def test_a_different_tool_result_is_found_and_named() -> None:
+    kind = guessing()
+
+    class Changed(kind):  # type: ignore[misc, valid-type]
+        answer = "is worth {worth}"
+
+    difference = differing(replay_now(GUESSING, environment=Changed))
+    assert difference.message.startswith("Observation of turn 1 of episode ")
+    assert difference.field == "messages[0].content"
+    assert (difference.recorded[1:7], difference.replayed[1:10]) == ("worth ", "is worth ")
+    assert any("action of turn 0" in line for line in difference.context)
+
+
+def test_a_different_prompt_is_found_at_the_first_turn() -> None:
+    kind = guessing()
+
+    class Changed(kind):  # type: ignore[misc, valid-type]
+        async def reset(self) -> Start:
+            return Start(messages=(ChatMessage(role="system", content="Be good."), *(await super().reset()).messages))
+
+    difference = differing(replay_now(GUESSING, environment=Changed))
+    assert "turn 0" in difference.message and difference.field == "messages[0].role"
+
+
+def test_a_different_reward_is_found_and_named() -> None:
+    kind = guessing()
+
+    class Changed(kind):  # type: ignore[misc, valid-type]
+        async def verify(self) -> Any:
+            verdict = await super().verify()
+            return msgspec.structs.replace(verdict, reward=verdict.reward + 0.5)
+
+    difference = differing(replay_now(GUESSING, environment=Changed))
+    assert difference.message.startswith("EpisodeFinished of episode ") and difference.field == "reward"
+
+
+def test_an_episode_that_goes_on_longer_is_found() -> None:
+    kind = guessing()
+
+    class Longer(kind):  # type: ignore[misc, valid-type]
+        turns = 3
+
+    difference = differing(replay_now(GUESSING, environment=Longer))
+    assert "EpisodeFinished" in difference.message
+    assert difference.field in ("outcome", "turns", "type", "error_class")
+
+
+def test_an_environment_that_raises_is_found() -> None:
+    kind = guessing()
+
+    class Raising(kind):  # type: ignore[misc, valid-type]
+        async def step(self, action: Any) -> Step:
+            raise RuntimeError("out of order")
+
+    difference = differing(replay_now(GUESSING, environment=Raising))
+    assert difference.replayed == "EpisodeFinished env_failed RuntimeError RuntimeError: out of order" or (
+        difference.replayed.startswith("EpisodeFinished env_failed") and "out of order" in difference.replayed
+    )
+
+
+def test_an_environment_that_hangs_is_found() -> None:
+    kind = guessing()
+
+    class Hanging(kind):  # type: ignore[misc, valid-type]
+        async def open(self, task: Task) -> None:
+            import anyio
+
+            await anyio.sleep_forever()
+
+    report = replay_now(GUESSING, environment=Hanging, patience_seconds=1.0)
+    assert differing(report).replayed == "nothing within 1 s"
+    assert len(report.differences) == 33
+
+
+def test_the_inference_role_replays_as_recorded() -> None:
+    pytest.importorskip("torch")
+    report = replay_now(GUESSING, role="inference", model=MODEL)
+    report.check()
+    assert report.compared == {"Action": 66}
+
+
+def test_a_changed_template_is_found_and_named(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    changed = copy_of_model(tmp_path)
+    file = changed / "chat_template.jinja"
+    file.write_text(file.read_text().replace("{{ message.content }}", "{{ message.content }} "))
+    difference = differing(replay_now(GUESSING, role="inference", model=changed))
+    assert difference.message.startswith("Action of turn 0 of episode ") and difference.field.startswith("prompt_delta")
+
+
+def test_weights_that_do_not_fit_the_recording_are_not_replayed_as_if_they_did(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    recording = load_recording(GUESSING)
+    recording.files = {name: b"no weights" for name in recording.files}
+    report = replay_now(recording, role="inference", model=MODEL)
+    assert not report.same and not report.compared
+    assert any(reason.startswith("versions without weights") for reason in report.skipped)
+
+
+def test_the_learner_replays_as_recorded() -> None:
+    pytest.importorskip("torch")
+    report = replay_now(GUESSING, role="learner", model=MODEL, ignored=OTHER_MACHINE)
+    report.check()
+    assert report.compared["StepTrained"] == 3 and report.compared["PolicyPublished"] == 4
+
+
+def test_a_changed_advantage_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    original = advantages.ADVANTAGES["grpo"]
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        return np.asarray(original(*arguments, **options)) * 1.01
+
+    monkeypatch.setitem(advantages.ADVANTAGES, "grpo", changed)
+    difference = differing(replay_now(GUESSING, role="learner", model=MODEL, ignored=OTHER_MACHINE))
+    assert difference.message == "StepTrained step 1"
+    assert difference.field.startswith("metrics.advantage_")
+
+
+def test_the_same_weights_come_out_twice() -> None:
+    """What one machine recorded, the same machine repeats to the last bit: two replays, and the second against the first."""
+    pytest.importorskip("torch")
+    recording = load_recording(GUESSING)
+    first, second = (weights_of(recording) for _ in range(2))
+    assert first == second and len(first) == 4
+
+
+def weights_of(recording: Recording) -> list[str]:
+    """The replayed hash of the first tensor per version, as the difference from an impossible one shows it."""
+    import tempfile
+
+    import anyio
+
+    from fleetbus.recording.reader import Recording as Kind
+    from workers.cli.learner import _trainer_settings
+    from workers.learner.torch.trainer import TorchTrainer
+    from workers.replay.configured import configuration_of
+    from workers.replay.learner import replay_learner
+    from workers.replay.quiet import quiet
+
+    assert isinstance(recording, Kind)
+    configuration = configuration_of(recording)
+    hashes: list[str] = []
+
+    class Watched(TorchTrainer):
+        def save_weights(self, file: Path) -> Any:
+            manifest = super().save_weights(file)
+            if file.parent.name == "weights":
+                hashes.append(" ".join(entry.sha256 for entry in manifest))
+            return manifest
+
+    async def run(folder: Path) -> Report:
+        trainer = Watched(MODEL, settings=_trainer_settings(configuration.learner))
+        with quiet():
+            return await replay_learner(
+                recording, trainer, configuration=configuration, folder=folder, ignored=frozenset(OTHER_MACHINE)
+            )
+
+    with tempfile.TemporaryDirectory() as place:
+        anyio.run(run, Path(place)).check()
+    return hashes
+
+
+def copy_of_model(folder: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(MODEL, folder / "model"))
+
+
+def differing(report: Report) -> Any:
+    """The first difference of a report that has one."""
+    assert not report.same and report.first is not None, report.lines()
+    with pytest.raises(AssertionError, match="differs in"):
+        report.check()
+    return report.first

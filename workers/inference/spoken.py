@@ -1,0 +1,77 @@
+"""An engine that says given texts, and the template to go with it: for tests of environments and of whole fleets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+
+from schemas import ChatMessage, PolicyPublished, ToolSpec, VersionSpan
+from workers.inference.base import Generation, GenerationRequest
+
+STOP = 256
+"""One id per UTF-8 byte, and one that ends a turn."""
+
+KEPT_EPISODES = 65_536
+
+
+class SpokenTemplate:
+    """One id per byte: what the policy says comes out as the text that was given."""
+
+    stop_ids: frozenset[int] = frozenset({STOP})
+
+    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        return self.proceed((), messages)
+
+    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+        return [byte for message in messages if isinstance(message.content, str) for byte in message.content.encode()]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < STOP).decode("utf-8", "replace")
+
+    def ids_of(self, token: str) -> int | None:
+        return None
+
+
+class SpokenSampler:
+    """`Sampler` that says ``texts`` in order, one per turn of each episode, and the last one again when they are used up.
+
+    A text longer than the turn's tokens is cut with finish reason ``length``.
+    """
+
+    def __init__(self, *texts: str) -> None:
+        if not texts:
+            raise ValueError("a scripted policy needs at least one text to say")
+        self.version = 0
+        self.template = SpokenTemplate()
+        self._texts = [text.encode() for text in texts]
+        self._turns: OrderedDict[str, int] = OrderedDict()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        await anyio.lowlevel.checkpoint()
+        yield
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        await anyio.lowlevel.checkpoint()
+        turn = self._turns.pop(request.cache_key, 0)
+        self._turns[request.cache_key] = turn + 1
+        if len(self._turns) > KEPT_EPISODES:
+            self._turns.popitem(last=False)
+        whole = [*self._texts[min(turn, len(self._texts) - 1)], STOP]
+        ids = whole[: request.max_tokens]
+        return Generation(
+            ids=ids,
+            logprobs=[-1.0] * len(ids),
+            finish_reason="stop" if len(ids) == len(whole) else "length",
+            versions=(VersionSpan(version=self.version, start=0, stop=len(ids)),),
+        )
+
+    async def load(self, policy: PolicyPublished) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.version = policy.version
+
+    def forget(self, cache_key: str) -> None:
+        self._turns.pop(cache_key, None)
