@@ -95,6 +95,12 @@ def environment_factory(
         case "remote-gym":
             remote_gym = _adapter(spec, "remote_gym", "remote-gym")
             return _Factory(*remote_gym.remote_gym_factory(rest))
+        case "gym":
+            return _Factory(_adapter(spec, "gymnasium_environment", "gym").gymnasium_factory(spec, rest), _nothing)
+        case "reasoning-gym":
+            return _Factory(_adapter(spec, "reasoning_gym_environment", "texts").reasoning_gym_factory(spec, rest), _nothing)
+        case "textarena":
+            return _Factory(_adapter(spec, "textarena_environment", "texts").textarena_factory(spec, rest), _nothing)
         case _ if form and rest and form not in ("warehouse", "mcp", "coding", "pool"):
             return _python_class(spec, settings)
     raise UserError(f"environment {spec!r} is none of: {FORMS}")
