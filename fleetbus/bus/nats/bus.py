@@ -20,10 +20,12 @@ from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.declare import declare
 from fleetbus.bus.nats.direct import get_histories, get_last, get_next
 from fleetbus.bus.nats.keeping import list_floors, purge
+from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.nats.puller import open_subscription
 from fleetbus.bus.nats.reader import open_reader, scan_histories
+from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
 from fleetbus.errors import BusError, RequestUnanswered
 from schemas import Subjects
@@ -125,6 +127,10 @@ class NatsBus:
 
     def listen(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Listener]:
         return calls.open_listener(self._connection, subject, limit)
+
+    def objects(self, bucket: str) -> ObjectStore:
+        """Large files beside the log; not part of the `Bus` protocol, because the bus in memory has none."""
+        return NatsObjectStore(self._connection, self._publisher, bucket)
 
     async def keep_clock(self) -> None:
         """Measure the server's clock now and then; runs beside the bus."""

@@ -147,3 +147,25 @@ async def get_histories(connection: Connection, stream: str, subjects: Sequence[
             tasks.start_soon(collect, subject)
     found.sort(key=lambda entry: entry.sequence)
     return found
+
+
+class ChunkReader:
+    """The payloads of one literal subject in order, a batch at a time, so that no more than one is in memory."""
+
+    def __init__(self, connection: Connection, stream: str, subject: str) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._collector = _Collector(check_subject(subject))
+
+    async def next_batch(self) -> list[bytes] | None:
+        """The next payloads, None behind the last one; raises `RequestUnanswered`."""
+        collector = self._collector
+        for _ in range(_TRIES):
+            if collector.complete:
+                return None
+            collector.more = False
+            await _get_batch(self._connection, self._stream, collector)
+            if collector.entries:
+                batch, collector.entries = [entry.payload for entry in collector.entries], []
+                return batch
+        raise RequestUnanswered(f"{collector.subject}: could not be read")
