@@ -122,6 +122,7 @@ def _cancelled(request: EpisodeRequested, sequence: int, standing: Standing, aut
         worker=author,
         split=request.split,
         task_key=request.task.key,
+        dataset_version=request.task.dataset_version,
         env=request.task.env,
         request_sequence=sequence,
         error_class="cancelled",

@@ -1,7 +1,8 @@
 """Tasks files: the JSON format of Fleet, read with errors that a person can act on, and written.
 
-A list of objects, or an object whose ``tasks`` is such a list. Names as Fleet exports them are understood (see `Task`); every
-field that has no meaning here goes into the task's ``config``, where its environment finds it.
+Where the files are is the matter of `fleetbus.datasets`. A file is a list of objects, or an object whose ``tasks`` is such a
+list. Names as Fleet exports them are understood (see `Task`); every field that has no meaning here goes into the task's
+``config``, where its environment finds it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import msgspec
 
+from fleetbus.datasets import read_files
 from fleetbus.errors import UserError
+from fleetbus.tasks_parquet import read_parquet
 from schemas import MAX_INLINE_BYTES, Task
 
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -36,40 +39,79 @@ _KNOWN = frozenset(name for names in _NAMES.values() for name in names)
 def load_tasks(path: str | os.PathLike[str]) -> list[Task]:
     """The tasks in a file, in its order. Raises `UserError` with one line that names the file, the place and the remedy."""
     file = Path(path).expanduser()
-    entries = _entries(file, _read(file))
-    tasks = [_task(file, position, entry) for position, entry in enumerate(entries, 1)]
-    _check_unique(file, tasks)
+    tasks, problems = _parse(str(file), _read(file))
+    if problems:
+        raise UserError(problems[0])
     return tasks
+
+
+def load_dataset(location: str) -> list[Task]:
+    """The tasks at a location (see `fleetbus.datasets`), each with the dataset's version. Raises `UserError`."""
+    tasks, problems = check_dataset(location)
+    if problems:
+        raise UserError(problems[0])
+    return tasks
+
+
+def check_dataset(location: str) -> tuple[list[Task], list[str]]:
+    """The tasks at a location, and one line for each thing that is wrong. Raises `UserError` if there is nothing to read."""
+    files = read_files(location)
+    tasks: list[Task] = []
+    problems: list[str] = []
+    for source in files.sources:
+        found, wrong = _parse(source.name, source.data)
+        tasks += found
+        problems += wrong
+    if len(files.sources) > 1:
+        problems += _repeated(location, tasks)
+    return [msgspec.structs.replace(task, dataset_version=files.version) for task in tasks], problems
 
 
 def dump_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
     """Write a tasks file that `load_tasks` reads back as the same tasks."""
-    text = json.dumps({"tasks": [_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
+    text = json.dumps({"tasks": [task_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
     Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path) -> bytes:
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        return file.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{file}: there is no such file; give the path of a tasks file") from None
     except IsADirectoryError:
         raise UserError(f"{file}: is a folder; give the path of a tasks file in it") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _parse(name: str, data: bytes) -> tuple[list[Task], list[str]]:
+    """The tasks in the bytes of a file that is called ``name``, and what is wrong with those that are none."""
+    content = read_parquet(name, data) if name.endswith(".parquet") else _read_json(name, data)
+    tasks, problems = [], []
+    for position, entry in enumerate(_entries(name, content), 1):
+        try:
+            tasks.append(_task(name, position, entry))
+        except UserError as error:
+            problems.append(str(error))
+    return tasks, problems or _repeated(name, tasks)
+
+
+def _read_json(name: str, data: bytes) -> Any:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     if not text.strip():
-        raise UserError(f'{file}: is empty; it must hold {{"tasks": [...]}}')
+        raise UserError(f'{name}: is empty; it must hold {{"tasks": [...]}}')
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{file}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise UserError(f"{name}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (RecursionError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
+        raise UserError(f"{name}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
 
 
-def _entries(file: Path, content: Any) -> Sequence[Any]:
+def _entries(file: str, content: Any) -> Sequence[Any]:
     if isinstance(content, dict):
         if "tasks" not in content:
             raise UserError(f'{file}: has no "tasks"; it must be a list of tasks or an object with a list "tasks"')
@@ -81,7 +123,7 @@ def _entries(file: Path, content: Any) -> Sequence[Any]:
     return content
 
 
-def _task(file: Path, position: int, entry: Any) -> Task:
+def _task(file: str, position: int, entry: Any) -> Task:
     if not isinstance(entry, dict):
         raise UserError(f'{file}: task {position} is {_kind(entry)}; it must be an object with "key" and "prompt"')
     key = _first(entry, "key")
@@ -157,12 +199,14 @@ def _check_size(place: str, task: Task) -> None:
         raise UserError(f"{place} has {size} bytes; {MAX_INLINE_BYTES} at most can be sent: shorten it")
 
 
-def _check_unique(file: Path, tasks: Sequence[Task]) -> None:
+def _repeated(name: str, tasks: Sequence[Task]) -> list[str]:
+    problems = []
     positions: dict[str, int] = {}
     for position, task in enumerate(tasks, 1):
         first = positions.setdefault(task.key, position)
         if first != position:
-            raise UserError(f"{file}: tasks {first} and {position} have the same key ({task.key}); rename one")
+            problems.append(f"{name}: tasks {first} and {position} have the same key ({task.key}); rename one")
+    return problems
 
 
 def _kind(value: Any) -> str:
@@ -170,7 +214,8 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _entry(task: Task) -> dict[str, Any]:
+def task_entry(task: Task) -> dict[str, Any]:
+    """A task as an entry of a tasks file."""
     clashing = {name: value for name, value in task.config.items() if name in _KNOWN}
     entry = {
         "key": task.key,

@@ -22,7 +22,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an environment is to be opened with; one entry of a tasks file (Fleet JSON names in parentheses).
 
     ``key`` (``key``/``task_key``), ``env`` (``env_key``/``env_id``), ``version`` (``env_version``/``version``),
-    ``verifier`` is Python source (``verifier_code``/``verifier_func``), ``config`` is whatever else the environment reads.
+    ``verifier`` is Python source (``verifier_code``/``verifier_func``), ``config`` is whatever else the environment reads,
+    ``dataset_version`` what the dataset is called that the task was read from (``v0.2``, or a hash of its bytes).
     """
 
     key: str
@@ -34,6 +35,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     config: dict[str, Any] = msgspec.field(default_factory=dict)
     seed: int | None = None
     verifier: str | None = None
+    dataset_version: str = ""
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -138,3 +140,4 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     tool_errors: int = 0
     attempts: int = 1
     policy_versions: tuple[int, ...] = ()
+    dataset_version: str = ""

@@ -27,7 +27,7 @@ def split_tasks(
 
     Of each environment's n tasks, those with the lowest hashes are held out: ``eval_ratio`` of n, at most ``max_eval``, at
     least ``min_eval``, and never all of them. A task changes sides only if tasks that come or go move the boundary over it.
-    Environments in ``held_out`` are held out whole.
+    Environments in ``held_out``, by name or as ``MODALITY:NAME``, are held out whole.
 
     ``all_or_none``: an environment whose share is below ``min_eval`` gives none instead (Fleet's rule). ``max_eval_total``
     bounds all held-out tasks: of each environment ``eval_floor`` stay in any case, the rest in turns; what is over is in
@@ -40,11 +40,13 @@ def split_tasks(
         raise ValueError(f"max_env_share {max_env_share} is not above 0 and at most 1")
     train: dict[str, list[str]] = {}
     evaluation: dict[str, list[str]] = {}
-    for environment, keys in _by_environment(tasks).items():
-        count = len(keys)
-        if environment not in held_out:
-            count = _eval_count(count, eval_ratio, max_eval, min_eval, all_or_none=all_or_none)
+    whole = _by_environment(task for task in tasks if _is_held_out(task, held_out))
+    for environment, keys in _by_environment(task for task in tasks if not _is_held_out(task, held_out)).items():
+        count = _eval_count(len(keys), eval_ratio, max_eval, min_eval, all_or_none=all_or_none)
         evaluation[environment], train[environment] = keys[:count], keys[count:]
+    for environment, keys in whole.items():
+        evaluation[environment] = sorted([*evaluation.get(environment, []), *keys], key=_hash_order)
+    evaluation = dict(sorted(evaluation.items()))
     if max_eval_total is not None:
         evaluation = _capped_in_turns(evaluation, max_eval_total, eval_floor)
     train = _capped_by_share(train, max_env_share)
@@ -59,6 +61,10 @@ def key_hash(key: str) -> float:
 
 def _hash_order(key: str) -> tuple[float, str]:
     return key_hash(key), key
+
+
+def _is_held_out(task: Task, held_out: Collection[str]) -> bool:
+    return task.env in held_out or f"{task.modality}:{task.env}" in held_out
 
 
 def _by_environment(tasks: Iterable[Task]) -> dict[str, list[str]]:

@@ -60,6 +60,7 @@ TASK = Task(
     config={"size": 4, "nested": {"walls": [[0, 1], [2, 3]]}},
     seed=99,
     verifier="async def verify(env, final_answer):\n    return 1.0\n",
+    dataset_version="v0.2",
 )
 SESSION_CALL = SessionCall(
     session="c2f6",
@@ -190,6 +191,7 @@ _EXAMPLES: tuple[Message, ...] = (
         tool_errors=1,
         attempts=2,
         policy_versions=(12, 13),
+        dataset_version="v0.2",
     ),
     PolicyPublished(
         policy="main",

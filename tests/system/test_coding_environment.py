@@ -65,10 +65,9 @@ async def test_an_episode_is_played_and_graded(make: EnvironmentFactory) -> None
         environment, 'Let me see.\n<tool_call>{"name": "python", "arguments": {"code": "x = 6 * y"}}</tool_call>'
     ) == ("Tool result:\n(no output)")
     assert await step(environment, "Now\n```python\nprint(x)\n```\nand") == "Tool result:\n42"
-    assert await step(environment, "", ToolCall(name="python", arguments={"code": "print(1); 1 / 0"})) == (
-        'Tool result:\n1\n[stderr]\nTraceback (most recent call last):\n  File "<code 4>", line 1, in <module>\n'
-        "    print(1); 1 / 0\n              ~~^~~\nZeroDivisionError: division by zero\n[exit code 1]"
-    )
+    failed = await step(environment, "", ToolCall(name="python", arguments={"code": "print(1); 1 / 0"}))
+    assert failed.startswith('Tool result:\n1\n[stderr]\nTraceback (most recent call last):\n  File "<code 4>", line 1')
+    assert failed.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
     done = await environment.step(Action(episode_id="e", attempt=1, turn=0, text="42 <done>"))
     assert done.terminated and not done.messages
     assert (await environment.state())["answer"] == "42"

@@ -70,6 +70,13 @@ def test_held_out_environments_are_never_trained() -> None:
     assert counts(evaluation) == {"a": 4, "instacart": 50}
 
 
+def test_an_environment_may_be_held_out_for_one_modality_alone() -> None:
+    screen = [Task(key=f"s{index}", env="instacart", modality="computer_use") for index in range(20)]
+    train, evaluation = split_tasks([*screen, *make_tasks(20, "instacart")], held_out=("computer_use:instacart",))
+    assert {task.modality for task in train} == {"tool_use"}
+    assert len(evaluation) == 22
+
+
 def test_an_environment_below_the_least_gives_none_when_that_is_the_rule() -> None:
     """20 %, at most 20, at least 5: an environment needs 25 tasks, and the count is exact where the reference's is not."""
     tasks = [*make_tasks(24, "a"), *make_tasks(25, "b"), *make_tasks(400, "c")]

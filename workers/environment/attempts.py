@@ -277,6 +277,7 @@ class Attempts:
             worker=self._crew.worker,
             split=request.split,
             task_key=request.task.key,
+            dataset_version=request.task.dataset_version,
             env=request.task.env,
             request_sequence=running.sequence,
             error_class=error_class,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from weakref import WeakSet
 
 from workers.environment.coding import CodingEnvironment
 from workers.environment.sandbox import Isolation, SandboxLimits, SandboxSession, find_isolation
@@ -18,18 +19,25 @@ def coding_factory(
     model could do harm. ``seconds`` bounds each piece of code."""
     watch = MemoryWatch()
     found: list[Isolation] = []
+    sessions: WeakSet[SandboxSession] = WeakSet()
     limits = SandboxLimits(seconds=seconds, output_bytes=max(2000, observation_bytes // 2))
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         found[:] = [await find_isolation()]
-        async with watch.running():
-            yield
+        try:
+            async with watch.running():
+                yield
+        finally:
+            for session in tuple(sessions):
+                await session.close()  # its environment should have, and this is what no one forgets
 
     def make_session() -> SandboxSession:
         if not found:
             raise RuntimeError("enter running() before the first episode")
-        return SandboxSession(found[0], limits, watch)
+        session = SandboxSession(found[0], limits, watch)
+        sessions.add(session)
+        return session
 
     def make() -> CodingEnvironment:
         return CodingEnvironment(make_session, grader=grader, prompt=prompt, observation_bytes=observation_bytes)

@@ -191,6 +191,7 @@ class Session:
             worker=self._claim.worker,
             split=request.split,
             task_key=request.task.key,
+            dataset_version=request.task.dataset_version,
             env=request.task.env,
             request_sequence=self._claim.request_sequence,
             error_class=conclusion.error_class,

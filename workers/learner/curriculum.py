@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 
 from fleetbus.core.splits import split_tasks
+from fleetbus.datasets import shown
 from fleetbus.errors import UserError
-from fleetbus.tasks import load_tasks
+from fleetbus.tasks import load_dataset
 from schemas import Task
 
 
@@ -36,8 +37,8 @@ class Curriculum:
 
 
 def curriculum_from_file(path: str, *, seed: int) -> Curriculum:
-    """The tasks of a tasks file, split by the stable hash of their keys; raises `UserError` when none is left to train."""
-    train, held_out = split_tasks(load_tasks(path))
+    """The tasks at a location (`fleetbus.datasets`), split by the hash of their keys; raises `UserError` if none is left."""
+    train, held_out = split_tasks(load_dataset(path))
     if not train:
-        raise UserError(f"{path}: no tasks are left to train on after {len(held_out)} were held out; add tasks")
+        raise UserError(f"{shown(path)}: no tasks are left to train on after {len(held_out)} were held out; add tasks")
     return Curriculum(train, held_out, seed=seed)

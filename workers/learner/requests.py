@@ -135,6 +135,7 @@ class Requests:
             worker=self._worker,
             split=request.split,
             task_key=request.task.key,
+            dataset_version=request.task.dataset_version,
             env=request.task.env,
             request_sequence=sequence,
             error_class="unanswered",

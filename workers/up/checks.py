@@ -30,7 +30,7 @@ def check_everything(configuration: Configuration) -> None:
     if run.model:
         check_model(Path(run.model))
     if run.tasks:
-        check_tasks(Path(run.tasks))
+        check_tasks(run.tasks)
     check_environment(run.environment, run.tasks)
     if nats.auth:
         check_access(nats.auth, starts_server=not nats.url)
@@ -102,24 +102,24 @@ def check_model(folder: Path) -> None:
         raise UserError(f"the model folder {folder} lacks {', '.join(missing)}")
 
 
-def check_tasks(file: Path) -> None:
-    """A tasks file that loads."""
-    from fleetbus.tasks import load_tasks
+def check_tasks(location: str) -> None:
+    """Tasks that load, from wherever they are."""
+    from fleetbus.tasks import load_dataset
 
-    load_tasks(file)
+    load_dataset(location)
 
 
 def check_environment(specs: str, tasks: str = "") -> None:
     """SPECs that resolve and serve every task of the file; the environments themselves are opened by the workers."""
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
-    from fleetbus.tasks import load_tasks
+    from fleetbus.tasks import load_dataset
     from workers.environment.by_task import check_tasks_served, environments_by_task, specs_by_key
     from workers.environment.specs import environment_factory
 
     environments_by_task(specs, lambda spec: environment_factory(spec, verifier=_NoGrader()))
     if tasks:
-        check_tasks_served(specs_by_key(specs), load_tasks(tasks))
+        check_tasks_served(specs_by_key(specs), load_dataset(tasks))
 
 
 class _NoGrader:

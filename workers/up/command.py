@@ -12,6 +12,8 @@ import msgspec
 from fleetbus.config.load import Loaded, dump_configuration
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
+from fleetbus.datasets import is_remote
+from fleetbus.datasets import shown as shown_location
 from fleetbus.logs import configure_logs
 from workers.cli.program import CRASHED, FINISHED, INTERRUPTED
 from workers.up.checks import check_everything
@@ -55,11 +57,15 @@ def with_absolute_paths(configuration: Configuration) -> Configuration:
     )
 
 
+def _shown_tasks(location: str) -> str:
+    return shown_location(location) if is_remote(location) else str(shown_path(Path(location)))
+
+
 def opening_line(configuration: Configuration, folder: RunFolder) -> str:
     """The first line that a person sees."""
     run, learner = configuration.run, configuration.learner
     model = shown_path(Path(run.model)) if run.model else "the starter policy"
-    tasks = f" with the tasks of {shown_path(Path(run.tasks))}" if run.tasks else ""
+    tasks = f" with the tasks of {_shown_tasks(run.tasks)}" if run.tasks else ""
     verb = "resumes" if folder.store.exists() else "trains"
     environments = ", ".join(run.environment.split("\n"))
     return f"run {run.name} {verb} {model} on {environments}{tasks}, {learner.steps} steps ({shown_path(folder.path)})"

@@ -1,0 +1,80 @@
+"""Tasks as Parquet, with the columns of Fleet's data preparation, so that trainers that read those read ours. Needs pyarrow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fleetbus.datasets import INSTALL
+from fleetbus.errors import UserError
+
+TASK_COLUMN = "task"
+"""The whole entry of the tasks file as JSON: what is written is read back without loss."""
+
+
+def read_parquet(name: str, data: bytes) -> list[dict[str, Any]]:
+    """The rows of a file as entries of a tasks file. Raises `UserError`."""
+    pyarrow, parquet = _pyarrow(name)
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+        return [json.loads(row[TASK_COLUMN]) if row.get(TASK_COLUMN) else _entry(row) for row in rows]
+    except (pyarrow.ArrowException, OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{name}: is no Parquet file of tasks: {(str(error) or 'nothing in it').splitlines()[0]}") from None
+
+
+def write_parquet(entries: Sequence[dict[str, Any]], path: Path, *, env_class: str = "fleet_task") -> None:
+    """Write entries of a tasks file. Raises `UserError` without pyarrow."""
+    pyarrow, parquet = _pyarrow(str(path))
+    variables = _first_variables(entries)
+    rows = [_row(entry, env_class, variables) for entry in entries]
+    columns = list(rows[0]) if rows else []
+    parquet.write_table(pyarrow.table({column: [row[column] for row in rows] for column in columns}), path)
+
+
+def _row(entry: dict[str, Any], env_class: str, variables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    environment = str(entry.get("env_id", ""))
+    known = entry.get("env_variables") or variables.get(environment, {})
+    return {
+        "prompt": [{"role": "user", "content": entry["prompt"]}],
+        "env_class": env_class,
+        "task_key": entry["key"],
+        "data_source": environment,
+        "data_key": str(entry.get("data_key") or entry.get("data_id") or ""),
+        "data_version": str(entry.get("data_version") or ""),
+        "env_version": str(entry.get("version") or ""),
+        "env_variables": json.dumps(known, ensure_ascii=False),
+        "env_variable_keys": json.dumps(sorted(known)),
+        TASK_COLUMN: json.dumps(entry, ensure_ascii=False),
+    }
+
+
+def _first_variables(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The first variables of each environment, for its tasks that have none."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if entry.get("env_variables"):
+            found.setdefault(str(entry.get("env_id", "")), entry["env_variables"])
+    return found
+
+
+def _entry(row: dict[str, Any]) -> dict[str, Any]:
+    entry = {
+        name: value for name, value in row.items() if value is not None and name not in ("data_source", "env_variable_keys")
+    }
+    if not entry.get("env_key"):
+        entry["env_key"] = row.get("data_source") or ""
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):
+        entry["prompt"] = "\n\n".join(str(message.get("content", "")) for message in prompt if message.get("role") == "user")
+    return entry
+
+
+def _pyarrow(name: str) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{name}: Parquet needs pyarrow: {INSTALL}") from error
+    return pyarrow, pyarrow.parquet
