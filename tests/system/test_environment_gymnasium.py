@@ -1,0 +1,251 @@
+"""Gymnasium environments and the two text collections: what the policy sees, which actions it has, how an episode ends."""
+
+from __future__ import annotations
+
+import io
+import threading
+from typing import Any
+
+import anyio
+import gymnasium
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from fleetbus.errors import UserError
+from schemas import Action, Image, Task
+from workers.environment.base import Environment, EnvironmentFailed, Start, Step, Verdict
+from workers.environment.gymnasium_environment import GymnasiumEnvironment
+from workers.environment.gymnasium_text import UnknownAction, action_names, parse_action, plain
+from workers.environment.pictures import Picture
+from workers.environment.specs import environment_factory
+
+STILL = {"kwargs": {"is_slippery": False}}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def make(spec: str) -> Environment:
+    return environment_factory(spec, verifier=None)()  # type: ignore[arg-type]
+
+
+async def begin(environment: Environment, **task: Any) -> Start:
+    await environment.open(Task(**{"key": "t", "seed": 1, **task}))
+    return await environment.reset()
+
+
+async def act(environment: Environment, *texts: str) -> list[Step]:
+    return [await environment.step(Action(episode_id="e", attempt=1, turn=0, text=text)) for text in texts]
+
+
+async def test_a_grid_is_walked_by_words_and_the_goal_is_the_end() -> None:
+    environment = make("gym:FrozenLake-v1")
+    start = await begin(environment, prompt="Reach G.", config=STILL)
+    (message,) = start.messages
+    assert message.content == (
+        "Reach G.\n\nYou are at the letter in brackets. S: start, F: frozen, H: hole, G: goal.\n\n"
+        "Answer with one action: left, down, right, up.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    )
+    steps = await act(environment, "down", "<think>hm</think><action> 1 </action>", "Right.", "down", "right", "right")
+    assert "SFFF\n[F]HFH" in str(steps[0].messages[0].content)
+    assert [step.terminated for step in steps] == [False] * 5 + [True]
+    assert (steps[-1].messages, steps[-1].truncated) == ((), False)
+    assert await environment.verify() == Verdict(reward=1.0)
+    assert await environment.state() == {"id": "FrozenLake-v1", "steps": 6}
+    await environment.close()
+
+
+async def test_an_unknown_action_costs_a_turn_and_moves_nothing() -> None:
+    environment = make("gym:FrozenLake-v1")
+    await begin(environment, config=STILL)
+    (step,) = await act(environment, "fly")
+    assert step.messages[0].content == "Unknown action 'fly'. The actions are: left, down, right, up."
+    assert (step.tool_errors, step.terminated, step.truncated) == (1, False, False)
+    assert await environment.verify() == Verdict(reward=0.0)
+    await environment.close()
+
+
+async def test_running_out_of_steps_is_truncation_and_not_the_end() -> None:
+    environment = make("gym")
+    await begin(environment, config={"id": "CliffWalking-v1", "kwargs": {"max_episode_steps": 2}})
+    steps = await act(environment, "up", "up")
+    assert [(step.terminated, step.truncated) for step in steps] == [(False, False), (False, True)]
+    assert await environment.verify() == Verdict(reward=-2.0)
+    await environment.close()
+
+
+async def test_the_taxi_s_marks_survive_without_colours() -> None:
+    environment = make("gym:Taxi-v4")
+    text = str((await begin(environment)).messages[0].content)
+    assert "south, north, east, west, pickup, dropoff" in text
+    assert "\x1b" not in text
+    assert "[ ]" in text
+    assert "(" in text.partition("+---")[2]
+    assert "{" in text.partition("+---")[2]
+    await environment.close()
+
+
+async def test_the_same_seed_and_actions_give_the_same_episode() -> None:
+    seen = []
+    for _ in range(2):
+        environment = make("gym:FrozenLake-v1")
+        assert environment.replayable
+        start = await begin(environment, seed=None)
+        seen.append((start, await act(environment, "right", "right")))
+        await environment.close()
+    assert seen[0] == seen[1]
+
+
+async def test_frames_are_images_when_asked_for() -> None:
+    kept: list[Picture] = []
+
+    async def keep(picture: Picture) -> Image:
+        kept.append(picture)
+        return Image(object=f"hash-{len(kept)}")
+
+    pytest.importorskip("pygame")
+    environment = GymnasiumEnvironment("FrozenLake-v1", keep=keep)
+    start = await begin(environment, config={**STILL, "frames": True})
+    _, image = start.messages[0].content
+    assert image == Image(object="hash-1", width=256, height=256)
+    (step,) = await act(environment, "down")
+    assert [type(part) for part in step.messages[0].content] == [Image]
+    with Pillow.open(io.BytesIO(kept[1].data)) as picture:
+        assert (picture.mode, picture.size) == ("RGB", (256, 256))
+    await environment.close()
+    with pytest.raises(EnvironmentFailed, match="renders no frames"):
+        await begin(GymnasiumEnvironment("fleetbus-Counting-v0"), config={"frames": True})
+
+
+class Counting(gymnasium.Env[Any, Any]):
+    """Shows what was asked of it; hangs until it is let go at 9."""
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+    action_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
+    observation_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
+    hanging, release = threading.Event(), threading.Event()
+    closed = 0
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        if action[0] == 9:
+            self.hanging.set()
+            self.release.wait(30)
+        return action, np.float32(0.5), np.bool_(False), False, {}
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+gymnasium.register("fleetbus-Counting-v0", entry_point=Counting, disable_env_checker=True)
+
+
+async def test_other_action_spaces_are_spoken_in_json() -> None:
+    environment = make("gym:fleetbus-Counting-v0")
+    start = await begin(environment)
+    assert "as JSON for Box(" in str(start.messages[0].content)
+    steps = await act(environment, "[1, 2.5]", "[1, 20]", "one", "[1")
+    assert steps[0].messages[0].content == "[1.0, 2.5]"
+    assert steps[0].reward == 0.5
+    assert [step.tool_errors for step in steps] == [0, 1, 1, 1]
+    await environment.close()
+
+
+async def test_a_step_that_hangs_is_left_behind_when_its_time_is_up() -> None:
+    environment = make("gym:fleetbus-Counting-v0")
+    await begin(environment)
+    closed = Counting.closed
+    try:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(act, environment, "[9, 9]")
+                await anyio.to_thread.run_sync(Counting.hanging.wait)
+                group.cancel_scope.cancel()
+            with pytest.raises(EnvironmentFailed, match="still runs"):
+                await act(environment, "[1, 1]")
+            await environment.close()
+        assert Counting.closed == closed, "nothing touches an environment that still computes"
+    finally:
+        Counting.release.set()
+
+
+async def test_names_come_from_the_task_first_and_must_fit() -> None:
+    lake = gymnasium.make("FrozenLake-v1")
+    assert action_names(lake, ["w", "s", "e", "n"]) == ("w", "s", "e", "n")
+    with pytest.raises(ValueError, match="2 names were given for 4 actions"):
+        action_names(lake, ["a", "b"])
+    assert parse_action("UP", lake, action_names(lake)) == parse_action("3", lake, action_names(lake)) == 3
+    with pytest.raises(UnknownAction):
+        parse_action("", lake, action_names(lake))
+    assert plain("\x1b[41mS\x1b[0m\x1b[35mR\x1b[0m\x1b[34;1mB\x1b[0m\x1b[0m") == "[S]{R}(B)"
+    lake.close()
+
+
+@pytest.mark.parametrize("spec", ["gym:NoSuchThing-v0", "gym:FrozenLake-v99"])
+def test_an_id_that_nobody_registered_is_refused_before_the_start(spec: str) -> None:
+    with pytest.raises(UserError) as caught:
+        environment_factory(spec, verifier=None)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_task_without_an_id_is_told_so() -> None:
+    with pytest.raises(EnvironmentFailed, match="names no environment"):
+        await begin(make("gym"))
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_minigrid_is_shown_as_its_grid_and_mission() -> None:
+    pytest.importorskip("minigrid")
+    environment = make("gym:MiniGrid-Empty-5x5-v0")
+    start = str((await begin(environment)).messages[0].content)
+    assert "left, right, forward, pickup, drop, toggle, done" in start
+    assert "Mission: get to the green goal square" in start
+    steps = await act(environment, "forward", "forward", "right", "forward", "forward")
+    assert [step.terminated for step in steps] == [False] * 4 + [True]
+    assert (await environment.verify()).reward > 0.5  # type: ignore[operator]
+    await environment.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_reasoning_question_is_answered_once_and_scored_by_its_dataset() -> None:
+    pytest.importorskip("reasoning_gym")
+    for text, reward in (("<answer>256</answer>", 1.0), ("no idea", 0.0)):
+        environment = make("reasoning-gym:leg_counting")
+        start = await begin(environment, seed=3)
+        assert "how many legs" in str(start.messages[0].content)
+        (step,) = await act(environment, text)
+        assert (step.terminated, step.reward) == (True, reward)
+        assert await environment.verify() == Verdict(reward=reward)
+        assert (await environment.state())["dataset"] == "leg_counting"
+        await environment.close()
+    with pytest.raises(UserError, match="no dataset 'no_such'"):
+        make("reasoning-gym:no_such")
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_text_game_is_played_to_its_end() -> None:
+    pytest.importorskip("textarena")
+    environment = make("textarena:GuessTheNumber-v0")
+    start = await begin(environment, seed=3)
+    assert "between 1 and 20" in str(start.messages[0].content)
+    assert (await environment.verify()).reward is None
+    environment = make("textarena:GuessTheNumber-v0")
+    await begin(environment, seed=3)
+    for number in range(1, 21):
+        (step,) = await act(environment, f"[{number}]")
+        if step.terminated:
+            break
+        assert "between 1 and 20" not in str(step.messages[0].content), "only what is new is said"
+    assert (await environment.verify()).reward is not None
+    assert await environment.state() == {"over": True}
+    await environment.close()
+    with pytest.raises(UserError, match="no game 'Chess-v99'"):
+        make("textarena:Chess-v99")
