@@ -7,15 +7,19 @@ from collections.abc import Callable
 import anyio
 import psutil
 
+SHARED = ("nats-server", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Words in the command lines of processes that serve the whole test session."""
+
 
 def children() -> list[psutil.Process]:
-    """Living processes below this one, but for the nats-server that the whole test session shares."""
+    """Living processes below this one, but for those that the whole test session shares."""
     return [child for child in psutil.Process().children(recursive=True) if _counts(child)]
 
 
 def _counts(child: psutil.Process) -> bool:
     try:
-        return child.status() != psutil.STATUS_ZOMBIE and child.name() != "nats-server"
+        command = " ".join(child.cmdline())
+        return child.status() != psutil.STATUS_ZOMBIE and not any(word in command for word in SHARED)
     except psutil.NoSuchProcess:
         return False
 
