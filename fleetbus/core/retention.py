@@ -66,12 +66,12 @@ class Retention:
         """One entry; ``message`` is needed for requests, results and training entries only."""
         tokens = subject.split(".")
         if tokens[2] in CONTENT:
-            if self._first_content.get(tokens[-1]) == 0:
+            if self._first_content.get(tokens[-1], 0) < 0:
                 self._first_content[tokens[-1]] = sequence
             return
         match message:
             case EpisodeRequested():
-                self._first_content.setdefault(message.episode_id, 0)
+                self._first_content.setdefault(message.episode_id, -sequence)  # none yet: negative, and where it can begin
             case EpisodeFinished(split="eval"):
                 self._first_content.pop(message.episode_id, None)
             case LineageStarted() if tokens[2] == "train":
@@ -82,13 +82,18 @@ class Retention:
                 for episode in self._book(tokens[-1]).on_checkpoint(message):
                     self._first_content.pop(episode, None)
 
+    def content_was_left_out(self) -> None:
+        """Observations and actions up to here were not entered: what is needed may begin right after its request."""
+        for episode, first in self._first_content.items():
+            self._first_content[episode] = abs(first)
+
     def is_settled(self, subject: str) -> bool:
         """True if an entry on this subject of an episode is needed by nobody: it is settled, or was never requested."""
         return subject.rpartition(".")[2] not in self._first_content
 
     def limit(self, last_sequence: int) -> int:
         """The last sequence, up to ``last_sequence``, before any content that is needed."""
-        return min((first - 1 for first in self._first_content.values() if first), default=last_sequence)
+        return min((first - 1 for first in self._first_content.values() if first > 0), default=last_sequence)
 
     def _book(self, name: str) -> _Training:
         return self._training.setdefault(name, _Training())

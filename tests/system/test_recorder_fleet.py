@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.abc
@@ -256,6 +256,48 @@ async def test_a_drained_recorder_has_archived_what_the_log_held(connections: Co
             fleet.start_recorder("recorder", drain)
         archived = [entry for entry in read_archive(fleet.archive, run="small") if entry.subject == S.session("s")]
     assert [entry.payload for entry in archived] == [b"%d" % number for number in range(300)]
+
+
+class CountedReads:
+    """A bus that notes which entries its worker reads."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.read_from = 0
+        self.scanned: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    def read(self, subjects: Sequence[str], *, start: int = 1) -> Any:
+        self.read_from = start
+        return self._bus.read(subjects, start=start)
+
+    async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Any]:
+        async for entry in self._bus.scan(subjects, start=start):
+            self.scanned.append(entry.subject.split(".")[2])
+            yield entry
+
+
+async def test_a_recorder_that_goes_on_does_not_read_again_what_it_has_archived(connections: Connect, tmp_path: Path) -> None:
+    with anyio.fail_after(20):
+        async with connections("test") as bus:
+            await declared(bus)
+            configuration = Configuration(run=RunSettings(name="small", folder=str(tmp_path)))
+            ended = []
+            for number in (1, 2):
+                for subject in (S.session("s"), S.action("e0", "e"), S.train("default")):
+                    await bus.publish(subject, b"%d" % number)
+                drain, counted = anyio.Event(), CountedReads(bus)
+                drain.set()
+                ended.append(await bus.last_sequence())
+                await run_recorder(
+                    cast(Bus, counted), configuration=configuration, name=f"r{number}", drain=drain, folder=tmp_path / "archive"
+                )
+    assert counted.read_from > ended[0]
+    assert set(counted.scanned) == {"train"}
+    archived = [entry.sequence for entry in read_archive(tmp_path / "archive", run="small")]
+    assert archived[: ended[1]] == list(range(1, ended[1] + 1))
 
 
 async def test_a_run_has_one_recorder_and_an_archive_one_log(tmp_path: Path) -> None:

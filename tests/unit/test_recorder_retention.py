@@ -126,3 +126,23 @@ def test_content_of_episodes_that_nobody_requested_holds_nothing_back() -> None:
     log = Log()
     log.enter(S.observation("p", "any", "stray"))
     assert log.limit == log.last
+
+
+def test_without_the_content_of_before_everything_after_the_request_of_an_open_episode_is_kept() -> None:
+    """As a recorder that goes on reads the log: what is in its archive already is not read again."""
+    log = Log()
+    log.play("settled")
+    log.step(1, "settled")
+    log.checkpoint(1)
+    request = EpisodeRequested(
+        episode_id="open", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="p", deadline_ns=1
+    )
+    requested = log.enter(S.task("default", "open"), request)
+    log.last += 2  # an observation and an action of it
+    log.retention.content_was_left_out()
+    assert log.limit == requested - 1
+    log.enter(S.observation("p", "any", "open"))
+    assert log.limit == requested - 1
+    log.step(2, "open")
+    log.checkpoint(2)
+    assert log.limit == log.last

@@ -68,6 +68,15 @@ class Trimming:
         if not self._ages or entry.time_ns - self._ages[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
             self._ages.append((entry.sequence, entry.time_ns))
 
+    async def enter_archived(self, last: int) -> None:
+        """Everything up to ``last`` is in the archive: read what decides about trimming, and none of what is trimmed."""
+        kinds = [self._subjects.tasks(), self._subjects.episodes, self._subjects.train("*")]
+        async for entry in self._bus.scan(kinds):
+            if entry.sequence <= last:  # what follows is entered once it is archived
+                self.enter(entry)
+        self._retention.content_was_left_out()
+        self.followed = last
+
     async def trim(self) -> None:
         """Remove what may be removed by now."""
         limit = min(self._retention.limit(self.followed), self._old_enough())

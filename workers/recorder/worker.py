@@ -1,7 +1,7 @@
 """The recorder: follows the log into an archive, and keeps the log below its limit by removing what the archive holds.
 
-Above it is the command line; below are the bus and the archive's files. One recorder per run works at a time. It folds the log
-from its first entry at every start - what decides about trimming is never trimmed - and appends where the archive ends.
+Above it is the command line; below are the bus and the archive's files. One recorder per run works at a time. It goes on
+where the archive ends; of what is archived it reads again only what decides about trimming, which is never trimmed itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Recorder:
 
     async def run(self) -> None:
         """Follow the log until drained; then archive what is there by then, and return."""
-        async with self._bus.read([self._subjects.log]) as reader, anyio.create_task_group() as group:
+        last = self._archive.last_sequence
+        await self._trimming.enter_archived(last)
+        async with self._bus.read([self._subjects.log], start=last + 1) as reader, anyio.create_task_group() as group:
             group.start_soon(self._follow, reader)
             group.start_soon(self._keep_trimming)
             await self._drain.wait()
@@ -95,13 +97,11 @@ class Recorder:
     async def _follow(self, reader: Reader) -> None:
         while True:
             batch = await self._collect(reader)
-            new = [entry for entry in batch if entry.sequence > self._archive.last_sequence]
-            if new:
-                await self._ports.offload(self._archive.append, new)
+            await self._ports.offload(self._archive.append, batch)
             for entry in batch:
                 self._trimming.enter(entry)
-            self._archived += len(new)
-            self._archived_bytes += sum(len(entry.payload) for entry in new)
+            self._archived += len(batch)
+            self._archived_bytes += sum(len(entry.payload) for entry in batch)
             self._advanced.set()
             self._advanced = anyio.Event()
 
