@@ -202,7 +202,7 @@ def weights_of(recording: Recording) -> list[str]:
             return manifest
 
     async def run(folder: Path) -> Report:
-        trainer = Watched(MODEL, settings=_trainer_settings(configuration.learner))
+        trainer = Watched(MODEL, settings=_trainer_settings(configuration))
         with quiet():
             return await replay_learner(
                 recording, trainer, configuration=configuration, folder=folder, ignored=frozenset(OTHER_MACHINE)

@@ -97,29 +97,28 @@ async def _environments(
 
 
 async def _inference(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
-    from workers.inference.template import ChatTemplate
-    from workers.inference.torch import TorchSampler
+    from workers.cli.engines import opened_engine
     from workers.replay.inference import replay_inference
+    from workers.replay.stage import WORKER
 
-    folder, settings = _model(configuration, replay), configuration.inference
-    open_sampler = partial(TorchSampler, folder, slots=settings.batch, max_length=settings.max_length, threads=settings.threads)
-    sampler = await anyio.to_thread.run_sync(open_sampler)
-    template = await anyio.to_thread.run_sync(ChatTemplate, folder)
+    run = msgspec.structs.replace(configuration.run, model=str(_model(configuration, replay)))
+    configuration = msgspec.structs.replace(configuration, run=run)
     with tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
         weights = restore_files(recording.files, Path(place))
         if replay.weights is not None:
             weights |= {file.name: file for file in replay.weights.iterdir() if file.is_file()}
-        return await replay_inference(
-            recording,
-            sampler,
-            template,
-            configuration=configuration,
-            weights=weights,
-            speed=replay.speed,
-            ignored=replay.ignored,
-            tolerance=replay.tolerance,
-            patience_seconds=replay.patience_seconds,
-        )
+        async with opened_engine(configuration, WORKER) as (sampler, template):
+            return await replay_inference(
+                recording,
+                sampler,
+                template,
+                configuration=configuration,
+                weights=weights,
+                speed=replay.speed,
+                ignored=replay.ignored,
+                tolerance=replay.tolerance,
+                patience_seconds=replay.patience_seconds,
+            )
 
 
 async def _learner(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
@@ -127,7 +126,7 @@ async def _learner(recording: Recording, configuration: Configuration, replay: R
     from workers.learner.torch.trainer import TorchTrainer
     from workers.replay.learner import replay_learner
 
-    settings = _trainer_settings(configuration.learner)
+    settings = _trainer_settings(configuration)
     trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, _model(configuration, replay), settings=settings))
     with tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
         return await replay_learner(
