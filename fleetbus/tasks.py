@@ -67,6 +67,19 @@ def check_dataset(location: str) -> tuple[list[Task], list[str]]:
     return [msgspec.structs.replace(task, dataset_version=files.version) for task in tasks], problems
 
 
+def check_verifiers(tasks: Iterable[Task]) -> list[str]:
+    """One line for each task whose verifier does not compile."""
+    problems = []
+    for task in tasks:
+        try:
+            compile(task.verifier or "", "<verifier>", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            place = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            problems.append(f"task {task.key}: its verifier is no Python: {reason}{place}")
+    return problems
+
+
 def dump_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
     """Write a tasks file that `load_tasks` reads back as the same tasks."""
     text = json.dumps({"tasks": [task_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
