@@ -48,11 +48,11 @@ def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Tens
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     try:
         save_file(stored, temporary, metadata={"format": "pt"})
-        _sync(temporary, os.O_RDWR)
+        sync(temporary, os.O_RDWR)
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync(file.parent, os.O_RDONLY)
+    sync(file.parent, os.O_RDONLY)
     return tuple(_entry(name, tensor) for name, tensor in stored.items())
 
 
@@ -145,7 +145,8 @@ def _path(location: str | Path) -> Path:
     return Path(unquote(parts.path))
 
 
-def _sync(path: Path, flags: int) -> None:
+def sync(path: Path, flags: int) -> None:
+    """Force a file or folder to the disk; ``flags`` are those that it is opened with."""
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)

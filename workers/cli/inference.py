@@ -16,12 +16,28 @@ if TYPE_CHECKING:
 
 
 def _load_work() -> Work:
+    from fleetbus.config.run_folder import run_folder
     from workers.cli.engines import opened_engine
     from workers.inference.worker import run_inference
+    from workers.weights_fetch import WeightsFetcher
+    from workers.weights_store import objects_of
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        async with opened_engine(configuration, name) as (sampler, template):
-            await run_inference(bus, configuration=configuration, name=name, drain=drain, sampler=sampler, template=template)
+        folder = run_folder(configuration.run).weights / f".{name}"
+        fetcher = WeightsFetcher(folder, objects_of(bus, configuration.run.name))
+        try:
+            async with opened_engine(configuration, name) as (sampler, template):
+                await run_inference(
+                    bus,
+                    configuration=configuration,
+                    name=name,
+                    drain=drain,
+                    sampler=sampler,
+                    template=template,
+                    fetch=fetcher.local,
+                )
+        finally:
+            fetcher.close()
 
     return work
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 
 import anyio
 import structlog
@@ -29,6 +30,9 @@ from workers.inference.base import Sampler, Template, WeightsRejected
 RELOAD_SECONDS = 5.0
 """Until a version that was rejected is tried again: its file may have been on its way."""
 
+Fetch = Callable[[PolicyPublished], Awaitable[PolicyPublished]]
+"""A version as published to the same version in a local file; raises `WeightsRejected`."""
+
 log = structlog.get_logger()
 
 
@@ -45,8 +49,10 @@ class InferenceWorker:
         lane: Lane,
         sampler: Sampler,
         template: Template,
+        fetch: Fetch | None = None,
     ) -> None:
         self._bus = bus
+        self._fetch = fetch
         self._policy = configuration.run.policy
         self._slot_count = configuration.inference.slots
         self._drain_seconds = configuration.limits.drain
@@ -120,7 +126,7 @@ class InferenceWorker:
         if published.version <= self._sampler.version and self._ready.is_set():
             return True
         try:
-            await self._sampler.load(published)
+            await self._sampler.load(await self._fetch(published) if self._fetch is not None else published)
         except WeightsRejected as rejected:
             self._counters["weights_rejected"] += 1
             log.error("version not loaded", version=published.version, reason=str(rejected))
@@ -177,13 +183,14 @@ async def run_inference(
     sampler: Sampler,
     template: Template,
     ports: Ports | None = None,
+    fetch: Fetch | None = None,
 ) -> None:
-    """An inference worker from claiming a lane to its goodbye."""
+    """An inference worker from claiming a lane to its goodbye. ``fetch`` makes a published version a local file first."""
     subjects = Subjects(configuration.run.name)
     nonce = (ports or Ports()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
     lane = await claim_lane(bus, subjects, role="inference", names=lanes, worker=name, nonce=nonce)
     worker = InferenceWorker(
-        bus, configuration=configuration, name=name, drain=drain, lane=lane, sampler=sampler, template=template
+        bus, configuration=configuration, name=name, drain=drain, lane=lane, sampler=sampler, template=template, fetch=fetch
     )
     await worker.run()

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import anyio
+import structlog
+
 from fleetbus.bus.base import Bus
+from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswered
 from fleetbus.ports import Ports
 from schemas import LineageStarted, PolicyPublished, Subjects
 from workers.learner.base import Trainer
 from workers.learner.beginning import published_versions
-from workers.learner.book import Chain
+from workers.learner.book import RETRY_SECONDS, Chain
+from workers.weights_delta import smaller
+from workers.weights_store import FolderStore, WeightsStore
+
+log = structlog.get_logger()
 
 _FILE = re.compile(r"l(?P<lineage>\d+)-v(?P<version>\d{6,})\.safetensors")
 
@@ -30,6 +39,8 @@ class Publication:
         folder: Path,
         keep: int,
         ports: Ports,
+        store: WeightsStore | None = None,
+        full_every: int = 1,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -38,8 +49,11 @@ class Publication:
         self._policy = policy
         self._lineage = lineage
         self._folder = folder
-        self._keep = keep
+        self._keep = max(keep, full_every + 1)  # a difference is of no use without what it is a difference to
         self._ports = ports
+        self._store = store or FolderStore()
+        self._full_every = full_every
+        self._published: list[tuple[Path, str]] = []
         self.version = -1
 
     async def fence(self, started: LineageStarted, *, decided_on: Chain) -> dict[int, int]:
@@ -58,30 +72,62 @@ class Publication:
         version = self.version + 1
         file = (self._folder / f"{self._lineage}-v{version:06d}.safetensors").absolute()
         manifest = await self._ports.offload(self._trainer.save_weights, file)
+        travelling = await self._travelling(file)
+        uri = await self._put(travelling)
         await self._chain.append(
             PolicyPublished(
                 policy=self._policy,
                 version=version,
                 lineage=self._lineage,
                 step=step,
-                uri=file.as_uri(),
+                uri=uri,
                 manifest=manifest,
-                size_bytes=file.stat().st_size,
+                size_bytes=travelling.stat().st_size,
             )
         )
         self.version = version
-        await self._ports.offload(prune_versions, self._folder, self._keep)
+        self._published.append((file, uri))
+        for gone in await self._ports.offload(prune_versions, self._folder, self._keep):
+            await self._remove(gone)
         return version
 
+    async def _travelling(self, file: Path) -> Path:
+        """What is sent of a version: all of it, or its difference to the version before when that is smaller."""
+        if not self._published or len(self._published) % self._full_every == 0:
+            return file
+        base, base_uri = self._published[-1]
+        return await self._ports.offload(partial(smaller, file, base=base, base_uri=base_uri))
 
-def prune_versions(folder: Path, keep: int) -> None:
-    """Keep the newest ``keep`` versions: whatever lineage made the others, nobody is told to load them any more.
+    async def _put(self, file: Path) -> str:
+        while True:
+            try:
+                return await self._store.put(file)
+            except (LogFull, PublishUnanswered, RequestUnanswered) as error:
+                log.warning("weights are put again", file=file.name, reason=str(error))
+                await anyio.sleep(RETRY_SECONDS)
+
+    async def _remove(self, file: Path) -> None:
+        """An old version that stays behind costs room and nothing else."""
+        try:
+            await self._store.remove(file)
+        except (BusError, OSError) as error:
+            log.warning("old weights were not removed", file=file.name, reason=str(error))
+
+
+def prune_versions(folder: Path, keep: int) -> list[Path]:
+    """Keep the newest ``keep`` versions: whatever lineage made the others, nobody is told to load them any more. Returns what
+    is gone, differences included.
 
     Version numbers never repeat; of files with one number the newest lineage's is the one that was published.
     """
     files = sorted((int(found["version"]), int(found["lineage"]), found.string) for found in _versions_in(folder))
+    gone = []
     for _, _, name in files[:-keep]:
-        (folder / name).unlink(missing_ok=True)
+        for path in (folder / name, (folder / name).with_suffix(".delta")):
+            if path.exists():
+                path.unlink()
+                gone.append(path)
+    return gone
 
 
 def _versions_in(folder: Path) -> Iterator[re.Match[str]]:

@@ -43,6 +43,7 @@ from workers.learner.measures import measure_advantages, measure_groups
 from workers.learner.pool import GroupPool
 from workers.learner.publication import Publication
 from workers.learner.requests import Requests
+from workers.weights_store import open_store
 
 log = structlog.get_logger()
 
@@ -88,6 +89,10 @@ class Learner:
             folder=self._folder.weights,
             keep=self._settings.keep_weights,
             ports=ports,
+            store=open_store(
+                bus, configuration.weights.store, run=configuration.run.name, public_url=configuration.weights.public_url
+            ),
+            full_every=configuration.weights.full_every,
         )
         self._lineage = beginning.lineage
         self._step = beginning.step

@@ -65,7 +65,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
     """The model as it was loaded."""
-    layers = [module for module in model.modules() if hasattr(module, "enable_adapters")]
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     for layer in layers:
         layer.enable_adapters(False)
     try:

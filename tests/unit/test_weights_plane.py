@@ -1,0 +1,217 @@
+"""Versions of the weights on their way: differences, local copies, stores. The bus's object store is in `tests/system`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fleetbus.bus.objects import ObjectMissing
+from fleetbus.errors import UserError
+from schemas import PolicyPublished, TensorEntry
+from workers.weights import WeightsRejected, read_weights, write_weights
+from workers.weights_delta import apply_delta, base_of, smaller, write_delta
+from workers.weights_fetch import WeightsFetcher
+from workers.weights_store import FolderStore, FsspecStore, open_store
+
+Tensors = dict[str, torch.Tensor]
+
+
+def before() -> Tensors:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "few": torch.randn(100, 20, generator=draw),
+        "none": torch.randn(50, generator=draw),
+        "all": torch.randn(30, 3, generator=draw),
+        "half": torch.randn(64, generator=draw).to(torch.bfloat16),
+    }
+
+
+def after() -> Tensors:
+    tensors = {name: tensor.clone() for name, tensor in before().items()}
+    tensors["few"][7, 3] = -0.0
+    tensors["few"][99, 19] += 1
+    tensors["all"] += 1
+    tensors["half"][5] = 2.0
+    return tensors
+
+
+def written(folder: Path, name: str, tensors: Tensors) -> tuple[Path, tuple[TensorEntry, ...]]:
+    file = folder / name
+    return file, write_weights(file, tensors)
+
+
+def published(uri: str, manifest: tuple[TensorEntry, ...], version: int = 1) -> PolicyPublished:
+    return PolicyPublished(policy="p", version=version, lineage="l1", step=1, uri=uri, manifest=manifest, size_bytes=1)
+
+
+class Shelf:
+    """An object store in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[str] = []
+
+    async def put(self, name: str, file: Path) -> None:
+        shutil.copyfile(file, self.folder / name)
+
+    async def get(self, name: str, file: Path) -> None:
+        self.asked.append(name)
+        if not (self.folder / name).exists():
+            raise ObjectMissing(f"object {name} is not in bucket b")
+        shutil.copyfile(self.folder / name, file)
+
+    async def remove(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+
+def test_base_and_difference_are_the_new_version_bit_for_bit(tmp_path: Path) -> None:
+    base, _ = written(tmp_path, "v0.safetensors", before())
+    new, manifest = written(tmp_path, "v1.safetensors", after())
+
+    size = write_delta(tmp_path / "v1.delta", base=base, new=new, base_uri="file:///base")
+    apply_delta(tmp_path / "v1.delta", base=base, file=tmp_path / "again.safetensors")
+
+    assert base_of(tmp_path / "v1.delta") == "file:///base"
+    assert base_of(new) is None
+    assert size < new.stat().st_size / 3
+    read = read_weights(tmp_path / "again.safetensors", manifest)  # hashes and all
+    assert all(torch.equal(read[name], tensor) for name, tensor in after().items())
+    assert set(load_file(tmp_path / "v1.delta")) == {
+        "places:few", "values:few", "whole:all", "places:half", "values:half"
+    }  # fmt: skip
+
+
+def test_a_difference_that_is_no_smaller_is_not_used(tmp_path: Path) -> None:
+    base, _ = written(tmp_path, "v0.safetensors", before())
+    new, _ = written(tmp_path, "v1.safetensors", {name: tensor + 1 for name, tensor in before().items()})
+
+    assert smaller(new, base=base, base_uri="x") == new
+    assert not list(tmp_path.glob("*.delta"))
+
+
+def test_a_difference_to_something_else_is_rejected(tmp_path: Path) -> None:
+    base, _ = written(tmp_path, "v0.safetensors", before())
+    new, _ = written(tmp_path, "v1.safetensors", after())
+    other, _ = written(tmp_path, "other.safetensors", {"few": torch.zeros(3)})
+    write_delta(tmp_path / "v1.delta", base=base, new=new, base_uri="x")
+
+    with pytest.raises(WeightsRejected, match="does not fit its base"):
+        apply_delta(tmp_path / "v1.delta", base=other, file=tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+async def test_a_shared_file_is_used_where_it_lies(tmp_path: Path) -> None:
+    file, manifest = written(tmp_path, "v0.safetensors", before())
+
+    local = await WeightsFetcher(tmp_path / "copies", None).local(published(file.as_uri(), manifest))
+
+    assert local.uri == file.as_uri()
+    assert not (tmp_path / "copies").exists()
+
+
+async def test_an_object_is_copied_once_and_old_copies_go(tmp_path: Path) -> None:
+    (tmp_path / "shelf").mkdir()
+    shelf = Shelf(tmp_path / "shelf")
+    fetcher = WeightsFetcher(tmp_path / "copies", shelf)
+    for version in range(4):
+        file, manifest = written(tmp_path, f"v{version}.safetensors", {"w": torch.full((3,), float(version))})
+        await shelf.put(file.name, file)
+        for _ in range(2):
+            local = await fetcher.local(published(f"nats-object://b/{file.name}", manifest, version))
+            assert read_weights(local.uri, manifest)["w"].tolist() == [version] * 3
+
+    assert shelf.asked == [f"v{version}.safetensors" for version in range(4)]
+    assert len(list((tmp_path / "copies").iterdir())) == 2
+    fetcher.close()
+    assert not (tmp_path / "copies").exists()
+
+
+async def chain(tmp_path: Path, length: int) -> tuple[Shelf, list[tuple[str, tuple[TensorEntry, ...]]]]:
+    """A whole version and ``length`` differences, each to the one before, and what was published of each."""
+    (tmp_path / "shelf").mkdir()
+    shelf = Shelf(tmp_path / "shelf")
+    tensors = before()
+    base, manifest = written(tmp_path, "v0.safetensors", tensors)
+    await shelf.put(base.name, base)
+    entries = [(f"nats-object://b/{base.name}", manifest)]
+    for number in range(1, length + 1):
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        tensors["few"][number, 0] = number
+        new, manifest = written(tmp_path, f"v{number}.safetensors", tensors)
+        delta = smaller(new, base=base, base_uri=entries[-1][0])
+        await shelf.put(delta.name, delta)
+        entries.append((f"nats-object://b/{delta.name}", manifest))
+        base = new
+    return shelf, entries
+
+
+async def test_a_follower_fetches_one_difference_per_version(tmp_path: Path) -> None:
+    shelf, entries = await chain(tmp_path, 3)
+    fetcher = WeightsFetcher(tmp_path / "copies", shelf)
+
+    for version, (uri, manifest) in enumerate(entries):
+        local = await fetcher.local(published(uri, manifest, version))
+        assert read_weights(local.uri, manifest)["few"][version, 0] == pytest.approx(version) or version == 0
+
+    assert shelf.asked == ["v0.safetensors", "v1.delta", "v2.delta", "v3.delta"]
+
+
+async def test_a_newcomer_goes_back_to_the_last_whole_version(tmp_path: Path) -> None:
+    shelf, entries = await chain(tmp_path, 3)
+    fetcher = WeightsFetcher(tmp_path / "copies", shelf)
+
+    local = await fetcher.local(published(*entries[-1], version=3))
+
+    assert set(read_weights(local.uri, entries[-1][1])) == set(before())
+    assert shelf.asked == ["v3.delta", "v2.delta", "v1.delta", "v0.safetensors"]
+
+
+async def test_what_cannot_be_had_is_rejected_in_one_line_and_may_be_had_later(tmp_path: Path) -> None:
+    shelf, entries = await chain(tmp_path, 1)
+    hidden = (tmp_path / "shelf/v0.safetensors").rename(tmp_path / "hidden")
+    fetcher = WeightsFetcher(tmp_path / "copies", shelf)
+    with pytest.raises(WeightsRejected, match=r"v0\.safetensors is not in bucket b") as caught:
+        await fetcher.local(published(*entries[-1]))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(WeightsRejected, match="has no object store"):
+        await WeightsFetcher(tmp_path / "copies", None).local(published(*entries[-1]))
+
+    hidden.rename(tmp_path / "shelf/v0.safetensors")
+
+    assert (await fetcher.local(published(*entries[-1]))).uri.startswith("file://")
+
+
+async def test_a_folder_may_be_served_under_another_name(tmp_path: Path) -> None:
+    file = tmp_path / "v0.safetensors"
+
+    assert await FolderStore().put(file) == file.as_uri()
+    assert await FolderStore("http://host:8000/weights/").put(file) == "http://host:8000/weights/v0.safetensors"
+
+
+async def test_whatever_fsspec_writes_is_a_store(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    file, manifest = written(tmp_path, "v0.safetensors", before())
+    store = FsspecStore("memory://bucket/run")
+    uri = await store.put(file)
+
+    local = await WeightsFetcher(tmp_path / "copies", None).local(published(uri, manifest))
+
+    assert uri == "memory://bucket/run/v0.safetensors"
+    assert set(read_weights(local.uri, manifest)) == set(before())
+    await store.remove(file)
+    await store.remove(file)
+    with pytest.raises(WeightsRejected):
+        await WeightsFetcher(tmp_path / "others", None).local(published(uri, manifest))
+
+
+@pytest.mark.parametrize("store", ["s4://nowhere/x", "somewhere", "nats"])
+def test_a_store_that_does_not_exist_is_refused_by_name(store: str) -> None:
+    bus: Any = object()
+
+    with pytest.raises(UserError, match=r"s4|weights\.store"):
+        open_store(bus, store, run="r")
