@@ -155,6 +155,14 @@ async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(sampler:
     assert among[3].ids == alone.ids
 
 
+async def test_many_long_prompts_at_once_with_seeds_do_not_end_the_engine(sampler: Any) -> None:
+    """More prompt tokens than one step takes: computed in parts, a seeded request would kill a CPU engine (vLLM 0.32)."""
+    requests = [asking(seed, length=490, tokens=4) for seed in range(24)]
+    generations = await all_of(sampler, requests)
+    assert all(generation.ids for generation in generations)
+    assert sampler.stats["engine_restarts"] == 0
+
+
 async def test_new_weights_answer_as_a_torch_engine_with_them_also_for_prompts_that_are_cached(
     sampler: Any, reference: Any, publish: Any
 ) -> None:

@@ -79,7 +79,9 @@ async def opened_engine(configuration: Configuration, worker: str) -> AsyncItera
         case "tinker":
             from workers.inference.tinker import TinkerSampler
 
-            yield TinkerSampler(configuration.tinker, max_length=settings.max_length, slots=settings.batch), template
+            tinker = TinkerSampler(configuration.tinker, max_length=settings.max_length, slots=settings.batch)
+            await tinker.open()
+            yield tinker, template
 
 
 def _template(folder: Path, settings: InferenceSettings) -> ChatTemplate:

@@ -16,6 +16,9 @@ from fleetbus.errors import UserError
 CPU_CACHE_MIB = 512
 """Keys and values on a CPU unless configured: left alone, vLLM would take 92 % of the machine's memory."""
 
+CPU_BATCH_TOKENS = 4096
+"""Most prompt tokens of one step on a CPU, where prompts are never computed in parts."""
+
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
 ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first token takes half a minute of compiling, although execution is eager
@@ -60,6 +63,8 @@ def start_engine(settings: EngineSettings) -> Any:
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
     if settings.cache_mib or not has_gpu:
         memory = {"kv_cache_memory_bytes": (settings.cache_mib or CPU_CACHE_MIB) << 20}
+    if not has_gpu:  # a seeded request whose prompt is computed in parts ends the engine: "CPU Generator does not use offset"
+        memory |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_length, CPU_BATCH_TOKENS)}
     arguments = AsyncEngineArgs(
         model=str(settings.folder),
         dtype=settings.dtype,
