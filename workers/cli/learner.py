@@ -24,12 +24,18 @@ WAREHOUSE_TASKS = 4096
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
+    from workers.cli.engines import check_packages
     from workers.cli.model import model_folder
-    from workers.learner.torch.following import LeadingTrainer, follow
-    from workers.learner.torch.trainer import TorchTrainer
     from workers.learner.worker import run_learner
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        if configuration.learner.trainer == "tinker":
+            await _train_on_tinker(bus, configuration, name, drain)
+            return
+        check_packages("torch")
+        from workers.learner.torch.following import LeadingTrainer, follow
+        from workers.learner.torch.trainer import TorchTrainer
+
         folder, settings = model_folder(configuration.run), _trainer_settings(configuration)
         trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, folder, settings=settings))
         if trainer.shards.rank:  # torchrun started several, and the first one leads
@@ -49,6 +55,27 @@ def _load_work() -> Work:
                     await anyio.to_thread.run_sync(leading.close)
 
     return work
+
+
+async def _train_on_tinker(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+    from fleetbus.config.run_folder import run_folder
+    from workers.cli.engines import check_packages
+    from workers.cli.model import model_folder
+    from workers.learner.tinker import TinkerTrainer
+    from workers.learner.worker import run_learner
+    from workers.tinker_service import service_client
+
+    check_packages("tinker")
+    folder, settings = model_folder(configuration.run), configuration.tinker
+    client = await anyio.to_thread.run_sync(service_client, settings)
+    trainer = TinkerTrainer(
+        client, folder, base_model=settings.base_model or str(folder), settings=settings, learner=configuration.learner
+    )
+    for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
+        files.mkdir(parents=True, exist_ok=True)
+    await run_learner(
+        bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=_curriculum(configuration)
+    )
 
 
 def _trainer_settings(configuration: Configuration) -> TorchTrainerSettings:
@@ -89,7 +116,9 @@ def _curriculum(configuration: Configuration) -> Curriculum:
 
 @click.command("learner", cls=SettingsCommand)
 @role_options
-@settings_options("run", "nats", "learner", "algorithm", "trainer", "weights", "episode", "evaluation", "limits", "log")
+@settings_options(
+    "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "episode", "evaluation", "limits", "log"
+)
 def command(**values: Any) -> int:
     """The learner: requests episodes, trains on what comes back, publishes the policy, stores checkpoints.
 
