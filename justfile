@@ -30,7 +30,7 @@ layers:
 
 # Tests that take seconds; arguments go to pytest: `just test -k tokens`
 test *arguments:
-    .venv/bin/pytest -q -m "not slow and not chaos" {{arguments}}
+    .venv/bin/pytest -q {{arguments}}
 
 # Tests that take minutes
 test-slow *arguments:
@@ -41,6 +41,18 @@ test-trl *arguments:
     test -d .venv-trl || python3 -m venv .venv-trl
     .venv-trl/bin/pip install -q -c constraints.txt -e '.[test]' 'trl>=1.16,<2'
     HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -q tests/unit/test_against_trl.py --timeout 300 {{arguments}}
+
+# The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
+test-browser *arguments:
+    .venv/bin/pytest -q -m browser {{arguments}}
+
+# compose.yaml built, run, and its containers killed: needs a Docker engine and docker-compose
+test-compose *arguments:
+    .venv/bin/pytest -q -m compose {{arguments}}
+
+# Environments in containers of a real Docker engine, which has to run already
+test-docker *arguments:
+    .venv/bin/pytest -q -m docker {{arguments}}
 
 # Real processes killed and paused: a minute of it as a test, then two minutes and their figures per seed: `just chaos 1 2 3`
 chaos *seeds="1":

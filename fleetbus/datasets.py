@@ -71,7 +71,10 @@ def read_files(location: str) -> Files:
     paths = store.files()
     if not paths:
         raise UserError(_nothing_there(base, version, place))
-    sources = tuple(Source(name=shown(path), data=store.read(path)) for path in paths)
+    try:
+        sources = tuple(Source(name=shown(path), data=store.read(path)) for path in paths)
+    except FileNotFoundError:
+        raise UserError(_nothing_there(base, version, place)) from None
     digest = hashlib.sha256()
     for source in sources:
         digest.update(hashlib.sha256(source.data).digest())
@@ -147,13 +150,14 @@ class _Store:
         return [(self._system.unstrip_protocol(entry["name"]), entry["type"] == "directory") for entry in listed]
 
     def read(self, path: str) -> bytes:
+        """The bytes of a file. Raises `FileNotFoundError`, and `UserError` for everything else."""
         try:
             if not self._remote:
                 return Path(path).read_bytes()
             with self._system.open(path, "rb") as file:
                 data: bytes = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
-            raise UserError(_nothing_there(*split_version(self._place), self._place)) from None
+            raise
         except Exception as error:
             raise UserError(f"{shown(path)}: cannot be read: {_reason(error)}") from error
         if len(data) > MAX_BYTES:
