@@ -15,8 +15,8 @@ from workers.cli.options import SettingsCommand, load_settings, settings_options
     "--json-summary", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write the summary to FILE"
 )
 @settings_options(
-    "run", "nats", "learner", "algorithm", "trainer", "weights", "environment", "inference", "episode", "evaluation", "limits",
-    "log",
+    "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "environment", "inference", "episode", "evaluation",
+    "limits", "log",
 )  # fmt: skip
 def command(json_summary: Path | None, **values: Any) -> int:
     """Everything on this machine: a NATS server, environment and inference workers, and the learner.
