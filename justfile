@@ -42,6 +42,12 @@ test-trl *arguments:
     .venv-trl/bin/pip install -q -c constraints.txt -e '.[test]' 'trl>=1.16,<2'
     HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -q tests/unit/test_against_trl.py --timeout 300 {{arguments}}
 
+# The real OpenEnv server, from an environment of its own: it needs an older mcp
+test-openenv *arguments:
+    test -d .venv-openenv || python3 -m venv .venv-openenv
+    .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
+    .venv/bin/pytest -q -m openenv {{arguments}}
+
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
     .venv/bin/pytest -q -m browser {{arguments}}
