@@ -149,15 +149,14 @@ class _Director:
         name = published.uri.rpartition("/")[2]
         if name in weights:
             published = msgspec.structs.replace(published, uri=weights[name].absolute().as_uri())
-        before = len(self._sampler.rejected)
+        self._sampler.rejected = ""
         await self._stage.feed(entry.subject, published, entry)
         if published.version <= self._sampler.version and self._next:
             return False
         with anyio.fail_after(self._patience_seconds):
             await self._sampler.settled()
-        if len(self._sampler.rejected) > before and self._sampler.version != published.version:
+        if self._sampler.rejected:
             self._report.skipped[f"versions without weights ({self._sampler.rejected})"] += 1
-            self._sampler.rejected = ""
             return False
         return True
 

@@ -1,0 +1,97 @@
+"""What the installed pytest plugin gives to tests of others: each fixture does what it says, and loading it costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.bus.nats import connect
+from fleetbus.bus.streams import plan_run
+from fleetbus.errors import UserError
+from schemas import ChatMessage, SamplingSettings, Subjects
+from workers.inference.base import GenerationRequest
+
+ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+
+
+def test_loading_the_plugin_imports_nothing_but_pytest() -> None:
+    code = (
+        "import pytest, sys; before = set(sys.modules); import workers.pytest_plugin; "
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.strip() == "['workers']"
+
+
+@ASYNCIO
+async def test_nats_server_serves_a_run(nats_server: Any) -> None:
+    async with connect(nats_server.url, run="plugin", role="test") as bus:
+        await bus.declare(plan_run("plugin", lanes=1, max_bytes=0))
+        await bus.publish(Subjects("plugin").episode("e"), b"x")
+        assert await bus.last_sequence() == 1
+
+
+async def test_memory_bus_is_a_declared_run(memory_bus: Any) -> None:
+    async with memory_bus("mine") as bus:
+        await bus.publish(Subjects("mine").episode("e"), b"x", expected_last=0)
+        assert [entry.payload async for entry in bus.scan([Subjects("mine").log])] == [b"x"]
+
+
+def test_recording_reads_relative_to_the_test(recording: Any) -> None:
+    assert recording("recordings/guessing.fbrec").run == "small"
+    with pytest.raises(UserError, match="nothing-here"):
+        recording("nothing-here.fbrec")
+
+
+def test_replay_gives_the_report_without_check_as_well(replay: Any, recording: Any) -> None:
+    loaded = recording("recordings/warehouse.fbrec")
+    loaded.entries = [entry for entry in loaded.entries if ".task." not in entry.subject]
+    report = replay(loaded, check=False, environment="scripted")
+    assert not report.same and report.skipped["episodes without a request in the recording"] == 17
+    with pytest.raises(AssertionError, match="nothing could be compared"):
+        replay(loaded, environment="scripted")
+
+
+async def test_a_scripted_sampler_says_its_texts_turn_after_turn(scripted_sampler: Any) -> None:
+    sampler = scripted_sampler("first", "the last ä")
+    template = sampler.template
+
+    async def say(episode: str, room: int = 64) -> tuple[str, str]:
+        ids = template.begin([ChatMessage(role="user", content="go")], ())
+        request = GenerationRequest(
+            cache_key=episode,
+            ids=ids,
+            sampling=SamplingSettings(),
+            stop_ids=template.stop_ids,
+            max_tokens=room,
+            seed=1,
+        )
+        generation = await sampler.generate(request)
+        return template.text(generation.ids), generation.finish_reason
+
+    async with sampler.running():
+        assert [await say("a"), await say("b"), await say("a"), await say("a")] == [
+            ("first", "stop"),
+            ("first", "stop"),
+            ("the last ä", "stop"),
+            ("the last ä", "stop"),
+        ]
+        assert await say("c", room=3) == ("fir", "length")
+
+
+def test_a_virtual_clock_waits_in_no_time(virtual_clock: Any) -> None:
+    async def sleep_a_day() -> float:
+        await anyio.sleep(86_400)
+        return anyio.current_time()
+
+    assert virtual_clock(sleep_a_day) == 86_400
+
+
+def test_the_example_in_the_readme_is_what_runs_here() -> None:
+    root = Path(__file__).parents[2]
+    assert 'replay("recordings/guessing.fbrec", environment=Guessing)' in (root / "README.md").read_text()

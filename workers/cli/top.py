@@ -1,0 +1,113 @@
+"""``fleetbus top [RUN]``: who works, what is learned, how full the log is, and what is stuck - live on a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from workers.cli.log_access import open_run, reach_options
+from workers.cli.options import load_settings
+from workers.cli.program import FINISHED, INTERRUPTED
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+
+REFRESH_SECONDS = 1.0
+FIRST_LOOK_SECONDS = 2.5
+"""A heartbeat of every living worker comes within this."""
+
+
+@click.command("top")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--once", is_flag=True, help="Show one picture and end")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON, one line per second (with --once: one)")
+@click.option("--stall", type=float, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")
+@click.option("--monitor-url", metavar="URL", default="", help="The server's monitoring address, for slow consumers")
+@reach_options
+def command(run: str | None, once: bool, as_json: bool, stall: float, monitor_url: str, **values: Any) -> int:
+    """A live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
+
+    Works at 80 columns and over SSH. Ctrl-C ends it. With --once the exit status says more: 0: it works or is over; 1: it is
+    stuck, and where; 2: bad input.
+    """
+    configuration = load_settings({**values, "run__name": run}).configuration
+    work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, monitor_url=monitor_url)
+    try:
+        return anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    except KeyboardInterrupt:
+        return INTERRUPTED if once else FINISHED
+
+
+async def _watch(configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, monitor_url: str) -> int:
+    from schemas import Subjects
+    from workers.monitor.follow import Watch
+    from workers.monitor.state import FleetState
+    from workers.replay.quiet import quiet
+    from workers.top.jetstream import look_at_server
+    from workers.top.view import facts
+    from workers.watchdog import find_stalls
+
+    run = configuration.run.name
+    state = FleetState(configuration.learner.steps)
+    async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
+        with quiet():
+            watch = Watch(bus, Subjects(run), state)
+            tasks.start_soon(watch.run)
+
+            async def look() -> dict[str, Any]:
+                server = await look_at_server(bus, run, monitor_url)
+                now, now_ns = anyio.current_time(), bus.now_ns()
+                stalls = find_stalls(
+                    state,
+                    watch.health,
+                    now=now,
+                    now_ns=now_ns,
+                    admission=configuration.nats.admission,
+                    stall_seconds=stall_seconds,
+                )
+                return facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns)
+
+            result = await _show_once(look, as_json) if once else await _show(look, as_json)
+        tasks.cancel_scope.cancel()
+    return result
+
+
+async def _show_once(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
+    await anyio.sleep(FIRST_LOOK_SECONDS)
+    shown = await look()
+    _print(shown, as_json)
+    return 1 if shown["stalls"] else FINISHED
+
+
+async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
+    if as_json or not sys.stdout.isatty():
+        while True:
+            await anyio.sleep(REFRESH_SECONDS)
+            _print(await look(), as_json)
+    from rich.live import Live
+
+    from workers.top.view import screen
+
+    with Live(screen(await look()), auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(screen(await look()), refresh=True)
+            await anyio.sleep(REFRESH_SECONDS)
+
+
+def _print(shown: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(shown).decode(), flush=True)
+        return
+    from rich.console import Console
+
+    from workers.top.view import screen
+
+    Console().print(screen(shown))
