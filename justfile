@@ -60,6 +60,12 @@ test-compose *arguments:
 test-docker *arguments:
     .venv/bin/pytest -q -m docker {{arguments}}
 
+# The tests' Fleet platform held to fleet-python itself, which lives in a virtual environment of its own
+test-fleet-sdk *arguments:
+    test -x .venv-fleet-sdk/bin/python || python3 -m venv .venv-fleet-sdk
+    .venv-fleet-sdk/bin/pip install -q fleet-python==0.2.133
+    FLEET_SDK_PYTHON=.venv-fleet-sdk/bin/python .venv/bin/pytest -q tests/system/test_fleet_sdk.py {{arguments}}
+
 # Real processes killed and paused: a minute of it as a test, then two minutes and their figures per seed: `just chaos 1 2 3`
 chaos *seeds="1":
     .venv/bin/pytest -q -m chaos

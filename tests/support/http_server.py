@@ -40,7 +40,7 @@ class LocalServer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(self._make(), log_level="critical", timeout_graceful_shutdown=1, ws="none")
+        config = uvicorn.Config(self._make(), log_config=None, timeout_graceful_shutdown=1, ws="none", access_log=False)
         self._server, self._ended = _QuietServer(config), anyio.Event()
         self._group.start_soon(self._serve, self._server, listener)
         while not self._server.started:  # uvicorn has no event for it

@@ -1,0 +1,121 @@
+"""A run whose environments are on a Fleet-compatible platform that is killed in the middle, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from fleetbus.config.settings import Configuration, FleetSettings, InferenceSettings, LimitSettings
+from schemas import EpisodeFinished, Task
+from tests.support.fleet_platform.platform import KEY, FleetPlatform
+from tests.support.http_server import serving
+from tests.support.small_fleet import SmallFleet, configured, small_fleet
+from workers.environment.base import Verdict
+from workers.environment.fleet import host as fleet_host
+from workers.environment.fleet.factory import fleet_factory
+from workers.environment.verifier import VerifierTools
+from workers.inference.scripted import ScriptedTemplate
+
+TASK = Task(key="t", env="shop", prompt="Play.", verifier="def verify(env): return 0.5")
+PATIENT = LimitSettings(open=50, reset=50, tool_call=50, step=50, action=50, verify=50, close=50, episode=100, grace=10)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class NoGrader:
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        raise AssertionError("the platform grades")
+
+
+class OneTool(ScriptedTemplate):
+    """A policy that calls the same tool all the time."""
+
+    tool = "hang"
+
+    def text(self, ids: Sequence[int]) -> str:
+        return f'<tool_call>{{"name": "{self.tool}", "arguments": {{"name": "ink"}}}}</tool_call>'
+
+
+def patient() -> Configuration:
+    inference = InferenceSettings(slots=16, max_length=1 << 20)
+    return msgspec.structs.replace(configured(limits=PATIENT, inference=inference), fleet=FleetSettings(ready_seconds=40))
+
+
+async def results(fleet: SmallFleet, names: Sequence[str]) -> list[EpisodeFinished]:
+    return [await fleet.result(name) for name in names]
+
+
+@pytest.mark.timeout(180)
+async def test_the_platform_dies_in_mid_run_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_API_KEY", KEY)
+    monkeypatch.setattr(fleet_host, "LONGEST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(fleet_host, "CREATE_TRIES", 100)
+    platform, template = FleetPlatform(), OneTool()
+    lost, waiting = ["a0", "a1", "a2", "a3"], ["b0", "b1", "b2"]
+    with anyio.fail_after(150):
+        async with small_fleet(patient()) as fleet, serving(platform.app) as server:
+            make, running = fleet_factory(
+                "fleet", server.url, configuration=patient(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
+            )
+            async with running():
+                fleet.environment("environment", make=make)
+                fleet.inference("inference", template=template)
+                for name in lost:
+                    await fleet.request(name, task=TASK, max_turns=2)
+                await platform.until(lambda: [made.shop.calls for made in platform.instances.values()] == [["hang"]] * 4)
+                await server.kill()
+                died = await results(fleet, lost)
+                template.tool = "price"
+                for name in waiting:
+                    await fleet.request(name, task=TASK, max_turns=2)
+                await fleet.until(lambda: fleet.beats["environment"].in_flight == len(waiting))
+                await server.start()
+                survived = await results(fleet, waiting)
+                await fleet.drained()
+            assert {(each.outcome, each.error_class, each.reward) for each in died} == {("env_failed", "ServerGone", None)}
+            assert {(each.outcome, each.reward, each.tool_calls) for each in survived} == {("truncated", 0.5, 2)}
+            assert len(platform.instances) == len(lost) + len(waiting)
+            assert not platform.running
+            assert all(len(stored) == 1 for stored in fleet.results.values())
+
+
+@pytest.mark.slow  # a lease of 10 s has to run out
+@pytest.mark.timeout(180)
+async def test_a_worker_that_crashes_leaves_no_instance_and_its_episode_goes_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FLEET_API_KEY", KEY)
+    platform, template = FleetPlatform(), OneTool()
+    with anyio.fail_after(150):
+        async with small_fleet(patient()) as fleet, serving(platform.app) as server:
+
+            def factory() -> Any:
+                return fleet_factory(
+                    "fleet", server.url, configuration=patient(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
+                )
+
+            (make, running), (make_other, running_other) = factory(), factory()
+            async with running_other():
+                fleet.inference("inference", template=template)
+                async with running():
+                    crashing = fleet.environment("crashing", make=make)
+                    await fleet.request("e", task=TASK, max_turns=2)
+                    await platform.until(lambda: any(made.shop.calls for made in platform.instances.values()))
+                    crashing.kill()
+                    await crashing.ended.wait()
+                assert not platform.running
+                template.tool = "price"
+                fleet.environment("other", make=make_other)
+                result = await fleet.result("e")
+                assert (result.outcome, result.reward, result.attempts) == ("truncated", 0.5, 2)
+                await fleet.drained()
+            assert not platform.running
