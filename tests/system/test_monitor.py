@@ -1,0 +1,239 @@
+"""`fleetbus monitor` over HTTP: its files, its live events, its tables, one episode; and the command as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.errors import UserError
+from schemas import Heartbeat, LineageStarted, StepTrained, Subjects, WorkerStarted, encode
+from tests.support.small_fleet import RUN, small_fleet
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from workers.monitor.serve import bind, page_files, serve
+
+SUBJECTS = Subjects(RUN)
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Page:
+    """The served page of one run."""
+
+    def __init__(self, address: str, client: httpx.AsyncClient) -> None:
+        self.address = address
+        self.client = client
+
+    async def get(self, path: str, **query: Any) -> Any:
+        answer = await self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    @asynccontextmanager
+    async def events(self) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
+        async with self.client.stream("GET", "/api/events", timeout=30) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            yield _events(answer)
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
+    name = ""
+    async for line in answer.aiter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+@asynccontextmanager
+async def served_run(bus: Bus, configuration: Configuration) -> AsyncIterator[str]:
+    """The address of the page on a run, for the length of the block."""
+    stop, told = anyio.Event(), anyio.Event()
+    addresses: list[str] = []
+
+    def tell(address: str) -> None:
+        addresses.append(address)
+        told.set()
+
+    with bind("127.0.0.1", 0) as bound:
+        async with anyio.create_task_group() as tasks:
+
+            async def run() -> None:
+                await serve(bus, configuration, host="127.0.0.1", bound=bound, stop=stop, told=tell)
+
+            tasks.start_soon(run)
+            await told.wait()
+            yield addresses[0]
+            stop.set()
+
+
+@asynccontextmanager
+async def served(bus: Bus) -> AsyncIterator[Page]:
+    async with served_run(bus, Configuration(run=RunSettings(name=RUN))) as address:
+        async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False) as client:
+            yield Page(address, client)
+
+
+@asynccontextmanager
+async def empty_run() -> AsyncIterator[tuple[Page, Bus]]:
+    server = MemoryServer()
+    async with server.connect(RUN, worker="test") as bus:
+        await bus.declare(plan_run(RUN, lanes=2))
+        async with server.connect(RUN, worker="monitor") as watching, served(watching) as page:
+            yield page, bus
+
+
+async def test_the_page_and_its_files_come_from_here_alone() -> None:
+    with anyio.fail_after(40):
+        async with empty_run() as (page, _):
+            answer = await page.client.get("/")
+            assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
+            wanted = re.findall(r'(?:href|src)="(/page/[^"]+)"', answer.text)
+            files = {f"/page/{file.name}" for file in page_files()}
+            assert set(wanted) < files
+            for file in files:
+                assert (await page.client.get(file)).status_code == 200
+    texts = "".join(file.read_text() for file in page_files()).replace("http://www.w3.org/2000/svg", "")
+    assert "//" not in re.sub(r"^\s*(//|/\*\*).*$", "", texts, flags=re.MULTILINE)
+    assert "innerHTML" not in texts
+
+
+async def test_a_run_without_anything_is_shown_as_empty() -> None:
+    with anyio.fail_after(40):
+        async with empty_run() as (page, _):
+            overview = await page.get("/api/overview")
+            assert (overview["run"], overview["workers"], overview["numbers"]["requested"]) == (RUN, [], 0)
+            assert await page.get("/api/curves") == {"start": 0, "points": [], "evaluations": []}
+            assert (await page.get("/api/episodes"))["total"] == 0
+            assert (await page.get("/api/groups"))["rows"] == []
+            assert (await page.client.get("/api/episodes/none")).status_code == 404
+            assert (await page.client.get("/api/episodes/no.name")).status_code == 400
+
+
+async def test_another_sites_name_for_this_machine_is_refused() -> None:
+    """A page elsewhere whose name points here must not read what is served here."""
+    with anyio.fail_after(40):
+        async with empty_run() as (page, _):
+            answer = await page.client.get("/api/overview", headers={"host": "evil.example"})
+    assert answer.status_code == 400
+
+
+async def test_events_bring_new_points_once_and_workers_as_they_come_and_fall_silent() -> None:
+    train = SUBJECTS.train("default")
+
+    def step(number: int) -> bytes:
+        return encode(StepTrained(lineage="a", step=number, version=number, episodes=(), metrics={"reward": 0.5}))
+
+    with anyio.fail_after(50):
+        async with empty_run() as (page, bus):
+            await bus.publish(train, encode(LineageStarted(lineage="a", worker="l")))
+            await bus.publish(train, step(1))
+            async with page.events() as events:
+                drawn: list[dict[str, Any]] = []
+                async for name, facts in events:
+                    if name == "curves":
+                        drawn[facts["start"] :] = facts["points"]
+                    if [point["step"] for point in drawn] == [1]:
+                        break
+                await bus.publish(train, step(2))
+                beat = Heartbeat(role="environment", worker="e-1", slots=4, in_flight=2)
+                await bus.publish(SUBJECTS.life("environment", "e-1"), encode(WorkerStarted(role="environment", worker="e-1")))
+                await bus.broadcast(SUBJECTS.heartbeat("environment", "e-1"), encode(beat))
+                states: list[str] = []
+                async for name, facts in events:
+                    if name == "curves":
+                        assert facts["start"] == 1
+                        drawn[facts["start"] :] = facts["points"]
+                    elif facts["workers"]:
+                        states.append(facts["workers"][0]["state"])
+                    if states and states[-1] == "silent":
+                        break
+    assert [point["step"] for point in drawn] == [1, 2]
+    assert "working" in states
+
+
+async def test_episodes_are_listed_filtered_and_shown_token_by_token() -> None:
+    with anyio.fail_after(50):
+        async with small_fleet() as fleet:
+            fleet.environment("environment-0")
+            fleet.inference("inference-0")
+            for number in range(5):
+                await fleet.request(f"e{number}")
+            await fleet.all_results(5)
+            async with fleet.connect("monitor") as watching, served(watching) as page:
+                while (await page.get("/api/episodes", state="completed"))["total"] < 5:  # noqa: ASYNC110  # another task reads the log
+                    await anyio.sleep(0.05)
+                paged = await page.get("/api/episodes", limit=2, offset=1)
+                assert (paged["total"], [row["episode_id"] for row in paged["rows"]]) == (5, ["e3", "e2"])
+                assert (await page.get("/api/episodes", text="E4"))["total"] == 1
+                assert (await page.get("/api/episodes", state="lost"))["total"] == 0
+                assert (await page.get("/api/groups"))["rows"][0]["episodes"] == 5
+                shown = await page.get("/api/episodes/e2")
+                assert {row["role"] for row in (await page.get("/api/overview"))["workers"]} >= {"environment", "inference"}
+    assert shown["result"]["outcome"] == "completed" and shown["row"]["state"] == "completed"
+    assert shown["spans"][0]["start"] == 0.0 and shown["spans"][-1]["kind"] == "verify"
+    assert all(before["end"] == after["start"] for before, after in zip(shown["spans"], shown["spans"][1:], strict=False))
+    turns = shown["turns"]
+    assert len(turns) == shown["result"]["turns"]
+    assert all(len(turn["action"]["ids"]) == len(turn["action"]["logprobs"]) == turn["action"]["tokens"] for turn in turns)
+
+
+async def test_stopping_ends_streams_that_are_still_open() -> None:
+    with anyio.fail_after(40):
+        server = MemoryServer()
+        async with server.connect(RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=2))
+            async with served(bus) as page, page.events() as events:
+                await anext(events)
+        # leaving `served` sets `stop` while the stream is open; to get here is what is tested
+
+
+def test_a_port_in_use_and_a_strange_address_are_refused_in_one_line() -> None:
+    with bind("127.0.0.1", 0) as bound, pytest.raises(UserError, match="cannot be used"):
+        bind("127.0.0.1", bound.getsockname()[1])
+    with pytest.raises(UserError, match=r"--host 203\.0\.113\.1|cannot be used"):
+        bind("203.0.113.1", 0)
+
+
+async def test_the_command_tells_its_address_and_stops_on_sigterm(tmp_path: Path) -> None:
+    with anyio.fail_after(50):
+        async with run_server(tmp_path / "nats") as server:
+            async with connect(server.url, run=RUN) as bus:
+                await bus.declare(plan_run(RUN, lanes=2))
+            command = [sys.executable, "-m", "workers.cli", "monitor", RUN, "--nats", server.url, "--port", "0"]
+            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+            process = await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.STDOUT, env=environment)
+            async with process:
+                assert process.stdout is not None
+                line = (await process.stdout.receive()).decode()
+                address = re.fullmatch(rf"run {RUN}: (http://127\.0\.0\.1:\d+/)\n", line)
+                assert address is not None, line
+                async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+                    assert (await client.get(f"{address[1]}api/overview")).json()["run"] == RUN
+                process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+                rest = b"".join([chunk async for chunk in process.stdout])
+    assert rest == b""

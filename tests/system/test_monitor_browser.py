@@ -1,0 +1,265 @@
+"""The page in a headless Chromium: no, ten and ten thousand episodes, light and dark, by keyboard: `just test-browser`.
+
+Set MONITOR_SCREENSHOTS to a folder to look at what was drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import Configuration, RunSettings
+from schemas import (
+    Action,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    EvaluationFinished,
+    Heartbeat,
+    LineageStarted,
+    Observation,
+    StepTrained,
+    Subjects,
+    Task,
+    WorkerStarted,
+    encode,
+)
+from schemas.action import VersionSpan
+from schemas.tokens import pack_ids, pack_logprobs
+
+pytest.importorskip("starlette")
+playwright = pytest.importorskip("playwright.async_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH"),
+    pytest.mark.filterwarnings("default"),
+]
+
+RUN = "page"
+SUBJECTS = Subjects(RUN)
+GROUP = 8
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def fill(bus: Bus, episodes: int) -> None:
+    """A run as the roles would have written it: groups of eight, a training step per two groups, one failure in fifty."""
+    train = SUBJECTS.train("default")
+    await bus.publish(train, encode(LineageStarted(lineage="a", worker="learner")))
+    trained: list[str] = []
+    for index in range(episodes):
+        id, group = f"e{index:05}", f"g{index // GROUP:05}"
+        task = Task(key=f"task-{index // GROUP}", prompt=MARKUP)
+        request = EpisodeRequested(
+            episode_id=id, group_id=group, sample_index=index % GROUP, split="train", task=task, policy="default", deadline_ns=0
+        )
+        await bus.publish(SUBJECTS.task("default", id), encode(request))
+        await bus.publish(
+            SUBJECTS.episode(id), encode(AttemptStarted(episode_id=id, attempt=1, worker="environment-1", nonce="n", lane="e0"))
+        )
+        if index >= episodes - 2:
+            await turns(bus, id)
+        failed = index % 50 == 49
+        finished = EpisodeFinished(
+            episode_id=id, group_id=group, attempt=1, outcome="env_failed" if failed else "completed", worker="environment-1",
+            task_key=task.key, reward=None if failed else float(index % 3 == 0), turns=2, tokens=120,
+            policy_versions=(index // 16,), error_class="ConnectionError" if failed else "", timings={"verify": 0.01},
+        )  # fmt: skip
+        await bus.publish(SUBJECTS.episode(id), encode(finished))
+        trained.append(id)
+        if len(trained) == 2 * GROUP:
+            await step(bus, index // (2 * GROUP) + 1, trained)
+            trained = []
+
+
+async def step(bus: Bus, number: int, episodes: list[str]) -> None:
+    share = 1 - 1 / (1 + number / 100)
+    metrics = {
+        "reward": share, "success": share * 0.9, "staleness_max": float(number % 3), "staleness_mean": (number % 3) / 2,
+        "seconds_wait": 0.4, "seconds_read": 0.02, "seconds_train": 0.3 + 0.1 * (number % 5), "grad_norm": 1.0, "loss": -0.01,
+        "turns": 2.5, "tokens": 1900.0,
+    }  # fmt: skip
+    trained = StepTrained(lineage="a", step=number, version=number, episodes=tuple(episodes), metrics=metrics)
+    await bus.publish(SUBJECTS.train("default"), encode(trained))
+    if number % 100 == 1:
+        evaluated = EvaluationFinished(
+            lineage="a",
+            step=number,
+            version=number,
+            name="x",
+            episodes=8,
+            graded=8,
+            success=share,
+            mean_reward=share,
+            temperature=1.0,
+        )
+        await bus.publish(SUBJECTS.train("default"), encode(evaluated))
+
+
+async def turns(bus: Bus, id: str) -> None:
+    observation = Observation(
+        episode_id=id, attempt=1, turn=0, policy="default", tokens_left=100, environment_lane="e0", deadline_ns=0,
+        messages=(ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=MARKUP)),
+    )  # fmt: skip
+    await bus.publish(SUBJECTS.observation("default", "any", id), encode(observation))
+    ids = list(range(10, 30))
+    action = Action(
+        episode_id=id, attempt=1, turn=0, text=MARKUP, prompt_delta=pack_ids(range(5)), sampled=pack_ids(ids),
+        worker="inference-1", logprobs=pack_logprobs([-index / 5 for index in range(len(ids))]),
+        versions=(VersionSpan(version=3, start=0, stop=20),), seconds_queued=0.001, seconds_generating=0.002,
+    )  # fmt: skip
+    await bus.publish(SUBJECTS.action("e0", id), encode(action))
+
+
+@asynccontextmanager
+async def opened(episodes: int, scheme: str) -> AsyncIterator[tuple[Any, str, list[str], Bus]]:
+    """A browser page on a run with so many episodes; ``errors`` collects what its console complains of."""
+    from tests.system.test_monitor import served_run
+
+    server = MemoryServer()
+    async with server.connect(RUN, worker="test") as bus, playwright.async_playwright() as started:
+        await bus.declare(plan_run(RUN, lanes=2))
+        await fill(bus, episodes)
+        configuration = Configuration(run=RunSettings(name=RUN))
+        async with server.connect(RUN, worker="monitor") as watching, served_run(watching, configuration) as address:
+            browser = await started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            try:
+                context = await browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 900})
+                context.set_default_timeout(60_000)
+                page, errors = await context.new_page(), []
+                page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+                page.on("pageerror", lambda error: errors.append(str(error)))
+                page.on("dialog", lambda dialog: errors.append("a dialog opened"))
+                page.on(
+                    "request", lambda sent: errors.append(sent.url) if not sent.url.startswith((address, "data:")) else None
+                )
+                yield page, address, errors, bus
+            finally:
+                await browser.close()
+
+
+async def shot(page: Any, name: str) -> None:
+    if folder := os.environ.get("MONITOR_SCREENSHOTS"):
+        await page.screenshot(path=Path(folder) / f"{name}.png", full_page="episode" in name)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
+    for episodes in (0, 10, 10_000) if scheme == "light" else (10,):
+        async with opened(episodes, scheme) as (page, address, errors, _):
+            await page.goto(address)
+            await page.wait_for_function("document.getElementById('live').textContent === 'live'")
+            await page.wait_for_function(f"document.body.innerText.includes('{min(episodes, 999)}'.slice(0, 1))")
+            await page.wait_for_function(
+                f"fetch('/api/overview').then(r => r.json()).then(o => o.numbers.finished_episodes === {episodes})"
+            )
+            for view in ("fleet", "curves", "groups", "episodes"):
+                await page.goto(f"{address}#/{'' if view == 'fleet' else view}")
+                await page.wait_for_selector(f"main[data-view='{view}'] section")
+                await page.wait_for_timeout(600)  # an event's worth, so that screenshots show numbers
+                await shot(page, f"{episodes}-{view}-{scheme}")
+            rows = await page.locator("tr[tabindex]").count()
+            assert rows == min(episodes, 100)
+            assert errors == []
+
+
+async def test_the_keyboard_reaches_an_episode_and_its_tokens_and_markup_stays_text() -> None:
+    async with opened(300, "dark") as (page, address, errors, _):
+        await page.goto(address)
+        await page.wait_for_function(
+            "fetch('/api/overview').then(r => r.json()).then(o => o.numbers.finished_episodes === 300)"
+        )
+        await page.keyboard.press("4")
+        await page.wait_for_selector("tr[tabindex]")
+        await page.keyboard.press("]")
+        await page.locator("form", has_text=re.compile("101.200 of 300")).wait_for()
+        await page.keyboard.press("[")
+        await page.locator("form", has_text=re.compile(" 1.100 of 300")).wait_for()
+        await page.keyboard.press("j")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".token")
+        assert await page.locator(".message.assistant .tokens .token:not(.masked)").count() == 20
+        assert await page.locator("main img").count() == 0
+        assert MARKUP in await page.inner_text("main")
+        heats = await page.eval_on_selector_all(
+            ".token:not(.masked)", "all => all.map(one => getComputedStyle(one).backgroundColor)"
+        )
+        assert len(set(heats)) > 10
+        await shot(page, "300-episode-dark")
+        await page.keyboard.press("Escape")
+        await page.wait_for_selector("tr[tabindex]")
+        await page.keyboard.press("/")
+        await page.keyboard.type("e00007")
+        await page.keyboard.press("Enter")
+        await page.locator("caption", has_text="1 episodes").wait_for()
+        assert await page.locator("tr[tabindex]").count() == 1
+        assert errors == []
+
+
+async def test_controls_have_names_and_text_stands_out() -> None:
+    """Every control has an accessible name; text reaches a contrast of 4.5 in both themes."""
+    async with opened(20, "light") as (page, address, errors, _):
+        for scheme in ("light", "dark"):
+            await page.emulate_media(color_scheme=scheme)
+            for view in ("", "curves", "groups", "episodes"):
+                await page.goto(f"{address}#/{view}")
+                await page.wait_for_selector("main section")
+                assert await page.evaluate(UNNAMED) == []
+                assert await page.evaluate(PALE) == [], (scheme, view)
+        assert errors == []
+
+
+async def test_a_killed_worker_is_silent_on_the_page() -> None:
+    async with opened(1, "light") as (page, address, errors, bus):
+        await page.goto(address)
+        beat = encode(Heartbeat(role="inference", worker="inference-9", slots=4, in_flight=1))
+        await bus.publish(
+            SUBJECTS.life("inference", "inference-9"), encode(WorkerStarted(role="inference", worker="inference-9"))
+        )
+        await bus.broadcast(SUBJECTS.heartbeat("inference", "inference-9"), beat)
+        await page.wait_for_selector("td span.good:text('working')")
+        killed = anyio.current_time()
+        await page.wait_for_selector("td span.bad:text('silent')")
+        print(f"shown as silent {anyio.current_time() - killed:.1f} s after the last heartbeat was shown")
+        assert errors == []
+
+
+UNNAMED = """() => [...document.querySelectorAll('a, button, input, select, svg')].filter(node =>
+  !(node.getAttribute('aria-label') || node.textContent.trim() || node.closest('label')?.textContent.trim()))
+  .map(node => node.outerHTML)"""
+
+PALE = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgb = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+    return canvas.getImageData(0, 0, 1, 1).data; };
+  const light = ([r, g, b]) => {
+    const [x, y, z] = [r, g, b].map(v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z; };
+  const ground = node => { for (; node; node = node.parentElement) { const found = rgb(getComputedStyle(node).backgroundColor);
+    if (found[3] > 250) return found; } return [255, 255, 255]; };
+  const pale = [];
+  for (const node of document.querySelectorAll('main *, header *, footer *')) {
+    if (![...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim()) || node.closest('svg')) continue;
+    const [one, other] = [light(rgb(getComputedStyle(node).color)), light(ground(node))].sort((a, b) => b - a);
+    if ((one + 0.05) / (other + 0.05) < 4.5) pale.push(node.outerHTML.slice(0, 80));
+  }
+  return pale;
+}"""

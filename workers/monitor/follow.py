@@ -1,0 +1,95 @@
+"""Feeds `FleetState` from the bus: the log without observations and actions, heartbeats, and how full the log is."""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.errors import BusClosed, BusError
+from schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects, decode
+from schemas.message import decode_any
+from workers.monitor.state import FleetState
+from workers.up.follow import FOLLOWED
+
+READ_TYPES: tuple[type[Message], ...] = (EpisodeRequested, *FOLLOWED)
+LOOK_SECONDS = 2.0
+
+log = structlog.get_logger()
+
+
+class LogHealth:
+    """How the log stands. ``problem`` is why the last look failed, empty if it did not."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.limit_bytes = 0
+        self.last_sequence = 0
+        self.followed = 0
+        self.entries_per_second = 0.0
+        self.problem = ""
+        self._looked_at: float | None = None
+
+    def looked(self, used: int, limit: int, last: int, now: float) -> None:
+        if self._looked_at is not None and now > self._looked_at:
+            self.entries_per_second = (last - self.last_sequence) / (now - self._looked_at)
+        self.bytes, self.limit_bytes, self.last_sequence, self._looked_at = used, limit, last, now
+        self.problem = ""
+
+
+class Watch:
+    """One run, watched. ``changed`` is set, and replaced, when there is something new to show."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, state: FleetState) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self.state = state
+        self.health = LogHealth()
+        self.bus = bus
+
+    async def run(self) -> None:
+        """Until cancelled, or until the connection is gone for good."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow_log)
+            tasks.start_soon(self._follow_heartbeats)
+            tasks.start_soon(self._look)
+
+    async def _follow_log(self) -> None:
+        subjects = self._subjects
+        followed = [subjects.tasks(), subjects.episodes, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
+        async with self._bus.read(followed) as reader:
+            while True:
+                self._take(await reader.receive())
+
+    def _take(self, entry: Stored) -> None:
+        self.health.followed = entry.sequence
+        try:
+            message = decode_any(READ_TYPES, entry.payload, subject=entry.subject)
+        except MalformedMessage as malformed:
+            self.state.malformed += 1
+            log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
+            return
+        self.state.apply(entry, message, anyio.current_time(), self._bus.now_ns())
+
+    async def _follow_heartbeats(self) -> None:
+        async with self._bus.listen(self._subjects.heartbeats) as listener:
+            while True:
+                subject, payload = await listener.receive()
+                try:
+                    self.state.heard(decode(Heartbeat, payload, subject=subject), anyio.current_time())
+                except MalformedMessage as malformed:
+                    log.warning("heartbeat ignored", reason=malformed.reason)
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                with anyio.fail_after(LOOK_SECONDS):
+                    used, limit = await self._bus.usage()
+                    self.health.looked(used, limit, await self._bus.last_sequence(), anyio.current_time())
+            except BusClosed:
+                raise
+            except TimeoutError:
+                self.health.problem = f"the NATS server has not answered for {LOOK_SECONDS:g} s"
+            except BusError as error:
+                self.health.problem = str(error)
+            await anyio.sleep(LOOK_SECONDS)

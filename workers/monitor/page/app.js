@@ -1,0 +1,95 @@
+// Routes, live events, keys. Each view is a function of data to elements; live views are drawn again when an event comes.
+import { curves } from "./curves.js";
+import { el } from "./dom.js";
+import { episode } from "./episode.js";
+import { episodes, groups } from "./episodes.js";
+import { fleet } from "./fleet.js";
+
+const main = document.getElementById("main"), live = document.getElementById("live");
+const seen = { overview: null, points: [], evaluations: [] };
+let drawing = 0;
+
+const route = () => { const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?"); const [view, ...rest] = path.split("/"); return { view: view || "fleet", rest: rest.join("/"), query: new URLSearchParams(query) }; };
+const go = (query, view = route().view) => { const text = query.toString(); location.hash = `#/${view}${text ? `?${text}` : ""}`; };
+
+async function content({ view, rest, query }) {
+  switch (view) {
+    case "curves": return curves(seen.points, seen.evaluations);
+    case "groups": return groups(query, go);
+    case "episodes": return episodes(query, go);
+    case "episode": return episode(decodeURIComponent(rest));
+    default: return seen.overview ? fleet(seen.overview) : [el("p", { class: "empty" }, "waiting for the run")];
+  }
+}
+
+/** Draw the current view; where the keyboard was and how far the page was scrolled stay. */
+async function draw({ fresh = false } = {}) {
+  const mine = ++drawing, now = route();
+  for (const link of document.querySelectorAll("nav a")) link.dataset.view === now.view || (now.view === "episode" && link.dataset.view === "episodes") ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  let nodes;
+  try { nodes = await content(now); } catch (error) { nodes = [el("p", { class: "bad", role: "alert" }, `not shown: ${error.message}`)]; }
+  if (mine !== drawing) return;
+  const rows = [...main.querySelectorAll("tr[tabindex]")], at = rows.indexOf(document.activeElement);
+  const open = [...main.querySelectorAll("details")].map((each) => each.open);
+  main.replaceChildren(...nodes);
+  main.dataset.view = now.view;
+  if (fresh) { scrollTo(0, 0); main.focus({ preventScroll: true }); return; }
+  [...main.querySelectorAll("details")].forEach((each, index) => { each.open = open[index] ?? false; });
+  if (at >= 0) main.querySelectorAll("tr[tabindex]")[at]?.focus({ preventScroll: true });
+}
+
+const typing = () => ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement?.tagName);
+const pointing = () => main.matches(":hover") && !!main.querySelector("svg:hover");
+
+function listen() {
+  const source = new EventSource("/api/events");
+  const say = (text, state) => { if (live.textContent !== text) live.textContent = text; live.dataset.state = state; };
+  source.addEventListener("overview", (event) => {
+    seen.overview = JSON.parse(event.data);
+    document.getElementById("run").textContent = seen.overview.run;
+    document.title = `fleetbus · ${seen.overview.run} · step ${seen.overview.numbers.step}`;
+    say(seen.overview.log.problem || "live", seen.overview.log.problem ? "lost" : "live");
+    if (route().view === "fleet") draw();
+  });
+  source.addEventListener("curves", (event) => {
+    const { start, points, evaluations } = JSON.parse(event.data);
+    seen.points = [...seen.points.slice(0, start), ...points];
+    seen.evaluations = evaluations;
+    const { view, query } = route();
+    if (view === "curves" && !pointing()) draw();
+    else if (["groups", "episodes"].includes(view) && !query.get("offset") && !typing()) draw();
+  });
+  source.addEventListener("error", () => say("connection lost, trying again", "lost"));
+}
+
+function theme() {
+  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("theme", document.documentElement.dataset.theme);
+}
+
+function move(by) {
+  const rows = [...main.querySelectorAll("tr[tabindex]")];
+  if (!rows.length) return;
+  const at = rows.indexOf(document.activeElement);
+  rows[at < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, at + by))].focus();
+}
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") { typing() ? document.activeElement.blur() : route().view === "episode" && history.back(); return; }
+  if (typing()) return;
+  const views = { 1: "", 2: "curves", 3: "groups", 4: "episodes" };
+  if (event.key in views) location.hash = `#/${views[event.key]}`;
+  else if (event.key === "j") move(1);
+  else if (event.key === "k") move(-1);
+  else if (event.key === "t") theme();
+  else if (event.key === "/") { main.querySelector("input[type=search]")?.focus(); event.preventDefault(); }
+  else if (event.key === "[" || event.key === "]") main.querySelector(`button[data-key="${event.key}"]`)?.click();
+});
+addEventListener("hashchange", () => draw({ fresh: true }));
+document.getElementById("theme").addEventListener("click", theme);
+const chosen = localStorage.getItem("theme");
+if (chosen) document.documentElement.dataset.theme = chosen;
+draw();
+listen();

@@ -1,0 +1,23 @@
+// Reward, success, staleness, throughput, and where the learner's time goes, over the steps of the lineage that counts.
+import { chart, colored } from "./charts.js";
+import { el, section } from "./dom.js";
+
+export function curves(points, evaluations) {
+  const metric = (name, label = name) => ({ name: label, values: points.filter((point) => name in point.metrics).map((point) => [point.step, point.metrics[name]]) });
+  const held = (greedy) => ({ name: greedy ? "held out, greedy" : "held out, sampled", marks: true, values: evaluations.filter((each) => (each.temperature === 0) === greedy).map((each) => [each.step, each.success]) });
+  const rates = points.slice(1).map((point, index) => { const spent = (point.time_ns - points[index].time_ns) / 1e9; return [point, spent > 0 ? spent : null]; }).filter(([, spent]) => spent);
+  const per = (name, label, count) => ({ name: label, values: rates.filter(([point]) => count(point) !== undefined).map(([point, spent]) => [point.step, count(point) / spent]) });
+  const boxes = [
+    ["Reward and success", colored([metric("reward"), metric("success"), held(false), held(true)]), { ceiling: 1 }],
+    ["Staleness, in policy versions", colored([metric("staleness_mean", "mean"), metric("staleness_max", "max"), metric("staleness_in_flight_mean", "in flight"), metric("staleness_in_queue_mean", "in queue")]), { ceiling: 1 }],
+    ["Episodes trained per second", colored([per("episodes", "episodes/s", (point) => point.episodes)]), { digits: 1 }],
+    ["Tokens trained per second", colored([per("tokens", "tokens/s", (point) => point.metrics.tokens)]), { digits: 0 }],
+    ["Seconds per step: waiting for a batch, reading it, training", colored([metric("seconds_wait", "wait for batch"), metric("seconds_read", "read"), metric("seconds_train", "train")]), { stacked: true, unit: " s" }],
+    ["Seconds per step, by the clock", colored([{ name: "step", values: rates.map(([point, spent]) => [point.step, spent]) }]), { unit: " s" }],
+    ["Groups without signal, episodes excluded", colored([metric("groups_without_signal", "flat groups"), { name: "excluded", values: points.map((point) => [point.step, point.excluded]) }]), { digits: 0 }],
+    ["Log-probabilities: sampler against trainer", colored([metric("logprob_difference_max", "largest difference"), metric("ratio_max", "largest ratio")]), { digits: 4 }],
+    ["Gradient norm, loss", colored([metric("grad_norm", "gradient norm"), metric("loss")]), { floor: null, digits: 3 }],
+    ["Turns per episode, tool errors", colored([metric("turns"), metric("tool_errors", "tool errors")]), { digits: 1 }],
+  ];
+  return [el("div", { class: "grid" }, boxes.map(([title, series, options]) => section(title, chart(title, series, options))))];
+}

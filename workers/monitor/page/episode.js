@@ -1,0 +1,73 @@
+// One episode: its timeline, then what was said, the sampled tokens colored by log-probability.
+import { el, number, seconds, section, table } from "./dom.js";
+import { stateOf } from "./episodes.js";
+
+const KINDS = ["waiting", "open", "queue", "generate", "travel", "environment", "verify", "lost"];
+const NAMES = { waiting: "waiting for a worker", open: "open and reset", queue: "queue at the engine", generate: "generate", travel: "to and from the engine", environment: "tools and steps", verify: "verify and close", lost: "lost with a worker" };
+
+export async function episode(id) {
+  const answer = await fetch(`/api/episodes/${encodeURIComponent(id)}`);
+  if (!answer.ok) return [section(`Episode ${id}`, el("p", { class: "bad", role: "alert" }, await answer.text()))];
+  const found = await answer.json();
+  return [head(found), timeline(found.spans), transcript(found)];
+}
+
+function head({ episode, row, task, claims, result, trained_in }) {
+  const facts = [
+    ["state", row ? stateOf(row) : "–"], ["reward", number(result?.reward, 3)], ["turns", result?.turns ?? "–"], ["tokens", number(result?.tokens)],
+    ["attempts", claims.length], ["trained in step", trained_in || "–"], ["policy versions", result?.policy_versions.join(" ") || "–"],
+    ["group", row?.group_id ? el("a", { href: `#/episodes?group=${encodeURIComponent(row.group_id)}` }, row.group_id) : "–"], ["task", task?.key ?? "–"], ["worker", row?.worker ?? "–"],
+  ];
+  const error = result?.error_class ? el("p", { class: "bad" }, `${result.error_class}${result.error ? `: ${result.error}` : ""}`) : null;
+  const taken = claims.length > 1 ? el("p", { class: "warn" }, claims.map((claim) => `attempt ${claim.attempt} by ${claim.worker} (${(claim.reason ?? "fresh").replaceAll("_", " ")}, from turn ${claim.resumed_at_turn ?? 0})`).join(" · ")) : null;
+  return section(`Episode ${episode}`, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), error, taken);
+}
+
+function timeline(spans) {
+  if (!spans.length) return section("Timeline", el("p", { class: "empty" }, "nothing has happened yet"));
+  const end = Math.max(...spans.map((span) => span.end), 1e-6);
+  const lanes = KINDS.filter((kind) => spans.some((span) => span.kind === kind)).map((kind) => {
+    const own = spans.filter((span) => span.kind === kind);
+    const spent = own.reduce((sum, span) => sum + span.end - span.start, 0);
+    const bars = own.map((span) => el("i", { class: `span c${KINDS.indexOf(kind)}`, title: `${NAMES[kind]}${span.turn >= 0 ? `, turn ${span.turn}` : ""}: ${seconds(span.end - span.start)} from ${seconds(span.start)}${span.worker ? `, ${span.worker}` : ""}`, style: { left: `${(100 * span.start) / end}%`, width: `${(100 * (span.end - span.start)) / end}%` } }));
+    return el("div", { class: "lane" }, el("span", {}, `${NAMES[kind]}`), el("div", { class: "track", role: "img", "aria-label": `${NAMES[kind]}: ${seconds(spent)} in ${own.length} spans` }, bars));
+  });
+  const rows = KINDS.map((kind) => [kind, spans.filter((span) => span.kind === kind)]).filter(([, own]) => own.length).map(([kind, own]) => [NAMES[kind], own.reduce((sum, span) => sum + span.end - span.start, 0), own.length]);
+  return section(`Timeline, ${seconds(end)}`, lanes, el("details", {}, el("summary", {}, "as a table"), table("Seconds by kind", [["", (row) => row[0]], ["time", (row) => seconds(row[1]), "number"], ["share", (row) => `${((100 * row[1]) / end).toFixed(0)} %`, "number"], ["spans", (row) => row[2], "number"]], rows)));
+}
+
+function transcript({ turns, task }) {
+  const parts = turns.flatMap((turn) => [
+    ...turn.messages.map((message) => said(message.role, textOf(message.content), `turn ${turn.turn}`)),
+    turn.action ? action(turn) : el("p", { class: "dim" }, "no action yet"),
+  ]);
+  const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
+  const about = tools.length ? el("details", {}, el("summary", {}, `${tools.length} tools`), tools.map((tool) => el("div", { class: "message tool" }, el("h3", {}, tool.name), el("pre", {}, `${tool.description ?? ""}\n${JSON.stringify(tool.parameters ?? {}, null, 1)}`)))) : null;
+  const prompt = !turns.length && task?.prompt ? said("user", task.prompt, "task") : null;
+  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: the redder, the less likely the policy thought them. Underlined tokens are masked: prompts and tool results."), about, prompt, parts);
+}
+
+const textOf = (content) => (typeof content === "string" ? content : (content ?? []).map((part) => part.text || `[${part.type} ${part.object?.slice(0, 12) ?? ""}]`).join("\n"));
+const said = (role, text, where) => el("div", { class: `message ${role}` }, el("h3", {}, `${role} · ${where}`), el("pre", {}, text ?? ""));
+
+function action(turn) {
+  const { action } = turn;
+  const versions = (action.versions ?? []).map(([version, start, stop]) => (start === 0 && stop === action.tokens ? `version ${version}` : `version ${version} for tokens ${start}–${stop}`)).join(", ");
+  const title = `assistant · turn ${turn.turn} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
+  const masked = el("details", {}, el("summary", {}, `${action.prompt_tokens} prompt tokens, masked`), tokens(action.prompt_ids, action.prompt_words, null));
+  return el("div", { class: "message assistant" }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), calls(action.tool_calls), masked);
+}
+
+function calls(list) {
+  return (list ?? []).map((call) => el("pre", { class: "dim" }, `→ ${call.name}(${JSON.stringify(call.arguments ?? {})})`));
+}
+
+function tokens(ids, words, logprobs) {
+  const shown = ids.map((id, index) => {
+    const logprob = logprobs?.[index];
+    const heat = logprob === undefined ? 0 : Math.min(1, -logprob / 4);
+    const about = logprob === undefined ? `id ${id}, masked` : `id ${id}, log-probability ${logprob.toFixed(3)} (${(100 * Math.exp(logprob)).toFixed(1)} %)`;
+    return el("span", { class: logprobs ? "token" : "token masked", title: about, style: { "--heat": heat.toFixed(2) } }, words ? words[index] : id);
+  });
+  return el("pre", { class: words ? "tokens" : "tokens ids" }, shown);
+}

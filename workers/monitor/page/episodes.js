@@ -1,0 +1,65 @@
+// Tables of episodes and groups, in pages.
+import { el, number, seconds, section, table } from "./dom.js";
+
+const ROWS = 100;
+const STATES = ["waiting", "running", "completed", "truncated", "env_failed", "verifier_unknown", "timeout", "lost", "cancelled", "stale"];
+const KIND = { waiting: "dim", running: "warn", completed: "good", truncated: "" };
+
+export const toEpisode = (id) => { location.hash = `#/episode/${encodeURIComponent(id)}`; };
+export const stateOf = (row) => el("span", { class: KIND[row.state] ?? "bad" }, row.state.replaceAll("_", " "));
+
+/** The table of episodes; `query` are URL parameters, `go(query)` shows others. */
+export async function episodes(query, go) {
+  const offset = Number(query.get("offset") ?? 0);
+  const found = await (await fetch(`/api/episodes?${query}`)).json();
+  const text = el("input", { type: "search", name: "text", placeholder: "id, task, worker or error", value: query.get("text") ?? "", "aria-label": "Filter by id, task, worker or error" });
+  const state = el("select", { name: "state", "aria-label": "State" }, el("option", { value: "" }, "any state"), STATES.map((name) => el("option", { value: name, selected: query.get("state") === name }, name.replaceAll("_", " "))));
+  const split = el("select", { name: "split", "aria-label": "Split" }, ["", "train", "eval"].map((name) => el("option", { value: name, selected: query.get("split") === name }, name || "any split")));
+  const form = el("form", { role: "search", submit: (event) => { event.preventDefault(); apply(); }, change: apply }, text, state, split, pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
+  function apply() { go(changed(query, { text: text.value, state: state.value, split: split.value, offset: "" })); }
+  const columns = [
+    ["episode", (row) => row.episode_id], ["task", (row) => row.task_key, "wide"], ["state", stateOf],
+    ["reward", (row) => number(row.reward, 2), "number"], ["turns", (row) => row.turns, "number"], ["tokens", (row) => number(row.tokens), "number"],
+    ["seconds", (row) => (row.seconds === null ? "" : number(row.seconds, 2)), "number"], ["attempts", (row) => row.attempts, "number"],
+    ["versions", (row) => row.policy_versions.join(" ")], ["step", (row) => row.trained_in || "", "number"], ["worker", (row) => row.worker],
+    ["error", (row) => row.error_class, "wide"],
+  ];
+  const body = found.total ? table(`${number(found.total)} episodes, newest first`, columns, found.rows, (row) => toEpisode(row.episode_id)) : el("p", { class: "empty" }, "no such episode");
+  return [section("Episodes", form, body)];
+}
+
+/** GRPO groups: one row per group, one square per episode. */
+export async function groups(query, go) {
+  const offset = Number(query.get("offset") ?? 0);
+  const found = await (await fetch(`/api/groups?${query}`)).json();
+  const flat = el("input", { type: "checkbox", checked: query.get("flat") === "1", change: (event) => go(changed(query, { flat: event.target.checked ? "1" : "", offset: "" })) });
+  const form = el("form", { submit: (event) => event.preventDefault() }, el("label", {}, flat, " only without signal (all rewards equal)"), pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
+  const columns = [
+    ["group", (row) => row.group_id], ["task", (row) => row.task_key, "wide"],
+    ["episodes", (row) => el("span", { class: "pips" }, row.ids.map((id, index) => pip(id, row.rewards[index], row)))],
+    ["graded", (row) => `${row.graded}/${row.episodes}`, "number"], ["mean reward", (row) => number(row.mean, 2), "number"],
+    ["spread", (row) => (row.spread === 0 && !row.open ? el("span", { class: "warn" }, "0") : number(row.spread, 2)), "number"],
+    ["outcomes", (row) => Object.entries(row.outcomes).map(([name, count]) => `${name.replaceAll("_", " ")} ${count}`).join(", "), "wide"],
+    ["trained in step", (row) => row.trained_in || "", "number"],
+  ];
+  const body = found.total ? table(`${number(found.total)} groups, newest first; green: reward 1, hollow: 0, yellow: open, red: no grade`, columns, found.rows, (row) => go(new URLSearchParams({ group: row.group_id }), "episodes")) : el("p", { class: "empty" }, "no group yet");
+  return [section("Groups", form, body)];
+}
+
+function pip(id, reward, group) {
+  const kind = reward === null ? (group.open ? "open" : "out") : reward >= 1 ? "ok" : reward <= 0 ? "no" : "part";
+  const said = reward === null ? (group.open ? "open or no grade" : "no grade") : `reward ${number(reward, 2)}`;
+  return el("a", { class: kind, href: `#/episode/${encodeURIComponent(id)}`, title: `${id}: ${said}`, "aria-label": `${id}: ${said}`, tabindex: "-1" });
+}
+
+function pager(offset, total, go) {
+  const last = Math.max(0, Math.floor((total - 1) / ROWS) * ROWS);
+  const button = (name, key, to, enabled) => el("button", { type: "button", "data-key": key, disabled: !enabled, click: () => go(to) }, name);
+  return el("span", {}, button("newer", "[", Math.max(0, offset - ROWS), offset > 0), ` ${total ? offset + 1 : 0}–${Math.min(offset + ROWS, total)} of ${number(total)} `, button("older", "]", offset + ROWS, offset < last));
+}
+
+function changed(query, changes) {
+  const next = new URLSearchParams(query);
+  for (const [name, value] of Object.entries(changes)) value || value === 0 ? next.set(name, value) : next.delete(name);
+  return next;
+}

@@ -1,0 +1,71 @@
+// The first view: counters, workers, what failed, and how the log stands.
+import { bytes, el, number, percent, seconds, section, table } from "./dom.js";
+
+const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
+
+export function fleet(overview) {
+  const { numbers, workers, log } = overview;
+  return [cards(numbers), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers))];
+}
+
+function cards(numbers) {
+  const stuck = !numbers.finished && numbers.running + numbers.waiting > 0 && numbers.since_progress_seconds > 60;
+  const facts = [
+    ["step", `${numbers.step}/${numbers.steps}${numbers.finished ? " · finished" : ""}`],
+    ["policy version", numbers.version],
+    ["episodes finished", number(numbers.finished_episodes)],
+    ["running · waiting", `${number(numbers.running)} · ${number(numbers.waiting)}`],
+    ["reward, last 500", number(numbers.reward, 2)],
+    ["episodes/s", number(numbers.episodes_per_second, 1)],
+    ["tokens/s", number(numbers.tokens_per_second)],
+    ["turns per episode", number(numbers.turns, 1)],
+    ["truncated", percent(numbers.truncated)],
+    ["tool errors", percent(numbers.tool_error_rate)],
+    ["oldest open episode", seconds(numbers.oldest_open_seconds || null)],
+    ["last progress", numbers.since_progress_seconds === null ? "–" : el("span", { class: stuck ? "bad" : "" }, `${seconds(numbers.since_progress_seconds)} ago`)],
+  ];
+  return el("section", { "aria-label": "Run" }, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+}
+
+function workerTable(workers) {
+  if (!workers.length) return section("Workers", el("p", { class: "empty" }, "no worker has been heard of yet"));
+  const columns = [
+    ["worker", (row) => row.worker],
+    ["role", (row) => row.role],
+    ["state", (row) => el("span", { class: STATES[row.state] }, row.state)],
+    ["in flight", (row) => (row.slots ? el("span", {}, el("span", { class: "bar", role: "img", "aria-label": `${row.in_flight} of ${row.slots}`, style: { display: "inline-block", width: "80px" } }, el("i", { style: { width: `${Math.min(100, (100 * row.in_flight) / row.slots)}%` } })), ` ${row.in_flight}/${row.slots}`) : "")],
+    ["version", (row) => (row.policy_version < 0 ? "" : row.policy_version), "number"],
+    ["lane", (row) => row.lane],
+    ["last heard", (row) => `${seconds(row.seconds)} ago`, "number"],
+    ["note", (row) => row.note, "wide"],
+  ];
+  const lost = workers.filter((row) => row.state === "silent" || row.state === "failed").length;
+  return section("Workers", table(`${workers.length} workers${lost ? `, ${lost} silent or failed` : ""}`, columns, workers));
+}
+
+function outcomes(numbers) {
+  const graded = new Set(["completed", "truncated"]);
+  const rows = [
+    ...Object.entries(numbers.outcomes).map(([name, count]) => ["outcome", name, count, graded.has(name) ? "" : "warn"]),
+    ...Object.entries(numbers.excluded).map(([name, count]) => ["not trained", name, count, "warn"]),
+    ...Object.entries(numbers.errors).map(([name, count]) => ["error class", name, count, "bad"]),
+  ];
+  if (!rows.length) return section("Outcomes", el("p", { class: "empty" }, "no episode has finished yet"));
+  return section("Outcomes", table("Episodes by outcome, by why they were not trained, by error", [["", (row) => row[0]], ["name", (row) => el("span", { class: row[3] }, row[1].replaceAll("_", " "))], ["episodes", (row) => number(row[2]), "number"]], rows));
+}
+
+function logHealth(log, numbers) {
+  const share = log.limit_bytes ? log.bytes / log.limit_bytes : 0;
+  const kind = share > 0.9 ? "bad" : share > 0.7 ? "warn" : "";
+  const facts = [
+    ["stored", `${bytes(log.bytes)}${log.limit_bytes ? ` of ${bytes(log.limit_bytes)}` : ", no limit"}`],
+    ["entries", number(log.last_sequence)],
+    ["entries/s", number(log.entries_per_second, 1)],
+    ["read here up to", number(log.followed)],
+    ["newest entry read", `${seconds(numbers.quiet_seconds)} ago`],
+    ["take-overs", number(numbers.takeovers)],
+    ["entries that are no messages", el("span", { class: numbers.malformed ? "bad" : "" }, number(numbers.malformed))],
+    ["checkpoint at step", numbers.checkpoint || "–"],
+  ];
+  return section("Log", log.problem ? el("p", { class: "bad", role: "alert" }, log.problem) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+}
