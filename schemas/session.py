@@ -43,7 +43,7 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     """Environment worker → client. ``refusal``: not executed. ``end``: the session is over, ``error`` says why.
 
     ``reward`` is the step's own (0 if the environment grades at the end) or the verdict (None: there is none, ``reason``
-    says why).
+    says why). ``state`` is the environment's view for ``state``, and what else it told for ``reset`` and ``step``.
     """
 
     session: str

@@ -14,17 +14,21 @@ from schemas import Action, ChatMessage, Task, ToolSpec
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy sees first: the whole prompt (system and user messages) and the tools, if any."""
+    """What the policy sees first: the whole prompt (system and user messages) and the tools, if any.
+
+    ``info`` is for whoever drives the environment step by step; the policy does not see it.
+    """
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What one action led to. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
 
     ``messages`` are what the policy sees next (empty when the episode is over). ``reward`` is this turn's own, 0 if the
-    environment grades only at the end. ``tool_calls`` and ``tool_errors`` count what this step did.
+    environment grades only at the end. ``tool_calls`` and ``tool_errors`` count what this step did. ``info``: see `Start`.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -33,6 +37,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     tool_calls: int = 0
     tool_errors: int = 0
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,21 @@ def plain_number(value: float) -> float:
     """A number of any library as a plain one; raises `TypeError` for text that spells one."""
     math.isfinite(value)
     return float(value)
+
+
+def plain_values(value: Any) -> Any:
+    """JSON-like data of any library as plain values: arrays become lists, other objects text, NaN and infinities None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain_values(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return plain_values(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)
 
 
 def clipped(messages: Sequence[ChatMessage], limit: int) -> tuple[ChatMessage, ...]:

@@ -19,7 +19,7 @@ from schemas import Action, SessionAnswer, SessionCall, SessionEnded, SessionRec
 from schemas.session import SessionEnd
 from workers.environment.attempts import Crew
 from workers.environment.base import Environment
-from workers.environment.outputs import checked_messages, clipped, plain_number
+from workers.environment.outputs import checked_messages, clipped, plain_number, plain_values
 from workers.environment.stages import EpisodeEnded, Stages, Superseded
 from workers.environment.stepwise.journal import append
 
@@ -182,7 +182,7 @@ class HostedSession:
                 return await self._step(call)
             case "state":
                 with self._stages.within("state", self._crew.limits.step):
-                    return self._blank(call, state=msgspec.to_builtins(await self._opened().state(), str_keys=True))
+                    return self._blank(call, state=plain_values(await self._opened().state()))
             case _:
                 with self._stages.within("verify", self._crew.limits.verify):
                     verdict = await self._opened().verify()
@@ -211,7 +211,7 @@ class HostedSession:
             start = await self._opened().reset()
             messages = clipped(checked_messages(start.messages), self._crew.settings.observation_bytes)
         self._turn = 0
-        return self._blank(call, messages=messages, tools=tuple(start.tools))
+        return self._blank(call, messages=messages, tools=tuple(start.tools), state=plain_values(start.info))
 
     async def _step(self, call: SessionCall) -> SessionAnswer:
         action = Action(
@@ -233,6 +233,7 @@ class HostedSession:
                 truncated=bool(step.truncated),
                 tool_calls=operator.index(step.tool_calls),
                 tool_errors=operator.index(step.tool_errors),
+                state=plain_values(step.info),
             )
 
     def _blank(self, call: SessionCall, **fields: Any) -> SessionAnswer:
