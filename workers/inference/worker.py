@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 import structlog
@@ -170,8 +170,13 @@ class InferenceWorker:
             policy_version=self._sampler.version,
             lane=self._lane.name,
             draining=self._drain.is_set(),
-            counters=dict(self._counters),
+            counters=dict(self._counters) | self._engine_counters(),
         )
+
+    def _engine_counters(self) -> dict[str, float]:
+        """What the engine counts, as ``engine_...``; the prefix-hit rate is cached over cached and prefill tokens."""
+        stats: Mapping[str, float] = getattr(self._sampler, "stats", {})
+        return {f"engine_{name}": float(value) for name, value in stats.items()}
 
 
 async def run_inference(

