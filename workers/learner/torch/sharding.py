@@ -43,7 +43,9 @@ class Shards:
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 fully_shard(module, mesh=self._mesh)
-        fully_shard(model, mesh=self._mesh)
+        # By default the top keeps its whole weights until a backward pass. A pass without one, which only measures, would leave
+        # them behind for the next step, and that step would see the weights from before the update.
+        fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
 
     def share(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's items, as many as every other's, because collectives must match; False marks one that is run along
