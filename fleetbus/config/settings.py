@@ -92,6 +92,11 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "required"],
         Meta(description="Verifiers where nothing isolates: graded with what limits there are, or refused"),
     ] = "auto"
+    context_tools: Annotated[bool, Meta(description="Offer tools that search and page through what was said and cut")] = False
+    context_status: Annotated[bool, Meta(description="End every observation with the turns and tokens used so far")] = False
+    output_chars: Annotated[
+        int, Meta(ge=500, description="Longest tool output shown at once when context tools are offered")
+    ] = 10_000
 
 
 class InferenceSettings(Settings, frozen=True, kw_only=True):
@@ -167,7 +172,8 @@ class TinkerSettings(Settings, frozen=True, kw_only=True):
     base_model: Annotated[str, Meta(description="Name of the base model there (default: run.model)")] = ""
     rank: Annotated[int, Meta(ge=1, description="Rank of the LoRA adapter that is trained")] = 16
     loss: Annotated[
-        Literal["importance_sampling", "ppo", "cispo"], Meta(description="Loss function of the service; clips are the learner's")
+        Literal["importance_sampling", "ppo", "cispo"],
+        Meta(description="Loss function of the service; clips are the learner's"),
     ] = "ppo"
 
 
@@ -263,14 +269,13 @@ class FleetSettings(Settings, frozen=True, kw_only=True):
     grid: Annotated[bool, Meta(description="The policy gives screen coordinates on a grid of 1000 by 1000")] = False
 
 
-class ContextSettings(Settings, frozen=True, kw_only=True):
-    """What the policy is given to live with long episodes."""
+class ContainerSettings(Settings, frozen=True, kw_only=True):
+    """Servers of environments that come as an image: docker:KIND:IMAGE and kubernetes:KIND:IMAGE."""
 
-    tools: Annotated[bool, Meta(description="Offer tools that search and page through what was said and cut")] = False
-    status: Annotated[bool, Meta(description="End every observation with the turns and tokens used so far")] = False
-    output_chars: Annotated[int, Meta(ge=200, description="Longest tool output shown at once when the tools are offered")] = (
-        10_000
-    )
+    port: Annotated[int, Meta(ge=1, le=65535, description="Port that the server in the container listens on")] = 8000
+    memory_bytes: Annotated[int, Meta(ge=1 << 22, description="Memory of one container")] = 2 << 30
+    cpus: Annotated[float, Meta(gt=0, description="Processors of one container")] = 1.0
+    namespace: Annotated[str, Meta(description="Kubernetes namespace of the Jobs")] = "default"
 
 
 class EvaluationSettings(Settings, frozen=True, kw_only=True):
@@ -302,7 +307,7 @@ class Configuration(Settings, frozen=True, kw_only=True):
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightsSettings = WeightsSettings()
     fleet: FleetSettings = FleetSettings()
-    context: ContextSettings = ContextSettings()
     tinker: TinkerSettings = TinkerSettings()
+    container: ContainerSettings = ContainerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()

@@ -44,7 +44,7 @@ def _load_work() -> Work:
 
 @click.command("environment", cls=SettingsCommand)
 @role_options
-@settings_options("run", "nats", "environment", "limits", "log")
+@settings_options("run", "nats", "environment", "container", "limits", "log")
 def command(**values: Any) -> int:
     """An environment worker: takes requested episodes, plays them with whatever policy answers, grades them.
 

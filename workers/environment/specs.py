@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMS = (
     "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], fleet[:URL], "
     "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], reasoning-gym[:DATASET], textarena[:ID], coding, "
-    "MODULE:CLASS, pool:MODULE:CLASS"
+    "MODULE:CLASS, pool:MODULE:CLASS, process:KIND:COMMAND, docker:KIND:IMAGE, kubernetes:KIND:IMAGE"
 )
 
 
@@ -90,6 +90,18 @@ def environment_factory(
 
             bytes_shown, style = observation_bytes, prompt or "compact"
             return _Factory(*coding_factory(grader=verifier, prompt=style, observation_bytes=bytes_shown, seconds=call_seconds))
+        case "process" | "docker" | "kubernetes":
+            from workers.environment.providers.forms import server_host
+
+            inner = partial(
+                environment_factory,
+                verifier=verifier,
+                observation_bytes=observation_bytes,
+                prompt=prompt,
+                configuration=settings,
+            )
+            host = server_host(spec, form, rest, inner, settings)
+            return _Factory(host, host.running)
         case "pool" if rest:
             return _class_in_processes(spec, rest, settings)
         case "remote-gym":

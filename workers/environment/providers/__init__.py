@@ -1,0 +1,1 @@
+"""Environments that come as a command or an image: started for an episode, waited for, stopped."""
