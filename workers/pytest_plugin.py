@@ -1,7 +1,7 @@
-"""The pytest plugin that fleetbus installs: a server, an in-memory bus, recordings and their replay, a scripted policy, virtual time.
+"""The pytest plugin that fleetbus installs: servers and buses, recordings and their replay, a scripted policy, virtual time.
 
-It is loaded in every pytest run of whoever has fleetbus installed, so nothing is imported before a fixture is used. All fixtures
-are plain (no event loop): those that need one take a coroutine function or are context managers.
+It is loaded in every pytest run of whoever has fleetbus installed, so nothing is imported before a fixture is used. All
+fixtures are plain (no event loop): those that need one take a coroutine function or are context managers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Says when nothing has progressed: where a run is stuck, and since when. Pure: a judgement on what the fold of a run shows.
 
-Silent hangs are what users of such systems complain of most, so every wait that can hold a whole run has a name here. Progress is
-an episode that ended or a step that was trained.
+Silent hangs are what users of such systems complain of most, so every wait that can hold a whole run has a name here. Progress
+is an episode that ended or a step that was trained.
 """
 
 from __future__ import annotations

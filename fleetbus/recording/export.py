@@ -1,7 +1,7 @@
 """A run's log exported to a recording: all of it, or followed while it goes on.
 
-Entries come from the bus, an archive or another recording; they are cleaned, encoded and written in a thread, a frame's worth at
-a time, so that the event loop keeps reading.
+Entries come from the bus, an archive or another recording; they are cleaned, encoded and written in a thread, a frame's worth
+at a time, so that the event loop keeps reading.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ _WORDS = "|".join(word.replace("_", "[_-]?") for word in SECRET_WORDS if word no
 _ASSIGNED = re.compile(
     rf"(?i)([\w-]*(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
 )
-_MARKS = tuple(word.encode() for word in SECRET_WORDS if word != "seed") + (
+_MARKS = (
+    *(word.encode() for word in SECRET_WORDS if word != "seed"),
     *(b"apikey", b"api-key", b"private-key", b"private key", b"token=", b"token:", b"_token", b"-token", b'token"', b"bearer "),
     *(b"sk-", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"hf_", b"akia", b"xox", b"eyj", b"://"),
 )

@@ -1,4 +1,4 @@
-"""Writing a recording: entries gathered into compressed frames, files in pieces, an end that says that all is there. Blocking."""
+"""Writing a recording: entries gathered into compressed frames, files in pieces, an end that says all is there. Blocking."""
 
 from __future__ import annotations
 

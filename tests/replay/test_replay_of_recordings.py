@@ -1,7 +1,7 @@
 """Recordings of real runs replay as recorded, for each role; whatever is changed in a worker is found and named.
 
-`warehouse.fbrec` are episodes of the default task, `guessing.fbrec` is a whole small run on the environment `guessing.py` with the
-tiny model beside it.
+`warehouse.fbrec` are episodes of the default task, `guessing.fbrec` is a whole small run on the environment `guessing.py` with
+the tiny model beside it.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_a_changed_template_is_found_and_named(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_the_recording_are_not_replayed_as_if_they_did(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     recording = load_recording(GUESSING)
-    recording.files = {name: b"no weights" for name in recording.files}
+    recording.files = dict.fromkeys(recording.files, b"no weights")
     report = replay_now(recording, role="inference", model=MODEL)
     assert not report.same and not report.compared
     assert any(reason.startswith("versions without weights") for reason in report.skipped)

@@ -25,7 +25,9 @@ HEADER = RecordingHeader(run="r", messages=message_schema(), configuration={"lea
 
 def entries(count: int, *, start: int = 1, size: int = 40) -> list[Stored]:
     return [
-        Stored(subject=f"fb.r.act.e0.ep{number % 7}", payload=bytes([number % 256]) * size, sequence=number, time_ns=number * 10)
+        Stored(
+            subject=f"fb.r.act.e0.ep{number % 7}", payload=bytes([number % 256]) * size, sequence=number, time_ns=number * 10
+        )
         for number in range(start, start + count)
     ]
 
@@ -114,7 +116,7 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, content: by
 def test_a_later_format_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "a.fbrec"
     path.write_bytes(encode_start(msgspec.structs.replace(HEADER, format=99)))
-    with pytest.raises(UserError, match="format 99.*upgrade"):
+    with pytest.raises(UserError, match=r"format 99.*upgrade"):
         load_recording(path)
 
 
@@ -208,14 +210,20 @@ def test_secrets_in_text_do_not_reach_the_file(tmp_path: Path, text: str, secret
     with create_recording(path, HEADER) as writer:
         Export(writer, redactor=redactor).write([entry])
     kept = load_recording(path).entries[0].payload
-    assert secret.encode() not in kept and b"[redacted]" in kept or "://" in text
     assert secret.encode() not in kept
     assert redactor.redacted == 1
 
 
 @pytest.mark.parametrize(
     "text",
-    ["12 tokens: 5", "the seed is 7", "https://example.org/a?b=c", "a token of respect", "max_tokens=64 seed=4", "skip-list sk-x"],
+    [
+        "12 tokens: 5",
+        "the seed is 7",
+        "https://example.org/a?b=c",
+        "a token of respect",
+        "max_tokens=64 seed=4",
+        "skip-list sk-x",
+    ],
 )
 def test_innocent_text_stays(text: str) -> None:
     entry = Stored(subject="fb.r.x", payload=encode(observation(text)), sequence=1, time_ns=1)
@@ -225,7 +233,9 @@ def test_innocent_text_stays(text: str) -> None:
 def test_a_secret_of_a_task_is_taken_out_wherever_it_comes_back() -> None:
     redactor = Redactor()
     task = Task(key="t", env_variables={"API_KEY": "plain-but-secret", "REGION": "north"})
-    request = EpisodeRequested(episode_id="e", group_id="g", sample_index=0, split="train", task=task, policy="p", deadline_ns=1)
+    request = EpisodeRequested(
+        episode_id="e", group_id="g", sample_index=0, split="train", task=task, policy="p", deadline_ns=1
+    )
     assert cleaned(request, redactor).task.env_variables == {"API_KEY": "[redacted]", "REGION": "north"}
     assert cleaned(observation("it said plain-but-secret!"), redactor).messages[0].content == "it said [redacted]!"
 

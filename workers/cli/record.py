@@ -85,7 +85,7 @@ async def _record(
     async with open_source(source, configuration, archive) as entries_of:
         if follow and entries_of.bus is None:
             raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
-        if entries_of.file is not None and entries_of.file.resolve() == output.resolve():
+        if entries_of.file is not None and os.path.realpath(entries_of.file) == os.path.realpath(output):
             raise UserError(f"{output} is the recording that is read: give another --output")
         header = _header(entries_of, configuration, episodes, redactor is not None)
         with create_recording(output, header, overwrite=overwrite) as writer:
@@ -100,7 +100,7 @@ async def _record(
         "file": str(output),
         "run": entries_of.subjects.run,
         "entries": writer.entries,
-        "bytes": output.stat().st_size,
+        "bytes": writer.size_bytes,
         "last_sequence": writer.last_sequence,
         "redacted_entries": redactor.redacted if redactor else 0,
         "weights_files": files,

@@ -1,4 +1,4 @@
-"""``fleetbus replay FILE --role ROLE``: does one worker still publish what was recorded? 0: yes; 1: no, and here; 2: bad input."""
+"""``fleetbus replay FILE --role ROLE``: does a worker still publish what was recorded? 0: yes; 1: no; 2: bad input."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """Where entries come from: ``bus`` for a run that can be reached, ``file`` for a recording, ``archive`` alone or besides."""
+    """Where entries come from: ``bus`` for a run within reach, ``file`` for a recording, ``archive`` alone or besides."""
 
     def __init__(self, run: str, *, bus: Bus | None = None, file: Path | None = None, archive: Path | None = None) -> None:
         from schemas import Subjects

@@ -60,18 +60,26 @@ async def _watch(configuration: Configuration, *, once: bool, as_json: bool, sta
             watch = Watch(bus, Subjects(run), state)
             tasks.start_soon(watch.run)
 
+            followed = 0
+
             async def look() -> dict[str, Any]:
+                nonlocal followed
                 server = await look_at_server(bus, run, monitor_url)
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                stalls = find_stalls(
-                    state,
-                    watch.health,
-                    now=now,
-                    now_ns=now_ns,
-                    admission=configuration.nats.admission,
-                    stall_seconds=stall_seconds,
+                is_behind, followed = watch.health.followed != followed, watch.health.followed
+                stalls = (
+                    []
+                    if is_behind
+                    else find_stalls(
+                        state,
+                        watch.health,
+                        now=now,
+                        now_ns=now_ns,
+                        admission=configuration.nats.admission,
+                        stall_seconds=stall_seconds,
+                    )
                 )
-                return facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns)
+                return {"is_behind": is_behind} | facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns)
 
             result = await _show_once(look, as_json) if once else await _show(look, as_json)
         tasks.cancel_scope.cancel()
@@ -79,8 +87,12 @@ async def _watch(configuration: Configuration, *, once: bool, as_json: bool, sta
 
 
 async def _show_once(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
+    """After a look at all of the log, and long enough to hear of every worker."""
     await anyio.sleep(FIRST_LOOK_SECONDS)
     shown = await look()
+    while shown["is_behind"]:
+        await anyio.sleep(REFRESH_SECONDS)
+        shown = await look()
     _print(shown, as_json)
     return 1 if shown["stalls"] else FINISHED
 

@@ -33,8 +33,8 @@ Role = Literal["environment", "inference", "learner"]
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """What is replayed how. ``environment`` is a spec as in ``--environment`` or makes an environment per episode; ``model``
-    a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of the
-    recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too."""
+    a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of
+    the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too."""
 
     role: Role = "environment"
     environment: str | Callable[[], Environment] | None = None
@@ -141,9 +141,9 @@ async def _learner(recording: Recording, configuration: Configuration, replay: R
 
 
 def _model(configuration: Configuration, replay: Replay) -> Path:
-    from workers.cli.model import model_folder
-
     from transformers.utils.logging import disable_progress_bar
+
+    from workers.cli.model import model_folder
 
     disable_progress_bar()
     folder = replay.model or model_folder(configuration.run)

@@ -1,7 +1,7 @@
 """Replay of the environment role: recorded requests and Actions against fresh environments of a real worker.
 
-Each recorded episode is played in one attempt along its final history. What has no cause in environment or policy (a worker that
-died, an expired deadline, a cancellation) cannot be replayed and is left out, with its outcome as the reason.
+Each recorded episode is played in one attempt along its final history. What has no cause in environment or policy (a worker
+that died, an expired deadline, a cancellation) cannot be replayed and is left out, with its outcome as the reason.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ MAX_SHOWN_CHARACTERS = 400
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """One field that a worker published differently. ``message`` names the message, ``field`` the path in it, ``sequence`` where
-    the recorded one stands; ``context`` are lines about what led there."""
+    """One field that a worker published differently. ``message`` names the message, ``field`` the path in it, ``sequence``
+    where the recorded one stands; ``context`` are lines about what led there."""
 
     message: str
     field: str

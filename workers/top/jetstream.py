@@ -1,7 +1,7 @@
 """What the server knows of a run's log and consumers, asked over the bus: JetStream's API is a set of subjects.
 
-Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. The NATS monitoring endpoints
-``/varz`` and ``/connz`` tell of slow consumers and connections; they are asked when their address is given.
+Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. The NATS monitoring
+endpoints ``/varz`` and ``/connz`` tell of slow consumers and connections; they are asked when their address is given.
 """
 
 from __future__ import annotations

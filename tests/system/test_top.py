@@ -1,0 +1,145 @@
+"""``fleetbus top`` and the watchdog: a killed worker is seen, a stuck run is named, a healthy one is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio.testing
+from rich.console import Console
+
+from schemas import Task
+from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from workers.inference.base import GenerationRequest
+from workers.inference.scripted import ScriptedSampler
+from workers.monitor.follow import Watch
+from workers.monitor.state import FleetState
+from workers.top.jetstream import ServerView, look_at_server
+from workers.top.view import facts, screen
+from workers.watchdog import find_stalls
+
+pytestmark = pytest.mark.parametrize(
+    "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
+)
+
+
+@pytest.fixture
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+class Onlooker:
+    """What `top` knows after some time."""
+
+    def __init__(self, fleet: SmallFleet) -> None:
+        self.state = FleetState(steps=0)
+        self.watch = Watch(fleet.bus, fleet.subjects, self.state)
+        self._fleet = fleet
+
+    def stalls(self, stall_seconds: float = 60.0) -> list[Any]:
+        import anyio
+
+        return find_stalls(
+            self.state,
+            self.watch.health,
+            now=anyio.current_time(),
+            now_ns=self._fleet.bus.now_ns(),
+            stall_seconds=stall_seconds,
+        )
+
+    def shown(self) -> str:
+        import anyio
+
+        now, now_ns = anyio.current_time(), self._fleet.bus.now_ns()
+        content = facts(
+            self.state, self.watch.health, ServerView(slow_consumers=2), self.stalls(), run=RUN, now=now, now_ns=now_ns
+        )
+        console = Console(width=80, record=True, file=open("/dev/null", "w"))
+        with console.file:
+            console.print(screen(content))
+            return console.export_text()
+
+
+async def test_a_killed_worker_is_shown_within_five_seconds() -> None:
+    import anyio
+
+    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+        look = Onlooker(fleet)
+        group.start_soon(look.watch.run)
+        worker = fleet.environment("env-to-kill")
+        fleet.inference("inf")
+        await fleet.heard(*fleet.members.values())
+        await anyio.sleep(3)
+        assert "env-to-kill" in look.shown() and "silent" not in look.shown()
+        worker.kill()
+        await anyio.sleep(5)
+        line = next(line for line in look.shown().splitlines() if "env-to-kill" in line)
+        assert "silent" in line
+        assert all(len(line) <= 80 for line in look.shown().splitlines())
+        group.cancel_scope.cancel()
+
+
+async def test_a_run_without_environment_workers_is_stuck_there() -> None:
+    import anyio
+
+    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+        look = Onlooker(fleet)
+        group.start_soon(look.watch.run)
+        await fleet.request("e1")
+        await anyio.sleep(50)
+        assert look.stalls() == []
+        await anyio.sleep(20)
+        (stall,) = look.stalls()
+        assert stall.where == "environment" and "1 episodes wait" in stall.reason and 65 < stall.seconds < 75
+        assert "stuck at the environment for 70 s" in " ".join(look.shown().split())
+        fleet.environment("env")
+        fleet.inference("inf")
+        await fleet.result("e1")
+        await anyio.sleep(1)
+        assert look.stalls() == []
+        group.cancel_scope.cancel()
+
+
+async def test_a_run_whose_inference_worker_died_is_stuck_there_and_names_it() -> None:
+    import anyio
+
+    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+        look = Onlooker(fleet)
+        group.start_soon(look.watch.run)
+        fleet.environment("env")
+        inference = fleet.inference("inf-dead", sampler=ScriptedSampler(delay=lambda request: 1e6))
+        await fleet.heard(*fleet.members.values())
+        await fleet.request("e1", task=Task(key="t"), deadline_seconds=1e5)
+        await anyio.sleep(2)
+        inference.kill()
+        await anyio.sleep(4)
+        (stall, *_) = look.stalls(stall_seconds=3)
+        assert stall.where == "inference" and "inf-dead is silent" in stall.reason
+        group.cancel_scope.cancel()
+
+
+async def test_an_engine_that_hangs_is_where_the_run_is_stuck() -> None:
+    import anyio
+
+    def hang(request: GenerationRequest) -> float:
+        return 1e6
+
+    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+        look = Onlooker(fleet)
+        group.start_soon(look.watch.run)
+        env = fleet.environment("env")
+        inf = fleet.inference("inf", sampler=ScriptedSampler(delay=hang))
+        await fleet.heard(*fleet.members.values())
+        await fleet.request("e1", deadline_seconds=1e5)
+        await anyio.sleep(7)
+        (stall, *_) = look.stalls(stall_seconds=5)
+        assert stall.where == "inference" and "1 observations are being answered" in stall.reason
+        for member in (env, inf):
+            member.kill()
+        group.cancel_scope.cancel()
+
+
+async def test_what_the_server_does_not_tell_is_unknown() -> None:
+    async with small_fleet(configured()) as fleet:
+        view = await look_at_server(fleet.bus, RUN)
+        assert view == ServerView() and view.pending == 0
