@@ -33,6 +33,7 @@ COMMANDS: dict[str, Entry] = {
     "environment": Entry("One role", "workers.cli.environment", "An environment worker: plays episodes"),
     "inference": Entry("One role", "workers.cli.inference", "An inference worker: samples the policy"),
     "learner": Entry("One role", "workers.cli.learner", "The learner: requests episodes and trains"),
+    "evaluate": Entry("Train", "workers.cli.evaluate", "Play held-out tasks with a run's policy: pass@k, per environment"),
     "recorder": Entry("One role", "workers.cli.recorder", "The recorder: archives the log and keeps it below its limit"),
     "init": Entry("Set up", "workers.cli.init", "Declare a run's streams on a NATS server"),
     "auth": Entry("Set up", "workers.cli.auth", "Keys per role, TLS and a server configuration with least rights"),
