@@ -85,7 +85,7 @@ async def _record(
     async with open_source(source, configuration, archive) as entries_of:
         if follow and entries_of.bus is None:
             raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
-        if entries_of.file is not None and os.path.realpath(entries_of.file) == os.path.realpath(output):
+        if entries_of.file is not None and _is_same_file(entries_of.file, output):
             raise UserError(f"{output} is the recording that is read: give another --output")
         header = _header(entries_of, configuration, episodes, redactor is not None)
         with create_recording(output, header, overwrite=overwrite) as writer:
@@ -106,6 +106,10 @@ async def _record(
         "weights_files": files,
         "torn_source": entries_of.torn,
     }
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 class _Published:

@@ -1,8 +1,9 @@
 """Replay of the inference role: recorded Observations against a real worker with the recorded versions of the weights.
 
 Version after version, episode beside episode, turn after turn: each Action that one version sampled alone is sampled again,
-from the recorded seed (or greedily, as recorded), and compared; token ids exactly, log-probabilities within a tolerance. Actions
-that cannot be sampled again are put into the log as they were recorded, so that the turns after them stand on the same history.
+from the recorded seed (or greedily, as recorded), and compared: token ids exactly, log-probabilities within a tolerance.
+Actions that cannot be sampled again are put into the log as they were recorded, so that the turns after them stand on the same
+history.
 """
 
 from __future__ import annotations
