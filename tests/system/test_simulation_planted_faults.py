@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -31,12 +32,12 @@ import workers.learner.worker as learner
 from fleetbus.core.claims import Standing
 from fleetbus.leases import Leases
 from schemas import Action, AttemptStarted, EpisodeFinished, encode
-from workers.environment.stages import EpisodeEnded
+from workers.environment.stages import EpisodeEnded, Stages
 from workers.simulation.run import run_seed
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(200)
+SEEDS = range(1, 201)
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -260,29 +261,44 @@ def expired_requests_left_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(requests.Requests, "close_expired", planted)
 
 
+def idle_timer_runs_during_a_step(patch: pytest.MonkeyPatch) -> None:
+    """Idleness is counted from the beginning of the last call instead of its end."""
+    within = Stages.within
+
+    @contextmanager
+    def planted(self: Stages, stage: str, seconds: float, **options: Any) -> Iterator[None]:
+        started = anyio.current_time()
+        with within(self, stage, seconds, **options):
+            yield
+        self.ended_at = started
+
+    patch.setattr(Stages, "within", planted)
+
+
 PLANTS: dict[Plant, tuple[int, str]] = {
-    ack_before_result: (0, "a request is acked after its result"),
-    no_fencing: (8, "only the newest attempt finishes"),
-    deliveries_as_attempts: (0, "attempts are numbered without gaps"),
+    ack_before_result: (1, "a request is acked after its result"),
+    no_fencing: (2, "only the newest attempt finishes"),
+    deliveries_as_attempts: (2, "attempts are numbered without gaps"),
     no_compare_and_set_of_results: (2, "one result per episode, and nothing after it"),
     no_compare_and_set_of_claims: (2, "attempts are numbered without gaps"),
-    claim_without_looking: (2, "every failure has a cause"),
-    lease_not_extended: (0, "nobody takes over from a healthy worker"),
-    close_not_shielded: (0, "close runs to its end"),
-    result_before_close: (0, "close runs before the result is stored"),
-    failure_as_reward_zero: (0, "the reward is the verifier's"),
-    one_slot_too_many: (0, "in_flight <= slots"),
-    stale_history_accepted: (2, "tokens are sampled upon the recorded history"),
-    no_compare_and_set_of_actions: (0, "one action per turn"),
-    observation_acked_before_its_action: (0, "an observation is acked after its action"),
-    late_action_not_looked_up: (65, "every failure has a cause"),
-    rejected_version_given_up: (35, "the training makes progress"),
-    settled_as_of_the_checkpoint_instead_of_the_step: (0, "a checkpoint says what is settled"),
-    newest_checkpoint_of_any_lineage: (0, "a lineage begins at a stored checkpoint"),
+    claim_without_looking: (3, "every failure has a cause"),
+    lease_not_extended: (1, "nobody takes over from a healthy worker"),
+    close_not_shielded: (3, "close runs to its end"),
+    result_before_close: (1, "close runs before the result is stored"),
+    failure_as_reward_zero: (4, "the reward is the verifier's"),
+    one_slot_too_many: (1, "in_flight <= slots"),
+    stale_history_accepted: (7, "tokens are sampled upon the recorded history"),
+    no_compare_and_set_of_actions: (2, "one action per turn"),
+    observation_acked_before_its_action: (1, "an observation is acked after its action"),
+    late_action_not_looked_up: (2, "a superseded attempt stops"),
+    rejected_version_given_up: (2, "a rejected version is tried again"),
+    settled_as_of_the_checkpoint_instead_of_the_step: (5, "a checkpoint says what is settled"),
+    newest_checkpoint_of_any_lineage: (76, "a lineage begins at a stored checkpoint"),
     no_compare_and_set_of_steps: (2, "version numbers never repeat"),
-    staleness_ignored: (0, "staleness is bounded"),
-    replaced_learner_not_told: (2, "the training makes progress"),
-    versions_read_before_the_fence: (0, "version numbers never repeat"),
+    staleness_ignored: (7, "staleness is bounded"),
+    replaced_learner_not_told: (29, "a replaced learner ends"),
+    versions_read_before_the_fence: (91, "version numbers never repeat"),
+    idle_timer_runs_during_a_step: (7, "every failure has a cause"),
 }
 """Faults, the first seed that found each when it was planted, and the invariant that it broke."""
 
@@ -290,9 +306,16 @@ PLANTS: dict[Plant, tuple[int, str]] = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_the_simulation_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the invariant that names the fault, within the first 200 seeds.
+
+    The seed that found it last time comes first: when it still does, nothing else has to run.
+    """
     first, invariant = PLANTS[plant]
+    assert first in SEEDS
     plant(monkeypatch)
-    reports = (run_seed(seed) for seed in (first, *SEEDS))
-    found = next((report for report in reports if not report.passed), None)
-    assert found is not None, f"none of {len(SEEDS)} seeds shows it"
-    assert invariant in {violation.invariant for violation in found.violations}
+    assert any(invariant in broken_by(seed) for seed in (first, *SEEDS)), f"none of {len(SEEDS)} seeds shows it"
+
+
+def broken_by(seed: int) -> set[str]:
+    """The invariants that are violated."""
+    return {violation.invariant for violation in run_seed(seed).violations}

@@ -115,7 +115,10 @@ class Happenings:
             self._watch.trace("cancel", episode, "unanswered", type(error).__name__)
 
     async def _spoil_checkpoint(self, happening: Happening) -> None:
-        """The newest checkpoint cannot be read, and its learner dies. It was damaged, or its disk is away for a while."""
+        """The newest checkpoint cannot be read, and its learner dies: it was damaged, or its disk is away for a while.
+
+        In the second case the next learner dies, too, and the one after it finds a checkpoint of a lineage that was cut.
+        """
         folder = run_folder(self._ground.configuration.run).checkpoints
         whole = sorted(folder.glob("*/checkpoint.json"), key=lambda path: path.stat().st_mtime_ns)
         learners = self._fleet.alive("learner")
@@ -131,3 +134,5 @@ class Happenings:
             if weights.exists():
                 weights.write_bytes(before)
                 self._watch.trace("mend", weights.parent.name)
+            for learner in self._fleet.alive("learner"):
+                learner.crash()

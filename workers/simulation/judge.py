@@ -28,6 +28,9 @@ STOP_SECONDS = 60.0
 """A superseded attempt notices by then, unless its worker was disturbed again: when an Action is late (seconds), or when the
 stages that are left are over. Less than the limit of waiting for an Action, which would end it in any case."""
 
+REPLACED_SECONDS = 20.0
+"""A replaced learner is gone by then; what it computes outside the event loop takes less."""
+
 RETRY_SECONDS = 10.0
 """Rejected weights are tried again by then (twice what the worker promises)."""
 
@@ -112,6 +115,14 @@ class Judge:
                 name = f"{key[0]} attempt {key[1]} on {played.process.name}"
                 self._watch.violate("a superseded attempt stops", f"{name}: since {since:.1f} s")
                 del self._superseded[key]
+
+    def check_replaced(self, replaced: Mapping[str, float]) -> None:
+        """A learner that has been replaced learns of it from the log, also when it has nothing to write (rule 8)."""
+        now = anyio.current_time()
+        for name, at in replaced.items():
+            process = self.processes[name]
+            if process.is_alive and now - max(at, self._watch.disturbed_until(name)) > REPLACED_SECONDS:
+                self._watch.violate("a replaced learner ends", f"{name}: since {at:.1f} s")
 
     def check_versions(self) -> None:
         """An engine that rejected the newest weights is given them again: they may have been on their way."""

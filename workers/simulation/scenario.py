@@ -32,8 +32,8 @@ FAULTY_SECONDS = 120.0
 QUIET_SHARE = 0.05
 
 IMPATIENT_SHARE = 0.25
-IMPATIENT_SECONDS = 10.0
-"""The limit of an environment's idleness in some seeds: hardly more than its slowest step takes."""
+IMPATIENT_SECONDS = 6.0
+"""The limit of an environment's idleness in some seeds: less than its slowest step takes."""
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +77,8 @@ class Mischief(msgspec.Struct, frozen=True, kw_only=True):
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one simulated run that its seed decides beforehand.
 
-    In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what training, saving weights or writing a checkpoint takes.
+    In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what training,
+    saving weights or writing a checkpoint takes.
     """
 
     seed: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
 import msgspec
 
 from fleetbus.bus.base import Stored
@@ -37,7 +38,7 @@ class SettledEpisode(msgspec.Struct, frozen=True):
 
 class TrainingBooks:
     """The surviving lineage as of now: ``settled`` by episode id, in order, ``steps`` so far; ``strays`` were requested by a
-    learner that had been replaced."""
+    learner that had been replaced; ``replaced`` is when that happened to whom."""
 
     def __init__(self, watch: Watch, episodes: EpisodeBooks, *, max_staleness: int, groups: int, group_size: int) -> None:
         self._watch = watch
@@ -55,6 +56,7 @@ class TrainingBooks:
         self.steps = 0
         self.finished = False
         self.strays: set[str] = set()
+        self.replaced: dict[str, float] = {}
 
     @property
     def trained(self) -> list[str]:
@@ -115,6 +117,8 @@ class TrainingBooks:
         require(started.parent == (self.lineage.lineage if self.lineage else ""), "a lineage follows the newest", str(started))
         require(step == 0 or step in self._checkpoints, "a lineage begins at a stored checkpoint", str(started))
         self._lineages.add(started.lineage)
+        if self.lineage is not None:
+            self.replaced.setdefault(self.lineage.worker, anyio.current_time())
         self.lineage, self.steps = started, step
         self.settled = {name: each for name, each in self.settled.items() if each.step <= step}
         self._checkpoints = {each for each in self._checkpoints if each <= step}

@@ -80,6 +80,7 @@ class World:
             self.books.check_open()
             self._judge.check_superseded()
             self._judge.check_versions()
+            self._judge.check_replaced(self.books.training.replaced)
             count = len(self.books.episodes.pages)
             self._watch.require(count < MOST_EPISODES, "the training makes progress", f"{count} episodes requested")
             for process in self._judge.processes.values():
