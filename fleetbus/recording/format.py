@@ -95,7 +95,7 @@ def encode_start(header: RecordingHeader) -> bytes:
 
 def encode_part(part: Part) -> bytes:
     """One part as a frame."""
-    kind = {FilePart: FILE, RecordingEnd: END}.get(type(part), ENTRIES)
+    kind = ENTRIES if isinstance(part, list) else FILE if isinstance(part, FilePart) else END
     return frame(kind + zlib.compress(_encode(part), COMPRESSION_LEVEL))
 
 

@@ -154,8 +154,7 @@ class _Director:
         asked = story.turns[turn]
         position = self._stage.positions.recorded(observation.request_sequence)
         observation = msgspec.structs.replace(observation, request_sequence=position)
-        recorded = msgspec.structs.replace(asked.observation, deadline_ns=observation.deadline_ns)
-        return self._compared(story, entry, recorded, observation, asked.observation_entry.sequence)
+        return self._compared(story, entry, asked.observation, observation, asked.observation_entry.sequence)
 
     def _finished(self, story: Story, entry: Stored, result: EpisodeFinished) -> Difference | None:
         if story.result is None:

@@ -89,5 +89,9 @@ def _turns(
     last = asked.get((newest, len(history)))
     if last is not None:
         empty = [each for each in actions if (each[1].attempt, each[1].turn) == (newest, len(history))]
-        entry, action = empty[0] if empty else (None, None)
-        yield Asked(observation=last[1], observation_entry=last[0], action=action, action_entry=entry)
+        yield Asked(
+            observation=last[1],
+            observation_entry=last[0],
+            action=empty[0][1] if empty else None,
+            action_entry=empty[0][0] if empty else None,
+        )
