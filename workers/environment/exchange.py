@@ -100,7 +100,7 @@ class Exchange:
             request_sequence=self._claim.request_sequence,
             deadline_ns=request.deadline_ns,
         )
-        lane = self._lane if self._routes.usable(self._lane) else ANY_LANE
+        lane = self._lane if self._routes.usable(self._lane) and not self._routes.crowded(self._lane) else ANY_LANE
         answer = await self._answered(observation, lane)
         self._remember(answer)
         return answer

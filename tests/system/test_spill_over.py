@@ -1,0 +1,60 @@
+"""An episode leaves an engine that is full for one that has room, and stays where it is otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from schemas import Heartbeat, Subjects, Task
+from tests.support.small_fleet import configured, small_fleet
+from workers.environment.routes import Routes
+from workers.inference.scripted import ScriptedSampler
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+def beat(lane: str, in_flight: int, *, draining: bool = False) -> Heartbeat:
+    return Heartbeat(role="inference", worker=f"w-{lane}", slots=4, in_flight=in_flight, lane=lane, draining=draining)
+
+
+def test_a_lane_is_crowded_only_while_it_is_full_and_another_is_not() -> None:
+    routes = Routes(None, Subjects("r"), lambda lane: None)  # type: ignore[arg-type]
+    routes._heard(beat("i0", 4))
+    assert not routes.crowded("i0")
+    routes._heard(beat("i1", 3))
+    assert routes.crowded("i0") and not routes.crowded("i1") and not routes.crowded("any")
+    routes._heard(beat("i1", 3, draining=True))
+    assert not routes.crowded("i0")
+    routes._heard(beat("i1", 0))
+    routes._heard(beat("i0", 3))
+    assert not routes.crowded("i0")
+
+
+async def test_the_turns_of_a_full_engine_spill_over_to_one_that_has_room() -> None:
+    """One engine takes everything first; the second one joins, and the first one's episodes come over."""
+    limits = LimitSettings(action=300, drain=10, late=60)
+    configuration = configured(limits=limits, environment=EnvironmentSettings(slots=8))
+    with anyio.fail_after(4000):
+        async with small_fleet(configuration) as fleet:
+            await fleet.heard(fleet.environment("environment-0"))
+            slow = ScriptedSampler(delay=lambda _: 5.0)
+            await fleet.heard(fleet.inference("inference-0", sampler=slow, slots=4))
+            for index in range(8):
+                await fleet.request(f"e{index}", task=Task(key="task", prompt="play", config={"turns": 6}))
+            await fleet.until(lambda: fleet.beats["inference-0"].in_flight == 4)
+            await fleet.heard(fleet.inference("inference-1", sampler=ScriptedSampler(delay=lambda _: 5.0), slots=8))
+            await fleet.all_results(8)
+            actions = await fleet.actions()
+    assert all(not results[0].error for results in fleet.results.values())
+    by_episode: dict[str, list[str]] = {}
+    for action in actions:
+        by_episode.setdefault(action.episode_id, []).append(action.worker)
+    moved = [workers for workers in by_episode.values() if {"inference-0", "inference-1"} == set(workers)]
+    assert moved, "no episode that began with the full engine came over"
