@@ -14,6 +14,7 @@ import structlog
 
 from fleetbus.core.prompts import (
     NO_CALL,
+    TOOL_RESULT,
     compact_system_prompt,
     cut_text,
     error_text,
@@ -24,7 +25,10 @@ from fleetbus.core.prompts import (
 )
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from schemas import Action, ChatMessage, Image, Task, Text, ToolCall, ToolSpec
+from schemas.tokens import token_count
+from workers.environment import context_tools
 from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from workers.environment.context_tools import ContextTools
 from workers.environment.mcp_connection import Connection, Picture, ToolResult
 from workers.environment.verifier.base import Grader
 
@@ -48,7 +52,8 @@ FirstCall = Callable[[Task], ToolCall | None]
 
 class McpEnvironment:
     """One episode with the tools of an MCP server. ``observation_bytes`` bounds each observation's text. Images that tools
-    show are stored with ``keep`` and travel by reference; without it a word stands for each."""
+    show are stored with ``keep`` and travel by reference; without it a word stands for each. With ``output_chars`` the policy
+    gets context tools, and outputs longer than that are cut with a way back to the rest."""
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class McpEnvironment:
         today: Callable[[], date] = date.today,
         keep: KeepPicture | None = None,
         first_call: FirstCall = lambda _: None,
+        output_chars: int | None = None,
     ) -> None:
         self.replayable = replayable
         self._connect = connect
@@ -70,6 +76,7 @@ class McpEnvironment:
         self._today = today
         self._keep = keep
         self._first_call = first_call
+        self._context = None if output_chars is None else ContextTools(output_chars)
         self._task: Task | None = None
         self._connection: Connection | None = None
         self._tools: tuple[ToolSpec, ...] = ()
@@ -85,6 +92,12 @@ class McpEnvironment:
         self._tools = await self._connection.list_tools()
         if not self._tools:
             raise EnvironmentFailed(f"the server of task {task.key} lists no tools")
+        if self._context is not None:
+            clashing = context_tools.NAMES & {tool.name for tool in self._tools}
+            if clashing:
+                names = ", ".join(sorted(clashing))
+                raise EnvironmentFailed(f"the server has {names} as well: turn environment.context_tools off")
+            self._tools += context_tools.TOOLS
 
     async def reset(self) -> Start:
         assert self._task is not None
@@ -120,19 +133,36 @@ class McpEnvironment:
         calls = action.tool_calls or parse_tool_calls(action.text).calls
         done = is_done(action.text)
         self._conversation.append(ChatMessage(role="assistant", content=action.text))
+        if self._context is not None:
+            self._context.turns += 1
+            self._context.tokens += token_count(action.prompt_delta) + token_count(action.sampled)
         if done:
             self._answer = final_answer(action.text)
         if not calls:
             return Step(terminated=True) if done else self._observed(NO_CALL)
+        if self._context is not None and calls[0].name in context_tools.NAMES:
+            return self._looked_back(self._context, calls, done=done)
         result = await self._execute(calls[0])
         self._tool_calls += 1
         self._tool_errors += result.failed
         if result.ends:
             done, self._answer = True, self._answer if result.answer is None else result.answer
-        more = further_calls(len(calls) - 1) if len(calls) > 1 else ""
-        text = cut_text(_result_text(result), self._observation_bytes - len(more)) + more
-        step = self._observed(await self._with_pictures(text, result), done=done)
+        step = self._observed(await self._with_pictures(self._shown(result, calls), result), done=done)
         return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(result.failed))
+
+    def _shown(self, result: ToolResult, calls: Sequence[ToolCall]) -> str:
+        """What the policy reads after the first of ``calls``."""
+        text = _result_text(result)
+        if self._context is not None:
+            head = TOOL_RESULT if text.startswith(TOOL_RESULT) else ""
+            text = head + self._context.shortened(text.removeprefix(head))
+        more = further_calls(len(calls) - 1) if len(calls) > 1 else ""
+        return cut_text(text, self._observation_bytes - len(more)) + more
+
+    def _looked_back(self, context: ContextTools, calls: Sequence[ToolCall], *, done: bool) -> Step:
+        """A call of a context tool is answered here and counts as none of the server's."""
+        messages = [(message.role, _plain(message.content)) for message in self._conversation]
+        return self._observed(self._shown(context.call(calls[0].name, calls[0].arguments, messages), calls), done=done)
 
     async def _execute(self, call: ToolCall) -> ToolResult:
         """A tool that does not exist is told from here, at once."""

@@ -15,8 +15,9 @@ import msgspec
 import structlog
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from fleetbus.core.context import status_line
 from fleetbus.core.history import Turn, loss_mask
-from schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, ToolSpec
+from schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, Text, ToolSpec
 from schemas.tokens import pack_mask, token_count
 from workers.environment.base import Environment, Step
 from workers.environment.exchange import Exchange
@@ -110,8 +111,18 @@ class Session:
                 return Conclusion(outcome="completed")
             if step.truncated:
                 return Conclusion(outcome="truncated", error_class="environment")
-            messages, tools = step.messages, ()
+            messages, tools = self._with_status(step.messages), ()
         return Conclusion(outcome="truncated", error_class="turns")
+
+    def _with_status(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+        """The policy's budget at the end of what it sees next, if that is wanted."""
+        if not self._settings.context_status or not messages:
+            return messages
+        request = self._request
+        line = status_line(tokens=self._tokens, max_tokens=request.max_tokens, turn=self.turn, max_turns=request.max_turns)
+        last = messages[-1]
+        content = f"{last.content}\n{line}" if isinstance(last.content, str) else (*last.content, Text(text=line))
+        return (*messages[:-1], msgspec.structs.replace(last, content=content))
 
     async def _next_turn(self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...]) -> Turn | None:
         """The recorded turn if there is one, else the policy's answer; None when its tokens are used up."""

@@ -64,21 +64,17 @@ def environment_factory(
         case "warehouse" if not rest:
             from workers.environment.warehouse.server import serve_task
 
-            return _mcp(
-                serve_task, verifier, observation_bytes, prompt or "compact", replayable=True, call_seconds=call_seconds
-            )
+            return _mcp(serve_task, verifier, observation_bytes, prompt or "compact", settings, replayable=True)
         case "mcp" if rest:
             factory = _load(spec, rest)
             replayable = bool(getattr(factory, "replayable", False))
-            return _mcp(
-                factory, verifier, observation_bytes, prompt or "fleet", replayable=replayable, call_seconds=call_seconds
-            )
+            return _mcp(factory, verifier, observation_bytes, prompt or "fleet", settings, replayable=replayable)
         case "stdio":
-            return _stdio(spec, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
+            return _stdio(spec, rest, verifier, observation_bytes, prompt or "fleet", settings)
         case _ if form.startswith("stdio+"):
-            return _pooled(spec, form, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
+            return _pooled(spec, form, rest, verifier, observation_bytes, prompt or "fleet", settings)
         case "http" | "https" if rest:
-            return _http(spec, rest, verifier, observation_bytes, prompt or "fleet", call_seconds)
+            return _http(spec, rest, verifier, observation_bytes, prompt or "fleet", settings)
         case "openenv" if rest:
             openenv = _adapter(spec, "openenv", "openenv")
             style = prompt or "fleet"
@@ -144,14 +140,19 @@ def _scripted(spec: str, turns: str) -> EnvironmentFactory:
     return _Factory(lambda: ScriptedEnvironment(count), _nothing)
 
 
+def _output_chars(settings: Configuration) -> int | None:
+    """The longest tool output shown at once, where context tools are offered."""
+    return settings.environment.output_chars if settings.environment.context_tools else None
+
+
 def _mcp(
     serve: Callable[[Task], Any],
     verifier: Grader,
     observation_bytes: int,
     prompt: PromptStyle,
+    settings: Configuration,
     *,
     replayable: bool,
-    call_seconds: float,
 ) -> EnvironmentFactory:
     """Environments over server objects: called directly where that is possible, through a client otherwise."""
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
@@ -164,12 +165,17 @@ def _mcp(
     def connect(task: Task) -> Connection:
         server = serve(task)
         if has_default_lifespan(server):
-            return DirectConnection(server, listings, call_seconds=call_seconds)
-        return ClientConnection(partial(open_server, server), host, call_seconds=call_seconds)
+            return DirectConnection(server, listings, call_seconds=settings.limits.tool_call)
+        return ClientConnection(partial(open_server, server), host, call_seconds=settings.limits.tool_call)
 
     return _Factory(
         lambda: McpEnvironment(
-            connect, grader=verifier, prompt=prompt, observation_bytes=observation_bytes, replayable=replayable
+            connect,
+            grader=verifier,
+            prompt=prompt,
+            observation_bytes=observation_bytes,
+            replayable=replayable,
+            output_chars=_output_chars(settings),
         ),
         host.running,
     )
@@ -187,18 +193,24 @@ def _fleet(
 
 
 def _http(
-    spec: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, call_seconds: float
+    spec: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, settings: Configuration
 ) -> EnvironmentFactory:
     """One or several URLs; a URL alone is understood as well."""
     from workers.environment.mcp_environment import McpEnvironment
     from workers.environment.mcp_factories import http_factory
 
-    make = partial(McpEnvironment, grader=verifier, prompt=prompt, observation_bytes=observation_bytes)
-    return _Factory(*http_factory(spec, spec if rest.startswith("//") else rest, make, call_seconds=call_seconds))
+    make = partial(
+        McpEnvironment,
+        grader=verifier,
+        prompt=prompt,
+        observation_bytes=observation_bytes,
+        output_chars=_output_chars(settings),
+    )
+    return _Factory(*http_factory(spec, spec if rest.startswith("//") else rest, make, call_seconds=settings.limits.tool_call))
 
 
 def _pooled(
-    spec: str, form: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, call_seconds: float
+    spec: str, form: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, settings: Configuration
 ) -> EnvironmentFactory:
     from workers.environment.mcp_environment import McpEnvironment
     from workers.environment.mcp_factories import pooled_factory
@@ -206,12 +218,18 @@ def _pooled(
     key, _, tool = form.removeprefix("stdio+").partition("=")
     if key != "reset" or not tool:
         raise UserError(f"environment {spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND")
-    make = partial(McpEnvironment, grader=verifier, prompt=prompt, observation_bytes=observation_bytes)
-    return _Factory(*pooled_factory(_split(spec, rest), tool, make, call_seconds=call_seconds))
+    make = partial(
+        McpEnvironment,
+        grader=verifier,
+        prompt=prompt,
+        observation_bytes=observation_bytes,
+        output_chars=_output_chars(settings),
+    )
+    return _Factory(*pooled_factory(_split(spec, rest), tool, make, call_seconds=settings.limits.tool_call))
 
 
 def _stdio(
-    spec: str, command_line: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, call_seconds: float
+    spec: str, command_line: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, settings: Configuration
 ) -> EnvironmentFactory:
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
     from workers.environment.mcp_environment import McpEnvironment
@@ -220,10 +238,11 @@ def _stdio(
     host = ConnectionHost()
     return _Factory(
         lambda: McpEnvironment(
-            lambda _: ClientConnection(partial(open_command, command), host, call_seconds=call_seconds),
+            lambda _: ClientConnection(partial(open_command, command), host, call_seconds=settings.limits.tool_call),
             grader=verifier,
             prompt=prompt,
             observation_bytes=observation_bytes,
+            output_chars=_output_chars(settings),
         ),
         host.running,
     )

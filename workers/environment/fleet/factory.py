@@ -43,7 +43,7 @@ def fleet_factory(
     base_url = _checked(spec, address or os.environ.get(URL_VARIABLE, "").strip() or DEFAULT_BASE_URL)
     host = FleetHost(base_url=base_url, key=key, run=configuration.run.name, settings=configuration.fleet)
 
-    limits = configuration.limits
+    limits, environment = configuration.limits, configuration.environment
 
     def make() -> Environment:
         platform = PlatformGrader(host)
@@ -59,6 +59,7 @@ def fleet_factory(
             observation_bytes=observation_bytes,
             keep=keep,
             first_call=first_look,
+            output_chars=environment.output_chars if environment.context_tools else None,
         )
 
     return make, host.running

@@ -1,0 +1,107 @@
+"""Context tools beside a server's own, in whole episodes: what the policy sees, what is trained, what a replay repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import pytest
+from mcp.server import Server, ServerRequestContext
+from mcp_types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams, TextContent, Tool
+
+from fleetbus.config.settings import EnvironmentSettings, InferenceSettings
+from schemas import Task
+from tests.support.small_fleet import configured, small_fleet
+from workers.environment.base import EnvironmentFailed, Verdict
+from workers.environment.mcp_connection import DirectConnection
+from workers.environment.mcp_environment import McpEnvironment
+from workers.environment.verifier import VerifierTools
+from workers.inference.scripted import ScriptedTemplate
+
+ROWS = "\n".join(f"row {number}" for number in range(1, 2001))
+TASK = Task(key="t", prompt="Find row 1234.", verifier="graded")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class AlwaysOne:
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        await anyio.lowlevel.checkpoint()
+        return Verdict(reward=1.0)
+
+
+def serve(*names: str) -> Server[Any]:
+    async def listing(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
+        return ListToolsResult(tools=[Tool(name=name, input_schema={"type": "object"}) for name in names or ("rows",)])
+
+    async def calling(_: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+        return CallToolResult(content=[TextContent(text=ROWS)])
+
+    return Server("table", on_list_tools=listing, on_call_tool=calling)
+
+
+def make(**options: Any) -> Callable[[], McpEnvironment]:
+    given: dict[str, Any] = {"grader": AlwaysOne(), "prompt": "compact", "output_chars": 600, **options}
+    return lambda: McpEnvironment(lambda _: DirectConnection(serve(), {}), **given)
+
+
+class Script(ScriptedTemplate):
+    """A policy that says these texts, one after another, whatever it sees."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = list(texts)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._texts.pop(0)
+
+
+def calling(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budget() -> None:
+    script = Script(
+        calling("rows"),
+        calling("search_tool_output", '{"pattern": "row 1234"}'),
+        calling("search_history", '{"pattern": "find row"}'),
+        "It is there. <done>",
+    )
+    configuration = configured(
+        environment=EnvironmentSettings(slots=2, context_status=True),
+        inference=InferenceSettings(slots=4, max_length=1 << 20),
+    )
+    with anyio.fail_after(50):
+        async with small_fleet(configuration) as fleet:
+            fleet.environment("environment", make=make())
+            fleet.inference("inference", template=script)
+            await fleet.request("e", task=TASK, max_turns=9)
+            result = await fleet.result("e")
+            first, *observations = await fleet.observations()
+            actions = await fleet.actions()
+            await fleet.drained()
+    assert (result.outcome, result.reward, result.turns, result.tool_calls) == ("completed", 1.0, 4, 1)
+    assert '"name": "view_tool_output"' in str(first.messages[0].content)
+    texts = [str(observation.messages[-1].content) for observation in observations]
+    assert "[TRUNCATED - " in texts[0]
+    assert "1234: row 1234" in texts[1]
+    assert "message 1 (user): Find row 1234." in texts[2]
+    used = 0
+    for turn, (text, action) in enumerate(zip(texts, actions, strict=False), 1):
+        used += len(action.prompt_delta + action.sampled) // 4
+        assert text.endswith(f"\n[Context: {used:,}/30,720 tokens ({round(100 * used / 30_720)}%), Turn {turn}/9]")
+    assert result.tokens == sum(len(action.prompt_delta + action.sampled) // 4 for action in actions)
+
+
+async def test_a_server_with_a_tool_of_the_same_name_is_refused_by_name() -> None:
+    environment = McpEnvironment(
+        lambda _: DirectConnection(serve("rows", "check_context"), {}), grader=AlwaysOne(), prompt="compact", output_chars=600
+    )
+    with pytest.raises(EnvironmentFailed, match="the server has check_context as well"):
+        await environment.open(TASK)
+    await environment.close()
