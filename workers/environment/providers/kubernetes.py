@@ -82,7 +82,6 @@ class KubernetesProvider:
         variables: Mapping[str, str] | None = None,
         memory_bytes: int = 2 << 30,
         cpus: float = 1.0,
-        server_url: str = "",
     ) -> None:
         self._image = image
         self._port = port
@@ -91,7 +90,6 @@ class KubernetesProvider:
         self._variables = variables or {}
         self._memory_bytes = memory_bytes
         self._cpus = cpus
-        self._server_url = server_url
         self._connected: Any = None
 
     async def start(self, labels: Labels) -> Server:
@@ -165,7 +163,7 @@ class KubernetesProvider:
         from lightkube.resources.batch_v1 import Job
 
         async def list_jobs() -> list[Any]:
-            jobs = self._client().list(Job, namespace=self._namespace, labels={f"{PREFIX}/owner": True})
+            jobs = self._client().list(Job, namespace=self._namespace, labels={f"{PREFIX}/owner": None})
             return [job async for job in jobs]
 
         removed = []
@@ -188,8 +186,7 @@ class KubernetesProvider:
             from lightkube.core.exceptions import ConfigError
 
             try:
-                config = KubeConfig.from_server(self._server_url) if self._server_url else KubeConfig.from_env()
-                self._connected = AsyncClient(config=config, namespace=self._namespace)
+                self._connected = AsyncClient(config=KubeConfig.from_env(), namespace=self._namespace)
             except ConfigError as error:
                 raise EnvironmentFailed(f"no cluster: {error}; run inside one, or set KUBECONFIG") from error
         return self._connected
