@@ -6,7 +6,7 @@ Below is httpx. What goes wrong is sorted here: `ServerTrouble` may pass, here o
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Server:
         assert self.state.dialect is not None, "ask `probe` first"
         return self.state.dialect
 
-    async def stream(self, ask: Ask, session: str) -> AsyncIterator[Piece]:
+    async def stream(self, ask: Ask, session: str) -> AsyncGenerator[Piece, None]:
         """The pieces of one answer as they come; leaving early ends the request on the server too.
 
         Raises `ServerTrouble` (also when the stream ends without a finish reason) or `RequestRefused`.
