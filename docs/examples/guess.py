@@ -1,0 +1,47 @@
+"""An environment of one's own in one file: guess a number between 1 and 100, with hints.
+
+Train on it: fleetbus up --environment guess:Guess --tasks guess.json
+"""
+
+import random
+import re
+
+from schemas import Action, ChatMessage, Task
+from workers.environment.base import Start, Step, Verdict
+
+
+class Guess:
+    """One episode. The task's seed chooses the number, its config may say how many tries there are."""
+
+    replayable = True  # the same guesses lead to the same hints, so a killed worker's episodes go on elsewhere
+
+    async def open(self, task: Task) -> None:
+        self.number = random.Random(task.seed).randint(1, 100)
+        self.tries = int(task.config.get("tries", 7))
+        self.prompt = task.prompt
+        self.found = False
+
+    async def reset(self) -> Start:
+        told = f"{self.prompt}\nGuess my number between 1 and 100. You have {self.tries} tries."
+        return Start(messages=(ChatMessage(role="user", content=told),))
+
+    async def step(self, action: Action) -> Step:
+        self.tries -= 1
+        guessed = re.search(r"\d+", action.text)
+        self.found = guessed is not None and int(guessed[0]) == self.number
+        if self.found or self.tries == 0:
+            return Step(terminated=True)
+        if guessed is None:
+            hint = "That is no number."
+        else:
+            hint = "Higher." if int(guessed[0]) < self.number else "Lower."
+        return Step(messages=(ChatMessage(role="user", content=f"{hint} {self.tries} tries left."),))
+
+    async def state(self) -> dict[str, object]:
+        return {"number": self.number, "tries": self.tries}
+
+    async def verify(self) -> Verdict:
+        return Verdict(reward=1.0 if self.found else 0.0)
+
+    async def close(self) -> None:
+        """Nothing to release."""

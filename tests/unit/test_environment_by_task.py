@@ -1,0 +1,95 @@
+"""Several environments in one run: which task goes where, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fleetbus.config.load import load_configuration
+from fleetbus.errors import UserError
+from schemas import Task
+from workers.cli.options import load_settings
+from workers.environment.base import EnvironmentFailed, MakesByTask
+from workers.environment.by_task import EnvironmentsByTask, check_tasks_served, environments_by_task, specs_by_key
+from workers.environment.scripted import ScriptedEnvironment
+from workers.environment.specs import EnvironmentFactory, environment_factory
+from workers.up.checks import check_environment
+
+
+def make_factory(spec: str) -> EnvironmentFactory:
+    return environment_factory(spec, verifier=None)  # type: ignore[arg-type]
+
+
+def test_a_spec_with_a_key_is_told_from_one_without() -> None:
+    text = "lakes=gym:FrozenLake-v1\n\n  stdio:python -m server --port=1 \nhttp-env=openenv:http://h:1?x=1"
+    assert specs_by_key(text) == {
+        "lakes": "gym:FrozenLake-v1",
+        "": "stdio:python -m server --port=1",
+        "http-env": "openenv:http://h:1?x=1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no environment"),
+        ("a=scripted\na=warehouse", "two environments for the key 'a'"),
+        ("scripted\nwarehouse", "two environments without a key"),
+    ],
+)
+def test_an_unclear_choice_is_one_line(text: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        specs_by_key(text)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_each_task_gets_the_environment_of_its_key_and_others_the_default() -> None:
+    factory = environments_by_task("one=scripted:1\nscripted:2", make_factory)
+    assert isinstance(factory, MakesByTask)
+    async with factory.running():
+        for env, turns in (("one", 1), ("two", 2), ("", 2)):
+            environment = factory.for_task(Task(key="t", env=env))
+            await environment.open(Task(key="t", env=env))
+            assert (await environment.state())["turns"] == turns
+        assert isinstance(factory(), ScriptedEnvironment)
+
+
+def test_without_a_default_an_unknown_key_is_named() -> None:
+    factory = EnvironmentsByTask({"one": make_factory("scripted"), "two": make_factory("scripted")})
+    with pytest.raises(EnvironmentFailed, match="no environment for the key 'three' of task t; this worker serves one, two"):
+        factory.for_task(Task(key="t", env="three"))
+
+
+def test_a_single_spec_is_its_own_factory() -> None:
+    assert not isinstance(environments_by_task("scripted", make_factory), EnvironmentsByTask)
+
+
+def test_tasks_that_nobody_serves_are_refused_before_the_start(tmp_path: Path) -> None:
+    tasks = [Task(key=f"t{number}", env="moon") for number in range(5)]
+    with pytest.raises(UserError, match=r"no environment for the key 'moon' \(5 tasks: t0, t1, t2 \.\.\.\)"):
+        check_tasks_served({"one": "scripted"}, tasks)
+    check_tasks_served({"one": "scripted", "": "scripted"}, tasks)
+    file = tmp_path / "tasks.json"
+    file.write_text(json.dumps([{"key": "t", "prompt": "p", "env_key": "moon"}]))
+    with pytest.raises(UserError, match="add --environment moon=SPEC"):
+        check_environment("one=scripted", str(file))
+    check_environment("moon=scripted", str(file))
+    with pytest.raises(UserError, match="is none of"):
+        check_environment("moon=scripted\none=nonsense")
+
+
+def test_the_choice_may_be_a_list_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "fleetbus.toml"
+    file.write_text('[run]\nenvironment = ["one=scripted", "warehouse"]\n')
+    both = "one=scripted\nwarehouse"
+    assert load_configuration(file=file).configuration.run.environment == both
+    file.write_text('[run]\nenvironment = "warehouse"\n')
+    assert load_configuration(file=file).configuration.run.environment == "warehouse"
+    assert load_settings({"run__environment": ("one=scripted", "warehouse")}, tmp_path).configuration.run.environment == both
+    assert load_settings({"run__environment": ()}, tmp_path).configuration.run.environment == "warehouse"
+    file.write_text("[run]\nenvironment = [1]\n")
+    with pytest.raises(UserError, match="it takes text"):
+        load_configuration(file=file)
