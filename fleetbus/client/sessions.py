@@ -23,6 +23,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.client.workers import HostsSeen
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
 from schemas import ControlRequested, SessionAnswer, SessionCall, Subjects, Task, decode, encode
+from schemas.subjects import check_name
 
 PATIENCE_SECONDS = 5.0
 """After this long without an answer the worker is asked whether it lives; a call that still runs there is joined."""
@@ -56,8 +57,8 @@ class SessionClient:
     """Calls to the sessions of one run. Sessions are named by their callers, so a call can come from any client."""
 
     def __init__(self, bus: Bus, subjects: Subjects) -> None:
-        self._bus = bus
-        self._subjects = subjects
+        self.bus = bus
+        self.subjects = subjects
         self._hosts = HostsSeen(bus, subjects)
         self._where: dict[str, str] = {}
 
@@ -115,10 +116,10 @@ class SessionClient:
         payload = encode(
             SessionCall(**{name: getattr(call, name) for name in call.__struct_fields__} | {"wait_seconds": waiting})
         )
-        subject = self._subjects.rpc(worker, call.session)
+        subject = self.subjects.rpc(worker, call.session)
         while True:
             try:
-                answer = await self._bus.request(subject, payload, timeout=PATIENCE_SECONDS)
+                answer = await self.bus.request(subject, payload, timeout=PATIENCE_SECONDS)
                 return decode(SessionAnswer, answer, subject=subject)
             except NoResponders:
                 return None
@@ -127,9 +128,9 @@ class SessionClient:
                     return None
 
     async def _lives(self, worker: str) -> bool:
-        control = self._subjects.control("environment", worker)
+        control = self.subjects.control("environment", worker)
         try:
-            await self._bus.request(control, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)
+            await self.bus.request(control, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)
         except (NoResponders, RequestUnanswered):
             return False
         return True
@@ -147,13 +148,13 @@ class SessionClient:
 
 
 class Session:
-    """One open session. Use it from one task at a time."""
+    """One open session. Use it from one task at a time. Its name has to be one token of a subject (`BadName`)."""
 
     def __init__(self, client: SessionClient, name: str, *, timeout: float) -> None:
         self._client = client
         self._timeout = timeout
         self._number = 0
-        self.name = name
+        self.name = check_name("session", name)
 
     async def make(self, kind: Any, **fields: Any) -> SessionAnswer:
         """One call; raises `SessionFailed` when it was refused or ended the session, `SessionUnavailable` in time."""

@@ -1,0 +1,87 @@
+"""``fleetbus gateway``: environments of the bus behind the protocols of other trainers."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus.errors import UserError
+from workers.cli.options import SettingsCommand, settings_options
+from workers.cli.role import Work, role_options, run_role
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+
+@click.group("gateway")
+def command() -> None:
+    """Environments of the bus behind the protocols of other trainers, whose clients stay as they are."""
+
+
+@command.command("gym", cls=SettingsCommand)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@click.option("--api-key", envvar="GYM_API_KEY", default="", help="What clients have to send (better: GYM_API_KEY)")
+@click.option(
+    "--max-inflight", envvar="GYM_MAX_INFLIGHT", type=click.IntRange(0), default=0, help="Calls at a time; 0: no limit"
+)
+@click.option("--admit-timeout", envvar="GYM_ADMIT_TIMEOUT", type=float, default=5.0, help="Seconds a call waits for its turn")
+@click.option("--max-sessions", type=click.IntRange(0), default=0, help="Sessions at a time; 0: as many as workers have slots")
+@click.option("--session-timeout", type=float, default=3600.0, help="Seconds without a call until a session is closed")
+@role_options
+@settings_options("run", "nats", "log")
+def gym(host: str, port: int, **values: Any) -> int:
+    """The remote-gym protocol (multipart over HTTP): GymImageEnvClient and its like play on the bus's environments.
+
+    A client's retries are executed once, whatever dies in between: worker, gateway or connection. Clients have to send
+    what the variable GYM_API_KEY holds, if it is set.
+    """
+    names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
+    given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
+    if host not in ("127.0.0.1", "localhost", "::1") and not given["api_key"]:
+        raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
+    return run_role("gateway", partial(_load_gym, host, port, given), values)
+
+
+def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
+    from contextlib import asynccontextmanager
+
+    import structlog
+
+    from fleetbus.client.sessions import sessions
+    from fleetbus.presence import Presence, present
+    from schemas import Heartbeat, Subjects
+    from workers.gateway.gym_app import GymGateway, GymSettings
+    from workers.gateway.gym_calls import GymCalls, task_of_config
+    from workers.gateway.serve import bound, serve
+
+    settings = GymSettings(**given)
+    listener = bound(host, port)
+
+    async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        subjects = Subjects(configuration.run.name)
+
+        @asynccontextmanager
+        async def entered() -> Any:
+            async with sessions(bus, subjects) as client:
+                yield GymCalls(
+                    client,
+                    task_of=task_of_config,
+                    call_seconds=settings.call_seconds,
+                    max_sessions=settings.max_sessions,
+                )
+
+        def beat() -> Heartbeat:
+            return Heartbeat(role="gateway", worker=name)
+
+        presence = Presence(bus, subjects, role="gateway", worker=name, beat=beat, lane=None)
+        async with present(presence, bus, None, slots=0):
+            structlog.get_logger().info("listening", url=f"http://{host}:{listener.getsockname()[1]}")
+            await serve(GymGateway(entered, settings).application(), listener, drain)
+
+    return work

@@ -1,0 +1,215 @@
+"""What the methods of the remote-gym protocol mean as calls to a session on the bus.
+
+A client of this protocol repeats whatever is not answered with 200, so only what is worth repeating gets another status: an
+environment that failed ends the episode with ``done`` and says in ``info`` that it must not be trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fleetbus.client.sessions import SessionClient
+from fleetbus.core.journal import Journal
+from schemas import ChatMessage, SessionAnswer, SessionCall, Task
+from schemas.chat import Text
+from schemas.subjects import BadName, check_name
+from workers.environment.stepwise.journal import journal_of
+from workers.gateway.gym_wire import Request
+
+METHODS = ("system_prompt", "reset", "step", "close")
+FAILED = "Environment Error"
+
+
+class Refused(Exception):
+    """An answer that is not 200; the text is its ``detail``."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class Known(msgspec.Struct):
+    """A session as this gateway saw it; times are Unix seconds. ``busy``: calls in work."""
+
+    created_at: float
+    last_access: float
+    busy: int = 0
+
+
+TaskOf = Callable[[dict[str, Any]], Task]
+"""The task that a client's ``env_config`` means; raises `ValueError` with what is wrong."""
+
+
+def task_of_config(config: dict[str, Any]) -> Task:
+    """A task made of the configuration itself: the environment reads it from ``task.config``."""
+    return Task(
+        key=str(config.get("task_key", config.get("key", "gym"))),
+        env=str(config.get("env_key", "")),
+        prompt=str(config.get("prompt", "")),
+        config=config,
+    )
+
+
+class GymCalls:
+    """Methods to answers, for all sessions that come through one gateway."""
+
+    def __init__(
+        self, client: SessionClient, *, task_of: TaskOf, call_seconds: float, max_sessions: int = 0, prefix: str = ""
+    ) -> None:
+        self._client = client
+        self._task_of = task_of
+        self._call_seconds = call_seconds
+        self._max_sessions = max_sessions
+        self._prefix = prefix
+        self.sessions: dict[str, Known] = {}
+
+    async def connect(self, request: Request) -> dict[str, Any]:
+        """A session of one's own per call; its name comes from the call's key, so a repetition finds the same one."""
+        config = request.fields.get("env_config") or {}
+        if not isinstance(config, dict):
+            raise Refused(400, "env_config must be an object")
+        seed = _seed(request.fields.get("seed"))
+        session = self._prefix + request.key
+        if self._max_sessions and session not in self.sessions and len(self.sessions) >= self._max_sessions:
+            raise Refused(503, f"Max sessions limit reached ({self._max_sessions}). Try again later or close sessions.")
+        try:
+            task = msgspec.structs.replace(self._task_of(config), seed=seed)
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+        self._touch(session)
+        opened = await self._made(SessionCall(session=session, call="open", key=request.key, task=task))
+        if opened.end is not None or seed is None:
+            return {"session_id": session} | (_failed(opened) if opened.end is not None else {})
+        return {"session_id": session} | await self._reset(session, f"{request.key}r", seed)
+
+    async def call(self, request: Request) -> dict[str, Any]:
+        """One method of a session."""
+        session, method = request.fields.get("session_id"), request.fields.get("method")
+        if not session or not isinstance(session, str):
+            raise Refused(400, "session_id required")
+        if not method:
+            raise Refused(400, "method required")
+        if not _is_name(session):
+            raise Refused(404, f"Session {session} not found")
+        if method not in METHODS:
+            raise Refused(400, f"method {method!r} is none of: {', '.join(METHODS)}")
+        parameters = request.fields.get("params") or {}
+        if not isinstance(parameters, dict):
+            raise Refused(400, "params must be an object")
+        known = self._touch(session)
+        known.busy += 1
+        try:
+            return await self._method(session, str(method), request.key, parameters)
+        finally:
+            known.busy -= 1
+            known.last_access = time.time()
+
+    async def expire(self, session: str) -> None:
+        """Close what nobody has used for too long."""
+        self.sessions.pop(session, None)
+        await self._client.call(SessionCall(session=session, call="close", key="expired"), timeout=self._call_seconds)
+
+    async def _method(self, session: str, method: str, key: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        if method == "system_prompt":
+            return {"obs": await self._system_prompt(session)}
+        if method == "reset":
+            return await self._reset(session, key, _seed(parameters.get("seed", 0)))
+        if method == "close":
+            await self._made(SessionCall(session=session, call="close", key=key))
+            self.sessions.pop(session, None)
+            return {"closed": True}
+        return await self._step(session, key, str(parameters.get("action_str", "")))
+
+    async def _reset(self, session: str, key: str, seed: int | None) -> dict[str, Any]:
+        answer = await self._made(SessionCall(session=session, call="reset", key=key, seed=seed))
+        if answer.end is not None:
+            return _failed(answer)
+        shown = [message for message in answer.messages if message.role != "system"]
+        return {"obs": _text(shown), "info": answer.state}
+
+    async def _step(self, session: str, key: str, action: str) -> dict[str, Any]:
+        answer = await self._made(SessionCall(session=session, call="step", key=key, text=action))
+        if answer.end is not None:
+            return _failed(answer) | {"reward": 0.0, "done": True}
+        done = answer.terminated or answer.truncated
+        reward = answer.reward or 0.0
+        info = answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
+        if done:
+            reward += await self._graded(session, key, info)
+        return {"obs": _text(answer.messages), "reward": reward, "done": done, "info": info}
+
+    async def _graded(self, session: str, key: str, info: dict[str, Any]) -> float:
+        """The verdict of an environment that grades only at the end; what it rewarded step by step is the grade otherwise."""
+        journal = await self._journal(session)
+        if any(record.answer.reward for record in journal.records if record.call.call == "step"):
+            return 0.0
+        answer = await self._made(SessionCall(session=session, call="verify", key=f"{key}v"))
+        if answer.end is not None or answer.reward is None:
+            info |= {"training_usable": False, "error": answer.error or answer.reason or "no verdict"}
+            return 0.0
+        info.setdefault("success", answer.reward > 0)
+        return answer.reward
+
+    async def _system_prompt(self, session: str) -> str:
+        journal = await self._journal(session)
+        for record in reversed(journal.records):
+            if record.call.call == "reset":
+                return _text([message for message in record.answer.messages if message.role == "system"])
+        if journal.claim is None:
+            raise Refused(404, f"Session {session} not found")
+        raise Refused(400, "reset comes before system_prompt")
+
+    async def _journal(self, session: str) -> Journal:
+        return await journal_of(self._client.bus, self._client.subjects, session)
+
+    async def _made(self, call: SessionCall) -> SessionAnswer:
+        """An answer that was executed, now or before; raises `Refused` otherwise."""
+        answer = await self._client.call(call, timeout=self._call_seconds)
+        if answer.refusal in ("unknown", "closed"):
+            self.sessions.pop(call.session, None)
+            if answer.end in ("env_failed", "timeout", "lost"):
+                return answer
+            raise Refused(404, f"Session {call.session} not found")
+        if answer.refusal:
+            raise Refused(400, answer.error)
+        return answer
+
+    def _touch(self, session: str) -> Known:
+        now = time.time()
+        known = self.sessions.setdefault(session, Known(created_at=now, last_access=now))
+        known.last_access = now
+        return known
+
+
+def _failed(answer: SessionAnswer) -> dict[str, Any]:
+    """An environment's failure as an end that no client repeats, and nobody mistakes for the policy's."""
+    info = {"training_usable": False, "outcome": answer.end, "error_class": answer.error_class, "error": answer.error}
+    return {"obs": FAILED, "info": info}
+
+
+def _text(messages: list[ChatMessage] | tuple[ChatMessage, ...]) -> str:
+    return "\n".join(_content(message) for message in messages)
+
+
+def _content(message: ChatMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(part.text if isinstance(part, Text) else "<image>" for part in message.content)
+
+
+def _is_name(session: str) -> bool:
+    try:
+        check_name("session", session)
+    except BadName:
+        return False
+    return True
+
+
+def _seed(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise Refused(400, "seed must be an integer")

@@ -1,0 +1,166 @@
+"""The remote-gym service around a user's own environment class: the same gateway, with everything in one process.
+
+    class MyHandler(BaseGymHandler):
+        async def create_env(self, env_config):
+            return MyEnvironment(env_config)
+
+    app = build_gym_service(MyHandler(session_timeout=1800.0, max_sessions=100))   # uvicorn.run(app)
+
+An environment has ``reset(seed)``, ``step(action)``, ``system_prompt()`` and ``close()``, all asynchronous. Each call is
+executed once, one at a time per session, however often a client repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+from starlette.applications import Starlette
+
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus.client.sessions import sessions
+from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from fleetbus.presence import HEARTBEAT_SECONDS
+from schemas import Action, ChatMessage, Heartbeat, Subjects, Task, encode
+from workers.environment.attempts import Crew
+from workers.environment.base import Start, Step, Verdict
+from workers.environment.outputs import plain_number
+from workers.environment.stepwise.host import SessionHost
+from workers.gateway.gym_app import GymGateway, GymSettings
+from workers.gateway.gym_calls import GymCalls, task_of_config
+
+RUN = "gym"
+WORKER = "local"
+UNLIMITED_SLOTS = 4096
+
+
+class BaseGymHandler(ABC):
+    """Makes environments. A session without a call for ``session_timeout`` seconds is closed; ``max_sessions`` 0: no limit."""
+
+    def __init__(self, session_timeout: float = 3600.0, max_sessions: int = 0) -> None:
+        self.session_timeout = session_timeout
+        self.max_sessions = max_sessions
+
+    @abstractmethod
+    async def create_env(self, env_config: dict[str, Any]) -> Any:
+        """A new environment for one session."""
+
+    async def aclose(self) -> None:  # noqa: B027 - most handlers have nothing that outlives sessions
+        """Release what outlives sessions; called once, when the service stops."""
+
+
+class GymService:
+    """The service as the protocol's newer servers are made: ``GymService(handler, ...).build()``."""
+
+    def __init__(self, handler: BaseGymHandler, max_inflight: int = 0, admit_timeout: float = 5.0, api_key: str = "") -> None:
+        self._handler = handler
+        self._settings = GymSettings(
+            api_key=api_key or os.environ.get("GYM_API_KEY", ""),
+            max_inflight=max_inflight,
+            admit_timeout=admit_timeout,
+            max_sessions=handler.max_sessions,
+            session_timeout=handler.session_timeout,
+        )
+
+    def build(self) -> Starlette:
+        """The ASGI application."""
+        return GymGateway(self._entered, self._settings).application()
+
+    @asynccontextmanager
+    async def _entered(self) -> AsyncIterator[GymCalls]:
+        subjects = Subjects(RUN)
+        slots = self._handler.max_sessions or UNLIMITED_SLOTS
+        async with MemoryServer().connect(RUN, worker=WORKER) as bus:
+            await bus.declare(plan_run(RUN, lanes=1))
+            crew = Crew(
+                bus=bus,
+                subjects=subjects,
+                worker=WORKER,
+                lane="",
+                settings=EnvironmentSettings(),
+                limits=LimitSettings(idle=self._handler.session_timeout),
+                make=lambda task: HandlerEnvironment(self._handler),
+                nonce=lambda: secrets.token_hex(8),
+            )
+            host = SessionHost(crew, slots, defaultdict(float))
+
+            async def beat() -> None:
+                while True:
+                    heartbeat = Heartbeat(role="environment", worker=WORKER, session_slots=slots, sessions=host.open)
+                    await bus.broadcast(subjects.heartbeat("environment", WORKER), encode(heartbeat))
+                    await anyio.sleep(HEARTBEAT_SECONDS)
+
+            try:
+                async with sessions(bus, subjects) as client, anyio.create_task_group() as group:
+                    group.start_soon(host.run)
+                    await anyio.lowlevel.checkpoint()
+                    group.start_soon(beat)
+                    yield GymCalls(
+                        client,
+                        task_of=task_of_config,
+                        call_seconds=self._settings.call_seconds,
+                        max_sessions=self._handler.max_sessions,
+                    )
+                    group.cancel_scope.cancel()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._handler.aclose()
+
+
+def build_gym_service(handler: BaseGymHandler) -> Starlette:
+    """The service as the protocol's first servers are made: limits and key come from ``GYM_API_KEY``, ``GYM_MAX_INFLIGHT``
+    and ``GYM_ADMIT_TIMEOUT``."""
+    return GymService(
+        handler,
+        max_inflight=int(os.environ.get("GYM_MAX_INFLIGHT", "0")),
+        admit_timeout=float(os.environ.get("GYM_ADMIT_TIMEOUT", "5")),
+    ).build()
+
+
+class HandlerEnvironment:
+    """A handler's environment behind fleetbus's calls. It rewards step by step and has no verdict of its own."""
+
+    replayable = False
+
+    def __init__(self, handler: BaseGymHandler) -> None:
+        self._handler = handler
+        self._environment: Any = None
+
+    async def open(self, task: Task) -> None:
+        self._seed = task.seed or 0
+        self._environment = await self._handler.create_env(dict(task.config))
+
+    async def reset(self) -> Start:
+        observation, info = await self._environment.reset(self._seed)
+        system = await self._environment.system_prompt()
+        messages = (_message("system", system), _message("user", observation))
+        return Start(messages=messages, info=info)
+
+    async def step(self, action: Action) -> Step:
+        observation, reward, done, info = await self._environment.step(action.text)
+        return Step(messages=(_message("user", observation),), reward=plain_number(reward), terminated=bool(done), info=info)
+
+    async def state(self) -> dict[str, Any]:
+        await anyio.lowlevel.checkpoint()
+        return {}
+
+    async def verify(self) -> Verdict:
+        await anyio.lowlevel.checkpoint()
+        return Verdict(reward=0.0)
+
+    async def close(self) -> None:
+        if self._environment is not None:
+            await self._environment.close()
+
+
+def _message(role: Any, observation: Any) -> ChatMessage:
+    text = observation["obs_str"] if isinstance(observation, dict) else observation
+    return ChatMessage(role=role, content=str(text))

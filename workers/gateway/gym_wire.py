@@ -1,0 +1,50 @@
+"""The bytes of the remote-gym protocol on the server's side: requests read in both generations, answers written in one.
+
+A request's boundary is the same in all repetitions of one call, and new for every call: it names the call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from email.message import Message
+from typing import Any
+
+import msgspec
+
+from workers.environment.remote_gym_wire import WireError, decode_response
+
+_JSON = "Content-Type: application/json; charset=utf-8"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """``key`` names the logical call: all repetitions have the same."""
+
+    fields: dict[str, Any]
+    key: str
+
+
+def read_request(content_type: str, body: bytes) -> Request:
+    """The JSON part of a request, whose images nobody looks at. Raises `WireError` with what is wrong."""
+    fields = decode_response(content_type, body).fields
+    header = Message()
+    header["Content-Type"] = content_type
+    boundary = header.get_param("boundary")
+    named = str(boundary).encode() if boundary else b""
+    # A client that sends a fixed boundary, or bare JSON, says nothing about repetitions: every request of it is a new call.
+    key = hashlib.sha256(named).hexdigest()[:32] if len(named) >= 24 else secrets.token_hex(16)
+    return Request(fields=fields, key=key)
+
+
+def write_answer(fields: dict[str, Any]) -> tuple[str, bytes]:
+    """Content type and body of an answer."""
+    boundary = f"gym_env_{secrets.token_hex(16)}"
+    payload = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")
+    head = (
+        f'--{boundary}\r\nContent-Disposition: form-data; name="data"\r\nContent-Type: application/json; charset=utf-8\r\n\r\n'
+    )
+    return f'multipart/mixed; boundary="{boundary}"', head.encode() + payload + f"\r\n--{boundary}--\r\n".encode()
+
+
+__all__ = ["Request", "WireError", "read_request", "write_answer"]

@@ -1,0 +1,70 @@
+"""An ASGI application on a port of its own, until it is told to stop; what still runs then is finished, within limits."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import anyio
+import uvicorn
+
+from fleetbus.errors import UserError
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection, so that none is closed under a request."""
+
+GRACE_SECONDS = 10
+BACKLOG = 2048
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A listening socket; raises `UserError` when the port is taken or the host is none of this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
+    return listener
+
+
+async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *, connections: int = 4096) -> None:
+    """Serve on a bound socket until ``stop``; the socket is closed at the end. Further connections than that get a 503."""
+    configuration = uvicorn.Config(
+        application,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        limit_concurrency=connections,
+        server_header=False,
+    )
+    server = _Server(configuration)
+    with listener:
+        async with anyio.create_task_group() as group:
+
+            async def obey() -> None:
+                await stop.wait()
+                server.should_exit = True
+
+            group.start_soon(obey)
+            await server.serve(sockets=[listener])
+            group.cancel_scope.cancel()
+    if not server.started:
+        raise RuntimeError("the application did not start")
+
+
+class _Server(uvicorn.Server):
+    """Signals are the command line's business."""
+
+    def install_signal_handlers(self) -> None:
+        return
+
+    def capture_signals(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
