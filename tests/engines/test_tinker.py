@@ -60,7 +60,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerSettings
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    backend = '{"max_lora_adapters":4,"max_lora_rank":8,"train_micro_batch_size":4,"sample_max_num_sequences":8}'
+    backend = '{"max_lora_adapters":8,"max_lora_rank":8,"train_micro_batch_size":4,"sample_max_num_sequences":8}'
     cache = Path(os.environ.get("FLEETBUS_JAX_CACHE", folder / "jax"))
     command = [
         sys.executable, str(Path(__file__).with_name("tinker_server.py")), "api", "--port", str(port),

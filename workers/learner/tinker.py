@@ -24,7 +24,7 @@ from fleetbus.errors import UserError
 from schemas import TensorEntry
 from workers.learner.base import TrainingSequence
 from workers.learner.tinker_batches import Measured, datum_arrays
-from workers.tinker_service import SamplerPath
+from workers.tinker_service import SamplerPath, one_line
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import LearnerSettings, TinkerSettings
@@ -118,8 +118,16 @@ class TinkerTrainer:
     @property
     def _model(self) -> Any:
         """The training client, made at its first use: a model on the service costs memory there."""
+        import tinker
+
         if self._training is None:
-            self._training = self._client.create_lora_training_client(base_model=self._base_model, rank=self._settings.rank)
+            base_model, rank = self._base_model, self._settings.rank
+            try:
+                self._training = self._client.create_lora_training_client(base_model=base_model, rank=rank)
+            except (tinker.TinkerError, ValueError) as error:
+                raise UserError(
+                    f"the Tinker service makes no adapter of rank {rank} on {base_model}: {one_line(error)}"
+                ) from error
         return self._training
 
     def _rate(self, progress: float) -> float:
