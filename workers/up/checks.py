@@ -59,6 +59,8 @@ def check_engine(configuration: Configuration) -> None:
         raise UserError("inference.engine = openai needs inference.urls: base URLs of servers, separated by commas")
     if (inference.engine == "tinker") != (configuration.learner.trainer == "tinker"):
         raise UserError("weights of a Tinker service stay there: set both inference.engine and learner.trainer to tinker")
+    if inference.engine == "tinker" and configuration.weights.full_every != 1:
+        raise UserError("versions of a Tinker service are names, which have no differences: leave out weights.full_every")
     if not inference.python:
         check_packages(inference.engine)
         return
