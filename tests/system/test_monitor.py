@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,25 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.episodes import episode_entry
 from fleetbus.errors import UserError
-from schemas import Heartbeat, LineageStarted, StepTrained, Subjects, WorkerStarted, encode
-from tests.support.small_fleet import RUN, small_fleet
+from schemas import (
+    EpisodeFinished,
+    EpisodeRequested,
+    Heartbeat,
+    LineageStarted,
+    PolicyPublished,
+    StepTrained,
+    Subjects,
+    Task,
+    WorkerStarted,
+    encode,
+)
+from tests.support.small_fleet import LANES, RUN, configured
+from workers.environment.scripted import ScriptedEnvironment
+from workers.environment.worker import run_environment
+from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from workers.inference.worker import run_inference
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -175,24 +192,55 @@ async def test_events_bring_new_points_once_and_workers_as_they_come_and_fall_si
     assert "working" in states
 
 
+@asynccontextmanager
+async def played(episodes: int) -> AsyncIterator[MemoryServer]:
+    """A run in which one environment worker and one inference worker have played so many episodes, and are still there."""
+    server, drain = MemoryServer(), anyio.Event()
+    configuration = configured()
+    async with (
+        server.connect(RUN, worker="test") as bus,
+        server.connect(RUN, worker="environment-0") as first,
+        server.connect(RUN, worker="inference-0") as second,
+    ):
+        await bus.declare(plan_run(RUN, lanes=LANES))
+        published = PolicyPublished(policy="default", version=0, lineage="a", step=0, uri="", manifest=(), size_bytes=0)
+        await bus.publish(SUBJECTS.policy("default"), encode(published))
+        play = partial(run_environment, first, configuration=configuration, name="environment-0", drain=drain)
+        sample = partial(run_inference, second, configuration=configuration, name="inference-0", drain=drain)
+        async with anyio.create_task_group() as workers:
+            workers.start_soon(partial(play, make=ScriptedEnvironment))
+            workers.start_soon(partial(sample, sampler=ScriptedSampler(), template=ScriptedTemplate()))
+            for number in range(episodes):
+                request = EpisodeRequested(
+                    episode_id=f"e{number}",
+                    group_id="g",
+                    sample_index=number,
+                    split="train",
+                    task=Task(key="t"),
+                    policy="default",
+                    deadline_ns=bus.now_ns() + 60 * 10**9,
+                )
+                await bus.publish(SUBJECTS.task("default", f"e{number}"), encode(request))
+            async with bus.read([SUBJECTS.episodes]) as reader:
+                finished = 0
+                while finished < episodes:
+                    finished += isinstance(episode_entry(await reader.receive()), EpisodeFinished)
+            yield server
+            drain.set()
+
+
 async def test_episodes_are_listed_filtered_and_shown_token_by_token() -> None:
     with anyio.fail_after(50):
-        async with small_fleet() as fleet:
-            fleet.environment("environment-0")
-            fleet.inference("inference-0")
-            for number in range(5):
-                await fleet.request(f"e{number}")
-            await fleet.all_results(5)
-            async with fleet.connect("monitor") as watching, served(watching) as page:
-                while (await page.get("/api/episodes", state="completed"))["total"] < 5:  # noqa: ASYNC110  # another task reads the log
-                    await anyio.sleep(0.05)
-                paged = await page.get("/api/episodes", limit=2, offset=1)
-                assert (paged["total"], [row["episode_id"] for row in paged["rows"]]) == (5, ["e3", "e2"])
-                assert (await page.get("/api/episodes", text="E4"))["total"] == 1
-                assert (await page.get("/api/episodes", state="lost"))["total"] == 0
-                assert (await page.get("/api/groups"))["rows"][0]["episodes"] == 5
-                shown = await page.get("/api/episodes/e2")
-                assert {row["role"] for row in (await page.get("/api/overview"))["workers"]} >= {"environment", "inference"}
+        async with played(5) as server, server.connect(RUN, worker="monitor") as watching, served(watching) as page:
+            while (await page.get("/api/episodes", state="completed"))["total"] < 5:  # noqa: ASYNC110  # another task reads the log
+                await anyio.sleep(0.05)
+            paged = await page.get("/api/episodes", limit=2, offset=1)
+            assert (paged["total"], [row["episode_id"] for row in paged["rows"]]) == (5, ["e3", "e2"])
+            assert (await page.get("/api/episodes", text="E4"))["total"] == 1
+            assert (await page.get("/api/episodes", state="lost"))["total"] == 0
+            assert (await page.get("/api/groups"))["rows"][0]["episodes"] == 5
+            shown = await page.get("/api/episodes/e2")
+            assert {row["role"] for row in (await page.get("/api/overview"))["workers"]} >= {"environment", "inference"}
     assert shown["result"]["outcome"] == "completed" and shown["row"]["state"] == "completed"
     assert shown["spans"][0]["start"] == 0.0 and shown["spans"][-1]["kind"] == "verify"
     assert all(before["end"] == after["start"] for before, after in zip(shown["spans"], shown["spans"][1:], strict=False))

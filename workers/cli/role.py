@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -64,9 +65,10 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
 
 
 def made_up_name(role: str) -> str:
-    """A name that no other worker of the run has: role, host and process id."""
+    """A name that no other worker of the run has or had: role, host, process id, and a random part, because a container that
+    is started again has the same host and the same process id."""
     host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:64] or "host"
-    return f"{role}-{host}-{os.getpid()}"
+    return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def server_url(configuration: Configuration) -> str:
