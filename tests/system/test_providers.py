@@ -418,7 +418,7 @@ async def test_a_container_that_cannot_run_is_told_and_removed(engine: Any) -> N
 
     for image, command, words in (
         ("fleetbus-no-such-image", (), "there is no image|did not start"),
-        ("python:3.11-slim", ("no-such-program",), "did not start"),
+        ("python:3.11-slim", ("no-such-program",), "no-such-program"),
         ("python:3.11-slim", ("python", "-c", "raise SystemExit('no database')"), "no database"),
     ):
         provider = DockerProvider(image, port=8000, command=command)

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -24,6 +24,7 @@ from fleetbus.errors import UserError
 from schemas import Action, Task
 from workers.environment.base import Environment, Start, Step, Verdict
 
+T = TypeVar("T")
 CALLS = ("open", "reset", "step", "state", "verify", "close")
 SPARE_THREADS = 8
 """Threads beyond one per episode: calls that were given up keep theirs until they end."""
@@ -141,7 +142,7 @@ class ClassEnvironment:
         return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
 
 
-def _of_type(kind: type[Any], value: Any, call: str) -> Any:
+def _of_type(kind: type[T], value: Any, call: str) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"{call} gave {type(value).__name__}; it must give {kind.__name__}")
     return value

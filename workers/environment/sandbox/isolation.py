@@ -107,7 +107,7 @@ async def _try_all(kinds: Sequence[Kind]) -> Isolation | str:
             if not leak:
                 return isolation
             reasons.append(f"{kind}: {leak}")
-    return "; ".join(dict.fromkeys(reasons))
+    return "; ".join(dict.fromkeys(reasons)) or "none is allowed"
 
 
 async def _leak(isolation: Isolation) -> str:

@@ -26,15 +26,17 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "sandbox", "inside"))
 
-import confine
-
 TYPE_CHECKING = False  # the module typing would double the memory that every fork has to copy tables for
 if TYPE_CHECKING:
     from types import CodeType
     from typing import Any, NoReturn, Protocol
 
+    from workers.environment.sandbox.inside import confine
+
     class Asking(Protocol):
         def ask(self, call: str, *arguments: Any) -> Any: ...
+else:
+    import confine
 
 
 FIRST_USER = confine.FIRST_USER + 0x20000000

@@ -12,7 +12,11 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import confine
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from workers.environment.sandbox.inside import confine
+else:
+    import confine
 
 
 def leaks() -> list[str]:

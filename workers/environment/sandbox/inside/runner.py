@@ -18,11 +18,13 @@ import traceback
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import confine
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
+
+    from workers.environment.sandbox.inside import confine
+else:
+    import confine
 
 
 class TimeUp(BaseException):
