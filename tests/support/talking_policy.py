@@ -26,6 +26,7 @@ def tool_call(name: str, /, **arguments: object) -> str:
 
 LINES: dict[str, tuple[str, ...]] = {
     "warehouse": (tool_call("find_item", name="bolt"), "42 <done>"),
+    "shop": (tool_call("price", name="ink"), "9 <done>"),
     "echo": ("hello",),
     "tools": (tool_call("add", a=1, b=1), tool_call("add", a=2, b=3)),
     "climb": ("up",),

@@ -21,6 +21,7 @@ from fleetbus.config.settings import (
     EnvironmentSettings,
     EpisodeSettings,
     EvaluationSettings,
+    FleetSettings,
     InferenceSettings,
     LearnerSettings,
     LimitSettings,
@@ -28,6 +29,8 @@ from fleetbus.config.settings import (
 )
 from fleetbus.core.audit_findings import Report
 from schemas import EpisodeFinished, Task
+from tests.support.fleet_platform.platform import KEY, FleetPlatform
+from tests.support.http_server import serving
 from tests.support.openenv_server import OpenEnvDouble, openenv_double
 from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
@@ -38,7 +41,14 @@ from workers.environment.specs import EnvironmentFactory, environment_factory
 from workers.learner.curriculum import curriculum_from_file
 from workers.learner.scripted import ScriptedTrainer
 
-WORLDS = {"shelves": "warehouse", "words": "echo", "sums": "tools", "hills": "climb", "lakes": "lake"}
+WORLDS = {
+    "shelves": "warehouse",
+    "shop": "shop",
+    "words": "echo",
+    "sums": "tools",
+    "hills": "climb",
+    "lakes": "lake",
+}
 """Environment keys of the tasks, and the world that their prompts name."""
 TASKS_PER_KIND = 4
 
@@ -46,6 +56,11 @@ TASKS_PER_KIND = 4
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def fleet_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_API_KEY", KEY)
 
 
 class AlwaysOne:
@@ -59,37 +74,44 @@ class AlwaysOne:
 class Grounds:
     """The servers, and the specs that lead to them."""
 
-    def __init__(self, words: OpenEnvDouble, sums: OpenEnvDouble, hills: RemoteGymDouble, again: Any) -> None:
-        self.words, self.sums, self.hills = words, sums, hills
+    def __init__(
+        self, words: OpenEnvDouble, sums: OpenEnvDouble, hills: RemoteGymDouble, again: Any, shop: str, platform: FleetPlatform
+    ) -> None:
+        self.words, self.sums, self.hills, self.platform = words, sums, hills, platform
         self.again = again
+        self.shop = shop
 
     def factory(self) -> EnvironmentFactory:
         specs = (
             "shelves=warehouse",
+            f"shop=fleet:{self.shop}",
             f"words=openenv:{self.words.url}",
             f"sums=openenv:{self.sums.url}",
             f"hills=remote-gym:{self.hills.url}",
             "lakes=gym:FrozenLake-v1",
         )
-        return environments_by_task("\n".join(specs), partial(environment_factory, verifier=AlwaysOne(), prompt="compact"))
+        settings = Configuration(fleet=FleetSettings(verifier="local"))
+        make = partial(environment_factory, verifier=AlwaysOne(), prompt="compact", configuration=settings)
+        return environments_by_task("\n".join(specs), make)
 
 
 @asynccontextmanager
 async def grounds(**remote_gym: Any) -> AsyncIterator[Grounds]:
-    hills = RemoteGymDouble(**remote_gym)
+    hills, platform = RemoteGymDouble(**remote_gym), FleetPlatform()
     async with (
+        serving(platform.app) as shop,
         openenv_double() as words,
         openenv_double(world="tools") as sums,
         remote_gym_double(hills) as again,
     ):
-        yield Grounds(words, sums, hills, again)
+        yield Grounds(words, sums, hills, again, shop.url, platform)
 
 
 def make_task(key: str, number: int = 0) -> Task:
     config: dict[str, Any] = {"kwargs": {"is_slippery": False}} if key == "lakes" else {}
     if key == "hills":
         config = {"backoff": 0.01, "retries": 0}
-    verifier = "def verify(env): return 1" if key == "shelves" else None
+    verifier = "def verify(env): return 1" if key in ("shelves", "shop") else None
     return Task(key=f"{key}-{number}", env=key, prompt=f"WORLD={WORLDS[key]}", seed=number, config=config, verifier=verifier)
 
 
@@ -137,6 +159,7 @@ async def play(folder: Path, **learner: int) -> tuple[Report, list[EpisodeFinish
         report = await audit_run(fleet.bus, fleet.subjects)
         results = [result for results in fleet.results.values() for result in results]
         assert (ground.words.active, ground.sums.active, ground.hills.sessions) == (0, 0, {}), "a session was left open"
+        assert not ground.platform.running, "an instance was left"
     return report, results
 
 
@@ -150,13 +173,13 @@ def check(report: Report, results: list[EpisodeFinished], episodes: int) -> None
     assert {result.env for result in results} == set(WORLDS)
     completed = [result for result in results if result.outcome == "completed"]
     rewards = {key: {result.reward for result in completed if result.env == key} for key in WORLDS}
-    assert rewards == {"shelves": {1.0}, "words": {1.5}, "sums": {1.0}, "hills": {1.0}, "lakes": {1.0}}
+    assert rewards == {"shelves": {1.0}, "shop": {1.0}, "words": {1.5}, "sums": {1.0}, "hills": {1.0}, "lakes": {1.0}}
 
 
 async def test_one_run_plays_every_kind_from_one_tasks_file_and_its_books_balance(tmp_path: Path) -> None:
     with anyio.fail_after(55):
-        report, results = await play(tmp_path, steps=1, groups=16, group_size=2)
-    check(report, results, 32)
+        report, results = await play(tmp_path, steps=1, groups=18, group_size=2)
+    check(report, results, 36)
 
 
 @pytest.mark.slow
@@ -243,4 +266,4 @@ async def test_a_task_whose_key_nobody_serves_is_named(tmp_path: Path) -> None:
             await fleet.request("e", task=Task(key="t", env="moon", prompt="WORLD=echo"))
             result = await fleet.result("e")
     assert (result.outcome, result.reward, result.error_class) == ("env_failed", None, "EnvironmentFailed")
-    assert "no environment for the key 'moon' of task t; this worker serves hills, lakes" in result.error
+    assert "no environment for the key 'moon' of task t; this worker serves hills, lakes, s" in result.error

@@ -191,6 +191,7 @@ async def _repeated(
     except (ValueError, TypeError) as error:
         raise RequestRefused(f"the {method} cannot be sent: {error}") from error
     failures = waits = in_a_row = 0
+    reason: RemoteGymError
     url = pool.choose(urls)
     while True:
         if chosen is not None:

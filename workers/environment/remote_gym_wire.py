@@ -10,7 +10,7 @@ import io
 import json
 from collections.abc import Mapping
 from email.message import Message
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from PIL import Image as Pillow
@@ -18,6 +18,9 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser
 
 from workers.environment.pictures import Picture
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 MAX_BODY_BYTES = 64 << 20
 MAX_PIXELS = 64 << 20
@@ -100,7 +103,7 @@ def _parts(boundary: str, body: bytes) -> list[tuple[str, str, bytes]]:
         "on_header_end": on_header_end,
     }
     try:
-        parser = MultipartParser(boundary.encode("latin-1"), callbacks)
+        parser = MultipartParser(boundary.encode("latin-1"), cast("MultipartCallbacks", callbacks))
         parser.write(body)
         parser.finalize()
     except (MultipartParseError, UnicodeEncodeError) as error:
