@@ -1,0 +1,106 @@
+"""Held-out tasks on demand: every episode has one result, nobody trains on them, and the command says what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.core.pass_at import summarise
+from fleetbus.errors import UserError
+from schemas import EpisodeRequested, Task
+from tests.support.small_fleet import configured, small_fleet
+from workers.cli.evaluate import _parse_ks
+from workers.cli.program import run_program
+from workers.learner.curriculum import Curriculum
+from workers.learner.held_out import newest_version, play
+from workers.learner.scripted import ScriptedTrainer
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+TASKS = [Task(key=f"held{index}", env="shop", config={"turns": 2}) for index in range(3)]
+
+
+async def test_every_sample_of_every_task_is_played_with_the_newest_version() -> None:
+    told: list[tuple[int, int]] = []
+    with anyio.fail_after(60):
+        async with small_fleet() as fleet:
+            fleet.environment("environment")
+            fleet.inference("inference")
+            published = await newest_version(fleet.bus, fleet.subjects, "default")
+            results = await play(
+                fleet.bus,
+                fleet.configuration,
+                TASKS,
+                name="eval-x",
+                samples=2,
+                temperature=0.0,
+                published=published,
+                pinned=True,
+                told=lambda done, count: told.append((done, count)),
+            )
+            requests = await fleet._all(EpisodeRequested, fleet.subjects.tasks("default"))
+
+    summary = summarise(results, [1, 2])
+    assert (summary.tasks, summary.episodes, summary.graded, summary.versions) == (3, 6, 6, (0,))
+    assert told[-1] == (6, 6)
+    assert {request.split for request in requests} == {"eval"}
+    assert {request.pinned_version for request in requests} == {0}
+    assert {request.sampling.temperature for request in requests} == {0.0}
+
+
+async def test_a_learner_beside_it_trains_on_none_of_it(tmp_path: Path) -> None:
+    import msgspec
+
+    from fleetbus.config.settings import EvaluationSettings, LearnerSettings
+
+    configuration = configured()
+    configuration = msgspec.structs.replace(
+        configuration,
+        run=msgspec.structs.replace(configuration.run, folder=str(tmp_path)),
+        learner=LearnerSettings(steps=3, groups=2, group_size=2),
+        evaluation=EvaluationSettings(episodes=0),
+    )
+    trainer = ScriptedTrainer()
+    with anyio.fail_after(60):
+        async with small_fleet(configuration, published=False) as fleet:
+            fleet.environment("environment")
+            fleet.inference("inference")
+            learner = fleet.learner("learner", trainer=trainer, curriculum=Curriculum([Task(key="t")], [], seed=1))
+            await fleet.until(lambda: bool(fleet.results))
+            published = await newest_version(fleet.bus, fleet.subjects, "default")
+            results = await play(
+                fleet.bus, configuration, TASKS, name="eval-y", samples=1, temperature=1.0, published=published, pinned=False
+            )
+            await learner.ended.wait()
+
+    assert len(results) == 3
+    assert len(trainer.trained) == 12 and not any(episode.startswith("eval-y") for episode in trainer.trained)
+
+
+async def test_without_a_version_there_is_nothing_to_evaluate() -> None:
+    async with small_fleet(published=False) as fleet:
+        with pytest.raises(UserError, match="has no version yet"):
+            await newest_version(fleet.bus, fleet.subjects, "default")
+
+
+def test_k_beyond_the_samples_is_refused() -> None:
+    assert _parse_ks("", 4) == [1, 4]
+    assert _parse_ks("2, 1", 4) == [1, 2]
+    for wrong in ("5", "0", "x", "1,,2"):
+        with pytest.raises(UserError, match=r"--k"):
+            _parse_ks(wrong, 4)
+
+
+def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert run_program(["evaluate", "nowhere"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
