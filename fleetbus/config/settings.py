@@ -92,6 +92,7 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "required"],
         Meta(description="Verifiers where nothing isolates: graded with what limits there are, or refused"),
     ] = "auto"
+    images: Annotated[bool, Meta(description="Show the images of environments, by reference, to a policy that sees")] = False
     context_tools: Annotated[bool, Meta(description="Offer tools that search and page through what was said and cut")] = False
     context_status: Annotated[bool, Meta(description="End every observation with the turns and tokens used so far")] = False
     output_chars: Annotated[

@@ -21,8 +21,9 @@ from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.fleet import host as fleet_host
 from workers.environment.fleet.api import FleetRefused, FleetUnavailable
 from workers.environment.fleet.factory import fleet_factory
-from workers.environment.mcp_connection import Picture, ServerGone
+from workers.environment.mcp_connection import ServerGone
 from workers.environment.mcp_environment import McpEnvironment
+from workers.environment.pictures import Picture
 from workers.environment.specs import environment_factory
 from workers.environment.verifier import Verifier, VerifierTools
 
@@ -230,7 +231,7 @@ async def test_a_screen_is_shown_with_the_task_and_after_every_action_by_referen
 
     async def keep(picture: Picture) -> Image:
         kept.append(picture)
-        return Image(object=hashlib.sha256(picture.data).hexdigest(), media_type=picture.media_type)
+        return Image(object=hashlib.sha256(picture.data).hexdigest(), width=picture.width, height=picture.height)
 
     async with platform() as (fleet, server), environments(server, keep=keep) as environment:
         start = await begun(environment, SCREEN_TASK)
@@ -242,7 +243,7 @@ async def test_a_screen_is_shown_with_the_task_and_after_every_action_by_referen
         text, image = step.messages[0].content
         assert isinstance(text, Text)
         assert text.text.startswith("Tool result:\ndid left_click")
-        assert image == Image(object=hashlib.sha256(kept[1].data).hexdigest())
+        assert image == Image(object=hashlib.sha256(kept[1].data).hexdigest(), width=4, height=3)
         assert kept[1].data.startswith(b"\x89PNG")
         assert "order" not in str(start.messages[0].content)
         done = await environment.step(call("computer", action="done"))

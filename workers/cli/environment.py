@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def _load_work() -> Work:
     from workers.environment.by_task import environments_by_task
+    from workers.environment.picture_store import keep_pictures_of
     from workers.environment.specs import environment_factory
     from workers.environment.verifier import Verifier, VerifierLimits
     from workers.environment.worker import run_environment
@@ -34,6 +35,7 @@ def _load_work() -> Work:
             observation_bytes=observation_bytes,
             prompt=None if style == "auto" else style,
             configuration=configuration,
+            keep=keep_pictures_of(bus, configuration) if configuration.environment.images else None,
         )
         factory = environments_by_task(configuration.run.environment, make_factory)
         async with verifier.running(), factory.running():
@@ -44,7 +46,7 @@ def _load_work() -> Work:
 
 @click.command("environment", cls=SettingsCommand)
 @role_options
-@settings_options("run", "nats", "environment", "container", "limits", "log")
+@settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
 def command(**values: Any) -> int:
     """An environment worker: takes requested episodes, plays them with whatever policy answers, grades them.
 

@@ -30,18 +30,12 @@ from pydantic import ValidationError
 from fleetbus.core.prompts import result_error
 from schemas import ToolSpec
 from workers.environment.base import EnvironmentFailed
+from workers.environment.pictures import Picture
 
 MAX_TOOL_PAGES = 100
 """Most pages of a tool listing that are read: a server that never ends its listing hangs nobody."""
 
 _log = structlog.get_logger(__name__)
-
-
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """An image as a tool sent it: its bytes in the file format ``media_type``."""
-
-    data: bytes
-    media_type: str = "image/png"
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +181,17 @@ def picture(block: Mapping[str, Any]) -> Picture | None:
         data = base64.b64decode(block.get("data") or "", validate=True)
     except (binascii.Error, TypeError, ValueError):
         return None
-    return Picture(data=data, media_type=block.get("mimeType") or "image/png") if data else None
+    if not data:
+        return None
+    width, height = png_size(data)
+    return Picture(data=data, media_type=block.get("mimeType") or "image/png", width=width, height=height)
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Width and height of a PNG file in pixels; 0 and 0 for other formats."""
+    if data[:8] != b"\x89PNG\r\n\x1a\n" or len(data) < 24:
+        return 0, 0
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
 def _block_text(block: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ call is part of the observation; only a server that is gone ends the episode.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, Literal
 
@@ -29,15 +29,13 @@ from schemas.tokens import token_count
 from workers.environment import context_tools
 from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.context_tools import ContextTools
-from workers.environment.mcp_connection import Connection, Picture, ToolResult
+from workers.environment.mcp_connection import Connection, ToolResult
+from workers.environment.pictures import KeepPicture
 from workers.environment.verifier.base import Grader
 
 log = structlog.get_logger(__name__)
 
 Content = str | tuple[Text | Image, ...]
-
-KeepPicture = Callable[[Picture], Awaitable[Image]]
-"""Stores an image in the run's object bucket and gives the reference to it."""
 
 PromptStyle = Literal["compact", "fleet", "template"]
 """Who tells the policy of its tools: a short prompt, Fleet's long one, or the model's own chat template."""

@@ -25,6 +25,7 @@ from workers.environment.python_class import load_callable as _load
 if TYPE_CHECKING:
     from workers.environment.mcp_connection import Connection
     from workers.environment.mcp_environment import PromptStyle
+    from workers.environment.pictures import KeepPicture
     from workers.environment.verifier import Grader
 
 FORMS = (
@@ -49,38 +50,51 @@ def environment_factory(
     observation_bytes: int = 32_768,
     prompt: PromptStyle | None = None,
     configuration: Configuration | None = None,
+    keep: KeepPicture | None = None,
 ) -> EnvironmentFactory:
     """The factory for a spec, one of `FORMS`. Raises `UserError` when the spec has no such form or names what is not there.
 
     ``prompt`` overrides how the policy is told of its tools: briefly for the warehouse, at length elsewhere.
-    ``configuration`` has the time limits and whatever else a kind of environment reads of its settings.
+    ``configuration`` has the time limits and whatever else a kind of environment reads of its settings. ``keep`` stores the
+    images that environments show; without it a word stands for each.
     """
     form, _, rest = spec.partition(":")
     settings = configuration or Configuration()
     call_seconds = settings.limits.tool_call
+
+    def tools_as(style: PromptStyle) -> dict[str, Any]:
+        """What every environment over MCP is made with."""
+        return {
+            "grader": verifier,
+            "prompt": prompt or style,
+            "observation_bytes": observation_bytes,
+            "output_chars": settings.environment.output_chars if settings.environment.context_tools else None,
+            "keep": keep,
+        }
+
     match form:
         case "scripted":
             return _scripted(spec, rest)
         case "warehouse" if not rest:
             from workers.environment.warehouse.server import serve_task
 
-            return _mcp(serve_task, verifier, observation_bytes, prompt or "compact", settings, replayable=True)
+            return _mcp(serve_task, tools_as("compact"), settings, replayable=True)
         case "mcp" if rest:
             factory = _load(spec, rest)
             replayable = bool(getattr(factory, "replayable", False))
-            return _mcp(factory, verifier, observation_bytes, prompt or "fleet", settings, replayable=replayable)
+            return _mcp(factory, tools_as("fleet"), settings, replayable=replayable)
         case "stdio":
-            return _stdio(spec, rest, verifier, observation_bytes, prompt or "fleet", settings)
+            return _stdio(spec, rest, tools_as("fleet"), settings)
         case _ if form.startswith("stdio+"):
-            return _pooled(spec, form, rest, verifier, observation_bytes, prompt or "fleet", settings)
+            return _pooled(spec, form, rest, tools_as("fleet"), settings)
         case "http" | "https" if rest:
-            return _http(spec, rest, verifier, observation_bytes, prompt or "fleet", settings)
+            return _http(spec, rest, tools_as("fleet"), settings)
         case "openenv" if rest:
             openenv = _adapter(spec, "openenv", "openenv")
             style = prompt or "fleet"
             return _Factory(*openenv.openenv_factory(rest, grader=verifier, prompt=style, observation_bytes=observation_bytes))
         case "fleet":
-            return _fleet(spec, rest, verifier, observation_bytes, prompt or "fleet", settings)
+            return _fleet(spec, rest, tools_as("fleet"), settings)
         case "coding" if not rest:
             from workers.environment.coding_factory import coding_factory
 
@@ -95,6 +109,7 @@ def environment_factory(
                 observation_bytes=observation_bytes,
                 prompt=prompt,
                 configuration=settings,
+                keep=keep,
             )
             host = server_host(spec, form, rest, inner, settings)
             return _Factory(host, host.running)
@@ -102,9 +117,9 @@ def environment_factory(
             return _class_in_processes(spec, rest, settings)
         case "remote-gym":
             remote_gym = _adapter(spec, "remote_gym", "remote-gym")
-            return _Factory(*remote_gym.remote_gym_factory(rest))
+            return _Factory(*remote_gym.remote_gym_factory(rest, keep=keep))
         case "gym":
-            return _Factory(_adapter(spec, "gymnasium_environment", "gym").gymnasium_factory(spec, rest), _nothing)
+            return _Factory(_adapter(spec, "gymnasium_environment", "gym").gymnasium_factory(spec, rest, keep=keep), _nothing)
         case "reasoning-gym":
             return _Factory(_adapter(spec, "reasoning_gym_environment", "texts").reasoning_gym_factory(spec, rest), _nothing)
         case "textarena":
@@ -140,19 +155,8 @@ def _scripted(spec: str, turns: str) -> EnvironmentFactory:
     return _Factory(lambda: ScriptedEnvironment(count), _nothing)
 
 
-def _output_chars(settings: Configuration) -> int | None:
-    """The longest tool output shown at once, where context tools are offered."""
-    return settings.environment.output_chars if settings.environment.context_tools else None
-
-
 def _mcp(
-    serve: Callable[[Task], Any],
-    verifier: Grader,
-    observation_bytes: int,
-    prompt: PromptStyle,
-    settings: Configuration,
-    *,
-    replayable: bool,
+    serve: Callable[[Task], Any], options: dict[str, Any], settings: Configuration, *, replayable: bool
 ) -> EnvironmentFactory:
     """Environments over server objects: called directly where that is possible, through a client otherwise."""
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
@@ -169,68 +173,38 @@ def _mcp(
         return ClientConnection(partial(open_server, server), host, call_seconds=settings.limits.tool_call)
 
     return _Factory(
-        lambda: McpEnvironment(
-            connect,
-            grader=verifier,
-            prompt=prompt,
-            observation_bytes=observation_bytes,
-            replayable=replayable,
-            output_chars=_output_chars(settings),
-        ),
+        lambda: McpEnvironment(connect, replayable=replayable, **options),
         host.running,
     )
 
 
-def _fleet(
-    spec: str, address: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, configuration: Configuration
-) -> EnvironmentFactory:
+def _fleet(spec: str, address: str, options: dict[str, Any], configuration: Configuration) -> EnvironmentFactory:
     from workers.environment.fleet.factory import fleet_factory
 
-    parts = fleet_factory(
-        spec, address, configuration=configuration, grader=verifier, prompt=prompt, observation_bytes=observation_bytes
-    )
-    return _Factory(*parts)
+    return _Factory(*fleet_factory(spec, address, configuration=configuration, **options))
 
 
-def _http(
-    spec: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, settings: Configuration
-) -> EnvironmentFactory:
+def _http(spec: str, rest: str, options: dict[str, Any], settings: Configuration) -> EnvironmentFactory:
     """One or several URLs; a URL alone is understood as well."""
     from workers.environment.mcp_environment import McpEnvironment
     from workers.environment.mcp_factories import http_factory
 
-    make = partial(
-        McpEnvironment,
-        grader=verifier,
-        prompt=prompt,
-        observation_bytes=observation_bytes,
-        output_chars=_output_chars(settings),
-    )
+    make = partial(McpEnvironment, **options)
     return _Factory(*http_factory(spec, spec if rest.startswith("//") else rest, make, call_seconds=settings.limits.tool_call))
 
 
-def _pooled(
-    spec: str, form: str, rest: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, settings: Configuration
-) -> EnvironmentFactory:
+def _pooled(spec: str, form: str, rest: str, options: dict[str, Any], settings: Configuration) -> EnvironmentFactory:
     from workers.environment.mcp_environment import McpEnvironment
     from workers.environment.mcp_factories import pooled_factory
 
     key, _, tool = form.removeprefix("stdio+").partition("=")
     if key != "reset" or not tool:
         raise UserError(f"environment {spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND")
-    make = partial(
-        McpEnvironment,
-        grader=verifier,
-        prompt=prompt,
-        observation_bytes=observation_bytes,
-        output_chars=_output_chars(settings),
-    )
+    make = partial(McpEnvironment, **options)
     return _Factory(*pooled_factory(_split(spec, rest), tool, make, call_seconds=settings.limits.tool_call))
 
 
-def _stdio(
-    spec: str, command_line: str, verifier: Grader, observation_bytes: int, prompt: PromptStyle, settings: Configuration
-) -> EnvironmentFactory:
+def _stdio(spec: str, command_line: str, options: dict[str, Any], settings: Configuration) -> EnvironmentFactory:
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
     from workers.environment.mcp_environment import McpEnvironment
 
@@ -239,10 +213,7 @@ def _stdio(
     return _Factory(
         lambda: McpEnvironment(
             lambda _: ClientConnection(partial(open_command, command), host, call_seconds=settings.limits.tool_call),
-            grader=verifier,
-            prompt=prompt,
-            observation_bytes=observation_bytes,
-            output_chars=_output_chars(settings),
+            **options,
         ),
         host.running,
     )

@@ -16,7 +16,8 @@ from workers.environment.fleet.api import DEFAULT_BASE_URL
 from workers.environment.fleet.connection import COMPUTER, SCREEN_MODALITIES, FleetConnection
 from workers.environment.fleet.grader import PlatformGrader
 from workers.environment.fleet.host import FleetHost
-from workers.environment.mcp_environment import KeepPicture, McpEnvironment, PromptStyle
+from workers.environment.mcp_environment import McpEnvironment, PromptStyle
+from workers.environment.pictures import KeepPicture
 from workers.environment.verifier.base import Grader
 
 KEY_VARIABLE = "FLEET_API_KEY"
@@ -31,6 +32,7 @@ def fleet_factory(
     grader: Grader,
     prompt: PromptStyle,
     observation_bytes: int,
+    output_chars: int | None = None,
     keep: KeepPicture | None = None,
 ) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
     """Environments on the platform at ``address``, else at ``FLEET_BASE_URL``, else at Fleet itself.
@@ -43,7 +45,7 @@ def fleet_factory(
     base_url = _checked(spec, address or os.environ.get(URL_VARIABLE, "").strip() or DEFAULT_BASE_URL)
     host = FleetHost(base_url=base_url, key=key, run=configuration.run.name, settings=configuration.fleet)
 
-    limits, environment = configuration.limits, configuration.environment
+    limits = configuration.limits
 
     def make() -> Environment:
         platform = PlatformGrader(host)
@@ -59,7 +61,7 @@ def fleet_factory(
             observation_bytes=observation_bytes,
             keep=keep,
             first_call=first_look,
-            output_chars=environment.output_chars if environment.context_tools else None,
+            output_chars=output_chars,
         )
 
     return make, host.running

@@ -1,0 +1,98 @@
+"""Screenshots of a Fleet instance in the object bucket of a real server, named by their hash in the observation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.config.settings import Configuration, RunSettings
+from schemas import Action, Image, Task
+from tests.support.fleet_platform.instance import png
+from tests.support.fleet_platform.platform import KEY, FleetPlatform
+from tests.support.http_server import serving
+from workers.environment.base import Verdict
+from workers.environment.picture_store import keep_pictures, keep_pictures_of
+from workers.environment.pictures import Picture
+from workers.environment.specs import environment_factory
+from workers.environment.verifier import VerifierTools
+from workers.weights_store import objects_of
+
+TASK = Task(key="click", env="shop", prompt="Click.", modality="computer_use")
+CONFIGURATION = Configuration(run=RunSettings(name="pictures"))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class NoGrader:
+    async def verify(
+        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
+    ) -> Verdict:
+        raise AssertionError("nothing is graded here")
+
+
+async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_API_KEY", KEY)
+    with anyio.fail_after(50):
+        async with (
+            run_server(tmp_path / "nats") as server,
+            connect(server.url, run="pictures") as bus,
+            serving(FleetPlatform().app) as platform,
+        ):
+            factory = environment_factory(
+                f"fleet:{platform.url}",
+                verifier=NoGrader(),
+                configuration=CONFIGURATION,
+                keep=keep_pictures_of(bus, CONFIGURATION),
+            )
+            async with factory.running():
+                environment = factory()
+                await environment.open(TASK)
+                start = await environment.reset()
+                call = {"name": "computer", "arguments": {"action": "wait"}}
+                step = await environment.step(
+                    Action(episode_id="e", attempt=1, turn=0, text=f"<tool_call>{json.dumps(call)}</tool_call>")
+                )
+                await environment.close()
+            objects = objects_of(bus, "pictures")
+            assert objects is not None
+            for number, message in enumerate((start.messages[1], step.messages[0]), 1):
+                (image,) = (part for part in message.content if isinstance(part, Image))
+                await objects.get(image.object, tmp_path / "read.png")
+                assert await anyio.Path(tmp_path / "read.png").read_bytes() == png(number)
+                assert (image.width, image.height) == (4, 3)
+
+
+async def test_an_image_is_stored_once_and_a_failure_to_store_it_is_no_reference() -> None:
+    stored: list[str] = []
+
+    class Objects:
+        fails = False
+
+        async def put(self, name: str, file: Path) -> None:
+            if self.fails:
+                raise OSError("no room")
+            stored.append(name)
+            assert await anyio.Path(file).read_bytes() == b"picture"
+
+        async def get(self, name: str, file: Path) -> None: ...
+
+        async def remove(self, name: str) -> None: ...
+
+    keep = keep_pictures(objects := Objects())
+    assert await keep(Picture(data=b"picture")) == await keep(Picture(data=b"picture"))
+    assert len(stored) == 1
+    objects.fails = True
+    with pytest.raises(OSError, match="no room"):
+        await keep(Picture(data=b"another"))
