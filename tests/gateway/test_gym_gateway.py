@@ -13,6 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
+from schemas import Action, Task
+from workers.environment.remote_gym import RemoteGymEnvironment
+from workers.environment.remote_gym_client import ServerPool
 from workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
 from workers.gateway.gym_service import BaseGymHandler, GymService, build_gym_service
 from workers.gateway.serve import bound, serve
@@ -340,7 +343,8 @@ async def test_the_first_way_of_making_a_service_takes_its_limits_from_the_envir
     monkeypatch.setenv("GYM_API_KEY", "k")
     monkeypatch.setenv("GYM_MAX_INFLIGHT", "7")
     async with running(build_gym_service(Handler())) as wire:
-        assert (await wire.get("/health")).json() == {"ok": True, "service": "gym-env-service", "max_inflight": 7}
+        told = {"ok": True, "service": "gym-env-service", "max_inflight": 7, "idempotent": True}
+        assert (await wire.get("/health")).json() == told
         assert (await wire.get("/sessions")).status_code == 401
 
 
@@ -358,3 +362,19 @@ async def test_thirty_two_clients_at_a_time_lose_and_double_nothing() -> None:
             for _ in range(32):
                 group.start_soon(play)
     assert (len(handler.steps), handler.created, handler.closed) == (160, 32, 32)
+
+
+async def test_fleetbus_s_own_client_of_the_protocol_plays_through_the_service() -> None:
+    handler = Handler()
+    pool = ServerPool()
+    async with served(handler) as wire, pool.running():
+        environment = RemoteGymEnvironment(pool, [wire.url])
+        await environment.open(Task(key="t", config={"goal": 2}, seed=5))
+        start = await environment.reset()
+        assert [message.content for message in start.messages] == ["Count.", "seed 5"]
+        for turn, over in enumerate((False, True)):
+            step = await environment.step(Action(episode_id="e", attempt=1, turn=turn, text="x"))
+            assert (step.reward, step.terminated) == (0.5, over)
+        assert (await environment.verify()).reward == 1.0
+        await environment.close()
+    assert handler.steps == ["x", "x"]

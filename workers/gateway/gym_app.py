@@ -90,7 +90,8 @@ class GymGateway:
                         log.warning("session not closed", session=session, reason=str(error))
 
     async def _health(self, request: HttpRequest) -> Response:
-        return JSONResponse({"ok": True, "service": SERVICE, "max_inflight": self._settings.max_inflight or "unlimited"})
+        limit = self._settings.max_inflight or "unlimited"
+        return JSONResponse({"ok": True, "service": SERVICE, "max_inflight": limit, "idempotent": True})
 
     async def _sessions(self, request: HttpRequest) -> Response:
         if not self._permitted(request):
