@@ -44,6 +44,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         """True if it was lost with its worker ``max_attempts`` times; hand-backs do not count."""
         return self.result is None and self.losses >= max_attempts
 
+    def has_last_chance(self, max_attempts: int) -> bool:
+        """True if it was lost before, and one more loss would make it poison."""
+        return self.result is None and 0 < self.losses == max_attempts - 1
+
     def held_by(self, nonce: str) -> bool:
         """True if the newest claim is the one with this nonce and nothing ended or released it."""
         newest = self.newest

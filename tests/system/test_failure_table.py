@@ -329,6 +329,26 @@ async def test_an_episode_that_kills_whoever_runs_it_is_recorded_as_lost_after_t
             await fleet.rests()
 
 
+async def test_what_runs_beside_an_episode_that_kills_its_worker_is_not_taken_for_another() -> None:
+    """One worker plays all of them, and loses all of them twice; then those that might be the cause run one by one."""
+    names = [f"neighbour-{index}" for index in range(7)]
+    with anyio.fail_after(2000):
+        async with small_fleet(configured(limits=PATIENT)) as fleet:
+            fleet.inference("inference-0", sampler=slow_sampler())
+            workers = [deadly_worker(fleet, "environment-0")]
+            await fleet.heard(*workers)
+            for name in [*names, "deadly"]:
+                await fleet.request(name, task=Task(key=name, prompt="play", config={"turns": 4}))
+            for deaths in (1, 2, 3):
+                await fleet.until(partial(at_least_ended, workers, deaths))
+                workers.append(deadly_worker(fleet, f"environment-{deaths}"))
+            results = {name: await fleet.result(name) for name in [*names, "deadly"]}
+            assert (results["deadly"].outcome, results["deadly"].error_class) == ("lost", "poison")
+            assert {results[name].outcome for name in names} == {"completed"}
+            assert min(results[name].attempts for name in names) == 3, "they were lost with it twice"
+            await fleet.rests()
+
+
 def at_least_ended(members: list[Member], count: int) -> bool:
     return sum(member.ended.is_set() for member in members) >= count
 

@@ -62,6 +62,14 @@ def test_an_episode_that_was_lost_three_times_is_poison() -> None:
     assert standing_after(claim(1), claim(2), claim(3)).is_poison(3)
 
 
+def test_an_episode_has_its_last_chance_when_one_more_loss_would_make_it_poison() -> None:
+    chances = [standing_after(*(claim(attempt + 1) for attempt in range(losses))).has_last_chance(3) for losses in range(4)]
+    assert chances == [False, False, True, False]
+    assert not standing_after().has_last_chance(1)
+    assert not standing_after(claim(1), claim(2), goodbye(2)).has_last_chance(3)
+    assert not standing_after(claim(1), claim(2), result(2)).has_last_chance(3)
+
+
 def test_hand_backs_never_make_an_episode_poison() -> None:
     entries = [entry for attempt in range(1, 11) for entry in (claim(attempt), goodbye(attempt))]
     assert not standing_after(*entries).is_poison(1)

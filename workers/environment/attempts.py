@@ -44,6 +44,13 @@ from workers.environment.stages import EpisodeEnded, Stages, Superseded
 CLAIM_RETRY_SECONDS = 1.0
 GOODBYE_SECONDS = 5.0
 
+LAST_CHANCE_RETRY_SECONDS = 1.0
+LAST_CHANCE_SHARE = 8
+"""One slot in so many is for episodes that one more loss would make poison: whatever kills a worker takes few of them along.
+
+One of them may be what killed the workers before, and the others only ran beside it.
+"""
+
 log = structlog.get_logger()
 
 
@@ -85,6 +92,7 @@ class Attempts:
         self._leases = leases
         self._counters = counters
         self._running: dict[str, Running] = {}
+        self._last_chances = 0
         self._closed = False
         self.routes = Routes(crew.bus, crew.subjects, self.nudge)
 
@@ -158,7 +166,21 @@ class Attempts:
         if self._closed:
             await delivery.nak()
         elif request.episode_id not in self._running:
+            await self._run_when_it_may(request, delivery, standing)
+
+    async def _run_when_it_may(self, request: EpisodeRequested, delivery: Delivery, standing: Standing) -> None:
+        """Run it, unless it has its last chance and others have theirs here at the moment."""
+        settings = self._crew.settings
+        if not standing.has_last_chance(settings.max_attempts):
             await self._run(request, delivery, standing)
+        elif self._last_chances >= max(settings.slots // LAST_CHANCE_SHARE, 1):
+            await delivery.nak(LAST_CHANCE_RETRY_SECONDS)
+        else:
+            self._last_chances += 1
+            try:
+                await self._run(request, delivery, standing)
+            finally:
+                self._last_chances -= 1
 
     async def _run(self, request: EpisodeRequested, delivery: Delivery, standing: Standing) -> None:
         episode = request.episode_id
