@@ -116,5 +116,5 @@ def _servers(folder: Path, settings: InferenceSettings, place: Path, template: C
         key=os.environ.get(SERVER_KEY, ""),
         slots=settings.slots,
         max_length=settings.max_length,
-        weights=Reloadable(folder, place) if settings.purpose == "train" else None,
+        weights=Reloadable(folder, place, untie=True) if settings.purpose == "train" else None,
     )

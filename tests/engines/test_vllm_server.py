@@ -1,0 +1,163 @@
+"""`OpenAISampler` on vLLM's own HTTP server, for real: `just test-vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from schemas import ChatMessage, PolicyPublished, SamplingSettings
+from workers.inference.base import GenerationRequest
+from workers.inference.openai import OpenAISampler
+from workers.inference.reloading import Reloadable
+from workers.inference.template import ChatTemplate
+from workers.weights import write_weights
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
+]
+
+STARTER = Path(__file__).parents[2] / "workers" / "starter" / "policy"
+START_SECONDS = 900
+CLOSE = 1e-4
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Reloadable:
+    return Reloadable(STARTER, tmp_path_factory.mktemp("served"), untie=True)
+
+
+@pytest.fixture(scope="module")
+def url(served: Reloadable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served.base()),
+        "--served-model-name", "tiny",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
+        "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(64 << 20), "--enable-scale-out",
+        "--logprobs-mode", "processed_logprobs", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
+    ]  # fmt: skip
+    variables = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }  # fmt: skip
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, start_new_session=True)
+    try:
+        wait_for(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(START_SECONDS * 4):
+        assert process.poll() is None, f"the server ended:\n{log.read_text()[-3000:]}"
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+        else:
+            return
+    pytest.fail("the server did not start")
+
+
+def published(place: Path, version: int) -> PolicyPublished:
+    import torch
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(version)
+    tensors = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(STARTER / "model.safetensors").items()
+    }
+    file = place / f"v{version}.safetensors"
+    return PolicyPublished(
+        policy="default", version=version, lineage="l", step=1, uri=file.as_uri(),
+        manifest=write_weights(file, tensors), size_bytes=1,
+    )  # fmt: skip
+
+
+def asking(seed: int, *, tokens: int = 16, stops: frozenset[int] = frozenset({2}), **sampling: float) -> GenerationRequest:
+    return GenerationRequest(
+        cache_key=f"e{seed}",
+        ids=[5 + (7 * seed + 11 * place) % 500 for place in range(160)],
+        sampling=SamplingSettings(**sampling),  # type: ignore[arg-type]
+        stop_ids=stops,
+        max_tokens=tokens,
+        seed=seed,
+    )
+
+
+async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap_and_in_the_middle_of_one(
+    url: str, served: Reloadable, tmp_path: Path
+) -> None:
+    from workers.inference.torch import TorchSampler
+
+    template = ChatTemplate(STARTER)
+    prompt = template.begin([ChatMessage(role="user", content="Hello")], [])
+    sampler = OpenAISampler([url], codec=template, prompt=prompt, weights=served, slots=16)
+    torch_sampler = TorchSampler(STARTER, slots=4, max_length=512)
+    with anyio.fail_after(1200):
+        async with torch_sampler.running(), sampler.running():
+            [server] = sampler._pool.servers
+            state = server.state
+            assert (state.dialect and state.dialect.name, state.takes_weights, state.scaled_logprobs) == (
+                "generate",
+                True,
+                True,
+            )
+            for version in (0, 1, 2):
+                if version:
+                    policy = published(tmp_path, version)
+                    await sampler.load(policy)
+                    await torch_sampler.load(policy)
+                for seed in range(3):
+                    await compared(sampler, torch_sampler, asking(seed, temperature=0.0), version)
+            [old, new] = (await swapped_in_the_middle(sampler, published(tmp_path, 3))).versions
+            assert (old.version, new.version, new.stop) == (2, 3, 300)
+
+
+async def compared(sampler: Any, torch_sampler: Any, request: GenerationRequest, version: int) -> None:
+    ours, theirs = await sampler.generate(request), await torch_sampler.generate(request)
+    assert ours.ids == theirs.ids
+    assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)) < CLOSE
+    assert [span.version for span in ours.versions] == [version]
+
+
+async def swapped_in_the_middle(sampler: Any, policy: PolicyPublished) -> Any:
+    found: list[Any] = []
+
+    async def generate() -> None:
+        found.append(await sampler.generate(asking(9, tokens=300, stops=frozenset())))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        await anyio.sleep(0.3)
+        await sampler.load(policy)
+    assert sampler.stats["interruptions"] == 1
+    return found[0]
