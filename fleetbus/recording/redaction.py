@@ -37,14 +37,16 @@ _ASSIGNED = re.compile(
     rf"(?i)([\w-]*(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
 )
 _MARKS = (
-    *(word.encode() for word in SECRET_WORDS if word != "seed"),
-    *(b"apikey", b"api-key", b"private-key", b"private key", b"token=", b"token:", b"_token", b"-token", b'token"', b"bearer "),
-    *(b"sk-", b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"hf_", b"akia", b"xox", b"eyj", b"://"),
+    *(b"api", b"authorization", b"cookie", b"credential", b"passw", b"private", b"secret", b"bearer "),
+    *(b"sk-", b"hf_", b"akia", b"xox", b"eyj", b"://"),
 )
-"""A payload without any of these, in lower case, needs no closer look; searching for them takes microseconds."""
+"""A payload without any of these, in lower case, needs no closer look; searching for each takes half a microsecond."""
 
-_SEED_KEY = re.compile(rb"(?i:(?:seed|token)[a-z0-9_-]{0,16})[\xa0-\xbf\xd9-\xdb]|\bS[A-Z2-7]{57}\b")
-"""A key that names a seed or a token, followed by the first byte of a msgpack text; or an nkey seed."""
+_GITHUB_TOKEN = re.compile(rb"gh[pousr]_")
+_SECRET_KEYS = tuple(re.compile(word + rb"[a-z0-9_-]{0,16}[\xa0-\xbf\xd9-\xdb]") for word in (b"seed", b"token"))
+"""A key that names a seed or a token, in lower case, followed by the first byte of a msgpack text."""
+
+_NKEY_SEED = re.compile(rb"S[A-Z2-7]{57}")
 
 _TOKEN_FIELDS = ("prompt_delta", "sampled", "logprobs")
 
@@ -122,7 +124,9 @@ class Redactor:
 
     def _is_suspicious(self, payload: bytes) -> bool:
         lowered = payload.lower()
-        if any(mark in lowered for mark in _MARKS) or _SEED_KEY.search(payload):
+        if any(mark in lowered for mark in _MARKS) or any(key.search(lowered) for key in _SECRET_KEYS):
+            return True
+        if lowered.count(b"token") > lowered.count(b"tokens") or _GITHUB_TOKEN.search(lowered) or _NKEY_SEED.search(payload):
             return True
         return self._known_bytes is not None and self._known_bytes.search(payload) is not None
 

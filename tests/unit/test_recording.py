@@ -261,3 +261,17 @@ def test_values_of_secret_variables_are_known() -> None:
 def test_what_is_no_message_is_left_out_when_it_looks_like_a_secret() -> None:
     entry = Stored(subject="fb.r.x", payload=b"\xc1password=q8w7e6r5t4", sequence=1, time_ns=1)
     assert b"q8w7" not in Redactor().clean(entry).payload
+
+
+def test_every_word_that_names_a_secret_is_looked_at_closely() -> None:
+    """The quick look must let nothing pass that the close look would take out."""
+    from fleetbus.logs import SECRET_WORDS
+
+    for word in (*SECRET_WORDS, "access_token", "token", "API-KEY", "private key"):
+        config = {word: "q8w7e6r5t4"}
+        task = Task(key="t", config=config)
+        request = EpisodeRequested(
+            episode_id="e", group_id="g", sample_index=0, split="train", task=task, policy="p", deadline_ns=1
+        )
+        close = Redactor().clean_value("", {"config": config}) != {"config": config}
+        assert (cleaned(request).task.config != config) == close

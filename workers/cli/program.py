@@ -42,6 +42,7 @@ COMMANDS: dict[str, Entry] = {
     "new": Entry("Set up", "workers.cli.new", "Write a working environment of one's own, with its test"),
     "starter": Entry("Set up", "workers.cli.starter", "Build the starter policy, or say where it is"),
     "top": Entry("Look", "workers.cli.top", "A run as a live table: workers, rates, reward, the log, what is stuck"),
+    "metrics": Entry("Look", "workers.cli.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
     "sessions": Entry("Look", "workers.cli.sessions", "What every worker holds right now, oldest first"),
     "runs": Entry("Look", "workers.cli.runs", "The runs on this machine: list them, remove them"),
     "monitor": Entry("Look", "workers.cli.monitor", "A web page about a run: workers, curves, groups, episodes"),

@@ -72,6 +72,10 @@ class Roster:
             case WorkerFailed():
                 seen.ended, seen.note = "failed", f"{message.error_class}: {message.error}"
 
+    def beats(self) -> list[Heartbeat]:
+        """The newest heartbeat of every worker that has not ended, by name."""
+        return [seen.beat for _, seen in sorted(self._seen.items()) if seen.beat is not None and not seen.ended]
+
     def rows(self, now: float) -> list[WorkerRow]:
         """The workers of now and of late, by role and name."""
         rows = [_row(name, seen, now) for name, seen in self._seen.items() if now - seen.at <= KEPT_SECONDS]

@@ -1,0 +1,133 @@
+"""``fleetbus metrics``: what a fleet does is exported under its names, to Prometheus and to other sinks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.errors import UserError
+from fleetbus.metrics.names import METRICS, Sample
+from fleetbus.metrics.sinks import open_sinks
+from schemas import CheckpointStored, StepTrained, Task
+from tests.support.small_fleet import configured, small_fleet
+from workers.metrics.collect import collect, step_values
+from workers.monitor.follow import Watch
+from workers.monitor.state import FleetState
+from workers.top.jetstream import ConsumerPending, ServerView
+from workers.watchdog import Stall
+
+ROOT = Path(__file__).parents[2]
+VIRTUAL = pytest.mark.parametrize(
+    "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
+)
+
+
+@pytest.fixture
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+async def samples_of_a_fleet() -> tuple[list[Sample], FleetState]:
+    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+        state = FleetState(steps=1)
+        watch = Watch(fleet.bus, fleet.subjects, state)
+        group.start_soon(watch.run)
+        fleet.environment("env")
+        fleet.inference("inf")
+        for number in range(3):
+            await fleet.request(f"e{number}", task=Task(key="t", env="north"))
+        await fleet.all_results(3)
+        metrics = {
+            "reward": 1.0,
+            "staleness_max": 1.0,
+            "seconds_wait": 3.0,
+            "seconds_train": 1.0,
+            "success": 0.5,
+            "kl": math.nan,
+        }
+        step = StepTrained(lineage="l1", step=1, version=1, episodes=("e0", "e1"), metrics=metrics)
+        await fleet.stored(fleet.subjects.train("default"), step)
+        stored = CheckpointStored(lineage="l1", step=1, version=1, file="f", floor=1)
+        await fleet.stored(fleet.subjects.train("default"), stored)
+        await anyio.sleep(5)
+        view = ServerView(consumers=(ConsumerPending(kind="obs", pending=4, redelivered=1),), slow_consumers=2)
+        stall = Stall(where="learner", reason="r", seconds=9.0, advice="a")
+        found = collect(state, watch.health, view, [stall], now=anyio.current_time(), now_ns=fleet.bus.now_ns())
+        group.cancel_scope.cancel()
+    return found, state
+
+
+@VIRTUAL
+async def test_what_a_fleet_did_is_exported_under_declared_names() -> None:
+    found, _ = await samples_of_a_fleet()
+    values = {(sample.name, *sample.labels): sample.value for sample in found}
+    assert {sample.name for sample in found} <= set(METRICS)
+    assert all(len(sample.labels) == len(METRICS[sample.name].labels) for sample in found)
+    assert len(values) == len(found), "a sample came twice"
+    assert values["fleetbus_episodes_total", "completed"] == 3
+    assert values["fleetbus_reward_quantile", "north", "0.9"] == 1.0
+    assert values["fleetbus_step",] == 1 and values["fleetbus_trainer_idle_ratio",] == 0.75
+    assert values["fleetbus_staleness_steps", "max"] == 1
+    assert values["fleetbus_workers", "environment", "working"] == 1
+    assert values["fleetbus_worker_slots", "inf", "inference"] == 16
+    assert values["fleetbus_worker_counter_total", "env", "environment", "episodes"] == 3
+    assert values["fleetbus_log_pending", "obs"] == 4 and values["fleetbus_nats_slow_consumers",] == 2
+    assert values["fleetbus_stalled", "learner"] == 1
+    assert ("fleetbus_train_metric", "kl") not in values, "what is no number is left out"
+
+
+@VIRTUAL
+async def test_prometheus_gets_them_over_http() -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from workers.metrics.exposition import Exposition, served
+
+    found, _ = await samples_of_a_fleet()
+    exposition = Exposition("my-run")
+    with served(exposition, "127.0.0.1", 0) as port:
+        exposition.update(found)
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
+        with pytest.raises(UserError, match="cannot be served"), served(exposition, "127.0.0.1", port):
+            raise AssertionError
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["fleetbus_step"].samples[0].labels == {"run": "my-run"}
+    assert families["fleetbus_episodes"].type == "counter"
+    assert sum(len(family.samples) for family in families.values()) == len(found)
+
+
+@VIRTUAL
+async def test_every_step_is_written_to_the_sinks_once(tmp_path: Path) -> None:
+    _, state = await samples_of_a_fleet()
+    file = tmp_path / "metrics.jsonl"
+    with open_sinks(run="r", jsonl=file) as sinks:
+        for seen in (0, 1):
+            for step, seconds, values in step_values(state, seen):
+                sinks.write(step, seconds, {**values, "broken": math.nan})
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert line["step"] == 1 and line["success"] == 0.5 and line["version"] == 1.0 and "broken" not in line
+
+
+def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"), open_sinks(run="r", jsonl=tmp_path / "no" / "file"):
+        raise AssertionError
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist() -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana" / "fleetbus.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    asked = {name for expression in expressions for name in re.findall(r"fleetbus_\w+", expression)}
+    assert asked <= set(METRICS) and len(asked) > 25
+    for expression in expressions:
+        for name, selectors in re.findall(r"(fleetbus_\w+)\{([^}]*)\}", expression):
+            assert set(re.findall(r"(\w+)=~?", selectors)) <= {"run", *METRICS[name].labels}
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)

@@ -1,0 +1,116 @@
+"""``fleetbus metrics [RUN]``: a run's metrics for Prometheus, and per step to JSON lines, TensorBoard or Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import click
+
+from workers.cli.log_access import open_run, reach_options
+from workers.cli.options import load_settings
+from workers.cli.program import FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+
+DEFAULT_PORT = 9464
+EVERY_SECONDS = 1.0
+
+
+@click.command("metrics")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option(
+    "--port", type=click.IntRange(-1, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any, -1: none [9464]"
+)
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on")
+@click.option("--jsonl", type=click.Path(path_type=Path, dir_okay=False), help="Append a JSON object per training step")
+@click.option("--tensorboard", type=click.Path(path_type=Path, file_okay=False), help="Write TensorBoard scalars per step")
+@click.option("--wandb", metavar="PROJECT", default="", help="Log to a Weights & Biases project per step")
+@click.option("--monitor-url", metavar="URL", default="", help="The NATS server's monitoring address (/varz)")
+@click.option("--until-finished", is_flag=True, help="End when the training has finished")
+@reach_options
+def command(run: str | None, port: int, until_finished: bool, **values: Any) -> int:
+    """Export the metrics of a run until Ctrl-C: names as in fleetbus/metrics/names.py, a dashboard in docs/grafana/.
+
+    Prometheus asks http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
+    """
+    from fleetbus.errors import UserError
+
+    chosen = {name: values.pop(name) for name in ("host", "jsonl", "tensorboard", "wandb", "monitor_url")}
+    configuration = load_settings({**values, "run__name": run}).configuration
+    if port >= 0:
+        try:
+            import prometheus_client  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise UserError("prometheus_client is not installed: pip install 'fleetbus[metrics]'") from error
+    work = partial(_export, configuration, port=port, until_finished=until_finished, **chosen)
+    anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    return FINISHED
+
+
+async def _export(
+    configuration: Configuration,
+    *,
+    port: int,
+    host: str,
+    jsonl: Path | None,
+    tensorboard: Path | None,
+    wandb: str,
+    monitor_url: str,
+    until_finished: bool,
+) -> None:
+    from fleetbus.metrics.sinks import open_sinks
+    from schemas import Subjects
+    from workers.metrics.collect import collect, step_values
+    from workers.monitor.follow import Watch
+    from workers.monitor.state import FleetState
+    from workers.top.jetstream import look_at_server
+    from workers.watchdog import find_stalls
+
+    run, state = configuration.run.name, FleetState(configuration.learner.steps)
+    async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
+        with ExitStack() as stack:
+            sinks = stack.enter_context(open_sinks(run=run, jsonl=jsonl, tensorboard=tensorboard, wandb=wandb))
+            publish = _exposition(stack, run, host, port)
+            watch = Watch(bus, Subjects(run), state)
+            tasks.start_soon(watch.run)
+            tasks.start_soon(_obey, tasks.cancel_scope)
+            written, followed = 0, -1
+            while True:
+                await anyio.sleep(EVERY_SECONDS)
+                server = await look_at_server(bus, run, monitor_url)
+                now, now_ns = anyio.current_time(), bus.now_ns()
+                is_behind, followed = watch.health.followed != followed, watch.health.followed
+                stalls = [] if is_behind else find_stalls(state, watch.health, now=now, now_ns=now_ns)
+                publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns))
+                for step, time_seconds, values in step_values(state, written):
+                    await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
+                    written = step
+                if until_finished and state.finished and not is_behind:
+                    break
+        tasks.cancel_scope.cancel()
+
+
+def _exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:
+    if port < 0:
+        return lambda samples: None
+    from workers.metrics.exposition import Exposition, served
+
+    exposition = Exposition(run)
+    found = stack.enter_context(served(exposition, host, port))
+    print(f"run {run}: http://{host}:{found}/metrics", flush=True)
+    return exposition.update
+
+
+async def _obey(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
+            return

@@ -1,0 +1,1 @@
+"""``fleetbus metrics``: a run's metrics for Prometheus and other sinks. It only looks."""
