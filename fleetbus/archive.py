@@ -6,7 +6,7 @@ while the recorder writes: what is not whole yet at the end of the newest segmen
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -35,6 +35,18 @@ def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Ite
         for entry in _read_segment(segment, run, newest=index == len(following)):
             if entry.sequence >= start:
                 yield entry
+
+
+def archived_entries(folder: Path, sequences: Collection[int], *, run: str | None = None) -> dict[int, Stored]:
+    """Those of the entries at ``sequences`` that the archive holds; blocking. Reads from the lowest to the highest of them."""
+    found: dict[int, Stored] = {}
+    last = max(sequences, default=0)
+    for entry in read_archive(folder, run=run, start=min(sequences, default=1)):
+        if entry.sequence > last:
+            break
+        if entry.sequence in sequences:
+            found[entry.sequence] = entry
+    return found
 
 
 async def scan_whole(bus: Bus, subjects: Subjects, folder: Path | None, *, ports: Ports | None = None) -> AsyncIterator[Stored]:

@@ -164,6 +164,7 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     checkpoint_every: Annotated[int, Meta(ge=1, description="Steps between checkpoints")] = 10
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept")] = 3
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
+    archive: Annotated[str, Meta(description="The recorder's archive: what a resumed learner misses in a trimmed log")] = ""
 
 
 class TinkerSettings(Settings, frozen=True, kw_only=True):

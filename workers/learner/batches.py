@@ -5,25 +5,31 @@ Token ids and log-probabilities are used as they stand in the Actions; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import anyio
 import msgspec
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
-from fleetbus.bus.base import Bus
+from fleetbus.archive import archived_entries
+from fleetbus.bus.base import Bus, Stored
 from fleetbus.config.settings import Configuration
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
 from fleetbus.core.shaping import overlong_penalty
 from fleetbus.core.turn_credit import turn_advantages, turn_returns
 from fleetbus.episodes import decoded
+from fleetbus.ports import Ports
 from schemas import Action, EpisodeFinished, Subjects
 from workers.learner.base import TrainingSequence
 
 READS_AT_A_TIME = 32
+
+log = structlog.get_logger()
 
 
 class MissingActions(Exception):
@@ -58,11 +64,21 @@ class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_sequences(
-    bus: Bus, subjects: Subjects, groups: Sequence[Group], *, plan: CreditPlan, temperature: float
+    bus: Bus,
+    subjects: Subjects,
+    groups: Sequence[Group],
+    *,
+    plan: CreditPlan,
+    temperature: float,
+    archive: Path | None = None,
+    ports: Ports | None = None,
 ) -> list[TrainingSequence]:
-    """The graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`."""
+    """The graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
+
+    A learner that had to begin at a checkpoint before the newest one needs again what was trimmed since: from ``archive``.
+    """
     results = [result for group in groups for result in group.graded]
-    actions = await _read_actions(bus, subjects, results)
+    actions = await read_actions(bus, subjects, results, archive=archive, ports=ports or Ports())
     return [
         _sequence(result, actions[result.episode_id], advantages, plan, temperature)
         for result, advantages in zip(results, advantages_by_turn(groups, plan), strict=True)
@@ -99,29 +115,37 @@ def _shaped_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
     return result.reward + penalty
 
 
-async def _read_actions(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[str, list[Action]]:
-    found: dict[str, list[Action]] = {}
+async def read_actions(
+    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, ports: Ports
+) -> dict[str, list[Action]]:
+    """By episode the Actions that its result refers to, in turn order; an episode may hold others, of attempts that were cut."""
+    entries: dict[int, Stored] = {}
     limiter = anyio.CapacityLimiter(READS_AT_A_TIME)
 
     async def read(result: EpisodeFinished) -> None:
+        lanes = sorted({reference.lane for reference in result.actions})
         async with limiter:
-            found[result.episode_id] = await _actions_of(bus, subjects, result)
+            found = await bus.history([subjects.action(lane, result.episode_id) for lane in lanes])
+        entries.update((entry.sequence, entry) for entry in found)
 
     async with anyio.create_task_group() as group:
         for result in results:
             group.start_soon(read, result)
-    return found
+    wanted = {reference.sequence for result in results for reference in result.actions}
+    missing = wanted - set(entries)
+    if missing and archive is not None:
+        log.info("actions read from the archive", entries=len(missing))
+        entries |= await ports.offload(archived_entries, archive, missing, run=subjects.run)
+    actions = {entry.sequence: action for entry, action in decoded(Action, [entries[key] for key in wanted & set(entries)])}
+    return {result.episode_id: _actions_of(result, actions, archive) for result in results}
 
 
-async def _actions_of(bus: Bus, subjects: Subjects, result: EpisodeFinished) -> list[Action]:
-    """The Actions that the result refers to, in turn order; an episode may hold others, of attempts that were cut."""
-    lanes = sorted({reference.lane for reference in result.actions})
-    entries = await bus.history([subjects.action(lane, result.episode_id) for lane in lanes])
-    by_sequence = {entry.sequence: action for entry, action in decoded(Action, entries)}
+def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive: Path | None) -> list[Action]:
     try:
-        return [by_sequence[reference.sequence] for reference in result.actions]
+        return [actions[reference.sequence] for reference in result.actions]
     except KeyError as missing:
-        raise MissingActions(f"episode {result.episode_id}: no Action at position {missing}") from missing
+        hint = "nor does its archive" if archive else "it may have been trimmed: give the recorder's archive (learner.archive)"
+        raise MissingActions(f"episode {result.episode_id}: the log has no Action at position {missing}; {hint}") from missing
 
 
 def _sequence(

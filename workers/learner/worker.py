@@ -247,6 +247,8 @@ class Learner:
             groups,
             plan=CreditPlan.of(self._configuration),
             temperature=self._configuration.episode.temperature,
+            archive=Path(self._settings.archive) if self._settings.archive else None,
+            ports=self._ports,
         )
         trained = anyio.current_time()
         progress = self._step / self._settings.steps

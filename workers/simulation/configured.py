@@ -20,6 +20,7 @@ from schemas import Task
 from workers.simulation.process import RUN
 from workers.simulation.scenario import Scenario
 
+ARCHIVE = "archive"
 LANES = 12
 LOG_BYTES = 1 << 30
 
@@ -53,6 +54,7 @@ def configuration_of(scenario: Scenario, folder: Path) -> Configuration:
             group_size=scenario.group_size,
             checkpoint_every=scenario.checkpoint_every,
             max_staleness=scenario.max_staleness,
+            archive=str(folder / ARCHIVE) if scenario.recorder else "",
         ),
         evaluation=EvaluationSettings(episodes=scenario.evaluation_episodes),
     )

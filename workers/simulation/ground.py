@@ -12,7 +12,7 @@ from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.streams import lane_stream, log_stream, plan_run
 from fleetbus.config.settings import Configuration
 from workers.simulation.books import Books
-from workers.simulation.configured import LANES, LOG_BYTES, configuration_of
+from workers.simulation.configured import ARCHIVE, LANES, LOG_BYTES, configuration_of
 from workers.simulation.judge import Judge
 from workers.simulation.noise import SeededNoise
 from workers.simulation.process import RUN
@@ -51,7 +51,7 @@ def prepared(scenario: Scenario, watch: Watch, folder: Path) -> Ground:
     return Ground(
         scenario=scenario,
         configuration=configuration,
-        archive=folder / "archive",
+        archive=folder / ARCHIVE,
         noise=noise,
         server=server,
         watch=watch,

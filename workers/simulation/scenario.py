@@ -188,9 +188,9 @@ def _draw_happenings(draw: random.Random, *, recorder: bool) -> tuple[Happening,
         "second_learner": 1,
         "fill_log": 0.5,
         "cancel": 1,
-        "spoil_checkpoint": 0.0 if recorder else 0.5,  # behind its newest checkpoint a learner misses what was trimmed
+        "spoil_checkpoint": 0.5,
     }
-    kinds = [kind for kind in weights if draw.random() < 0.6 and weights[kind]] or ["crash"]
+    kinds = [kind for kind in weights if draw.random() < 0.6] or ["crash"]
     happenings = [
         Happening(
             kind=draw.choices(kinds, [weights[kind] for kind in kinds])[0],
