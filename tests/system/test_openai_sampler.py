@@ -14,6 +14,8 @@ from schemas import PolicyPublished, SamplingSettings, VersionSpan
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
 from workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from workers.inference.openai import OpenAISampler, pool
+from workers.inference.openai.answer import Answer
+from workers.inference.openai.dialects import Piece
 from workers.inference.reloading import Reloadable
 from workers.weights import WeightsRejected
 
@@ -313,9 +315,16 @@ async def test_new_weights_are_checked_linked_and_loaded_into_every_server(make_
 
 
 async def test_an_answer_in_the_middle_goes_on_under_the_new_weights_with_a_span_for_each(
-    make_server: MakeServer, weights: Weights
+    make_server: MakeServer, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server()
+    server, take = make_server(), Answer.take
+    taken: list[Piece] = []
+
+    def counting(answer: Answer, piece: Piece, version: int) -> None:
+        take(answer, piece, version)
+        taken.append(piece)
+
+    monkeypatch.setattr(Answer, "take", counting)
     async with opened(server, weights=weights.reloadable) as sampler:
         await sampler.load(weights.published(1))
         server.held, server.hold_after = True, 2
@@ -326,13 +335,12 @@ async def test_an_answer_in_the_middle_goes_on_under_the_new_weights_with_a_span
 
         async with anyio.create_task_group() as group:
             group.start_soon(generate)
-            await until(lambda: server.streaming == 1)
-            await anyio.sleep(0.1)
+            await until(lambda: len(taken) == 2)
             await sampler.load(weights.published(2))
             server.held = False
     [generation] = found
     [old, new] = generation.versions
-    assert (old.version, new.version, new.stop) == (1, 2, 6) and old.stop == new.start > 0
+    assert (old.version, new.version, new.stop) == (1, 2, 6) and old.stop == new.start == 2
     begun = answer(PROMPT, old.stop, "fleetbus-1")
     assert generation.ids == [*begun, *answer([*PROMPT, *begun], 6 - old.stop, "fleetbus-2")]
     assert sampler.stats["interruptions"] == 1
