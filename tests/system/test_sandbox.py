@@ -178,7 +178,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
         "refused",
     ),
     "namespace": ("import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError('refused')", "refused"),
-    "become root": ("import os\nos.setuid(0)", "PermissionError"),
+    "become root": ("import os\nos.setuid(0)", "Error"),
     "raise a limit": ("import resource as r\nr.setrlimit(r.RLIMIT_NPROC, (99999, 99999))", "Error"),
     "trace": ("import ctypes, os\nif ctypes.CDLL(None).ptrace(16, 1, 0, 0): raise OSError('refused')", "refused"),
     "shared memory": (
@@ -207,6 +207,18 @@ async def test_an_escape_is_refused_and_the_episode_goes_on(session: SandboxSess
     assert ran.exit_code == 1, ran
     assert words in ran.stderr
     assert (await run(session, "x = None\nprint('still here')")).stdout == "still here\n"
+
+
+async def test_forged_answers_end_the_interpreter_and_nothing_else(session: SandboxSession) -> None:
+    forge = (
+        "import os, json, struct\np = json.dumps({'exit_code': 0, 'number': -1}).encode()\nfor fd in range(3, 64):\n"
+        "  try:\n    while True: os.write(fd, struct.pack('!I', len(p)) + p)\n  except OSError: pass"
+    )
+    forged = await run(session, forge)
+    assert (forged.exit_code, forged.ended) == (137, "exit")
+    large = "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'\\x00\\xff\\xff\\xff')\n  except OSError: pass"
+    assert (await run(session, large)).ended == "exit"
+    assert (await run(session, "print(1)")).stdout == "1\n"
 
 
 async def test_gigabytes_of_output_are_cut_to_both_ends(session: SandboxSession) -> None:

@@ -20,10 +20,11 @@ class ChannelBroken(Exception):
 
 
 class Channel:
-    """The worker's end of a socket; it does not block."""
+    """The worker's end of a socket; it does not block. ``limit`` is the largest frame that is taken in, in bytes."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, limit: int = MAX_FRAME_BYTES) -> None:
         connection.setblocking(False)
+        self._limit = limit
         self._socket = connection
         self._received = bytearray()
         self.silent = True
@@ -46,8 +47,8 @@ class Channel:
     async def receive(self) -> dict[str, Any]:
         """The next frame; raises `ChannelBroken` if there is none, or none that can be read."""
         length = _HEADER.unpack(await self._read(_HEADER.size))[0]
-        if length > MAX_FRAME_BYTES:
-            raise ChannelBroken(f"a message of {length} bytes exceeds {MAX_FRAME_BYTES}")
+        if length > self._limit:
+            raise ChannelBroken(f"a message of {length} bytes exceeds {self._limit}")
         try:
             message = json.loads(await self._read(length))
         except (ValueError, RecursionError) as error:

@@ -30,6 +30,9 @@ STOP_SECONDS = 5.0
 GRACE_SECONDS = 2.0
 """How much longer than its time code may take to be stopped from within, before its interpreter is killed."""
 
+ANSWER_BYTES, MAX_ANSWERS = 1024, 64
+"""Largest answer of an interpreter, and the most that are read for the right one: the code may send some of its own."""
+
 TIME_UP, KILLED = 124, 137
 _numbers = itertools.count()
 
@@ -125,11 +128,13 @@ class SandboxSession:
             with anyio.move_on_after(seconds + GRACE_SECONDS):
                 number = next(_numbers)
                 await interpreter.channel.send({"code": code, "seconds": seconds, "number": number})
-                while True:
+                for _ in range(MAX_ANSWERS):
                     answer = await interpreter.channel.receive()
                     exit_code = answer.get("exit_code")
                     if answer.get("number") == number and isinstance(exit_code, int):
                         return int(exit_code), ""
+                interpreter.kill()  # the code talks on a channel that is not its own
+                return KILLED, "exit"
         except ChannelBroken:
             if self._ended:
                 return KILLED, self._ended
@@ -202,7 +207,7 @@ async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
         },
     }
     mine, theirs = socket.socketpair()
-    channel = Channel(mine)
+    channel = Channel(mine, limit=ANSWER_BYTES)
     streams = (_output_file("stdout"), _output_file("stderr"))
     program = python_command(INSIDE / "runner.py", str(theirs.fileno()), msgspec.json.encode(settings).decode())
     command = isolation.command(program, visible=[INSIDE], tools=True, scratch_bytes=limits.scratch_bytes)

@@ -19,6 +19,8 @@ LIBRARY = ctypes.CDLL(None, use_errno=True)
 FIRST_USER = 0x40000000
 """User ids from here on belong to nobody: each process that starts as root takes one of its own."""
 
+NOBODY = 65534
+
 CAPABILITY_VERSION_3 = 0x20080522
 SET_DUMPABLE, SET_SECCOMP, NO_NEW_PRIVILEGES = 4, 22, 38
 SECCOMP_FILTER = 2
@@ -107,13 +109,14 @@ def set_limits(limits: Mapping[str, int]) -> None:
 
 
 def drop_privileges(user: int) -> None:
-    if os.geteuid() == 0:
-        try:
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
-        except OSError:
-            pass  # a user namespace of its own has no other users
+    for other in (user, NOBODY):  # a container may have no users but the first 65,536, a user namespace of its own none
+        if os.geteuid() == 0:
+            try:
+                os.setgroups([])
+                os.setresgid(other, other, other)
+                os.setresuid(other, other, other)
+            except OSError:
+                continue
     if sys.platform == "linux":
         LIBRARY.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         LIBRARY.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24))

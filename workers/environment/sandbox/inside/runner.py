@@ -27,6 +27,10 @@ else:
     import confine
 
 
+NICENESS = 10
+"""Code of models yields to the worker that has to answer for it."""
+
+
 class TimeUp(BaseException):
     """Raised in the code when its seconds are over."""
 
@@ -39,6 +43,7 @@ def main() -> NoReturn:
     sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGALRM, on_alarm)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    os.nice(NICENESS)
     confine.confine(settings["limits"], user=settings["user"], alone=False)
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
