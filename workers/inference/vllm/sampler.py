@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ class VllmSampler:
         self._alive = anyio.Event()
         self._stats = dict.fromkeys(("sampled_tokens", "prefill_tokens", "cached_tokens", "engine_restarts"), 0.0)
         self._engine: Any = start_engine(self._settings)
-        self._labelled = False
 
     @property
     def stats(self) -> dict[str, float]:
@@ -93,10 +92,11 @@ class VllmSampler:
             raise RequestRefused("vllm reports log-probabilities after top-p: set episode.top_p = 1, or use the engine torch")
         for _ in range(MAX_DEATHS):
             await self._alive.wait()
+            engine = self._engine
             try:
-                return await self._sampled(self._engine, request, limit)
+                return await self._sampled(engine, request, limit)
             except _dead_error():
-                self._bury()
+                self._bury(engine)
         raise EngineFailed(f"the engine died {MAX_DEATHS} times with this request")
 
     async def load(self, policy: PolicyPublished) -> None:
@@ -178,7 +178,7 @@ class VllmSampler:
                 await engine.reset_prefix_cache()
                 await engine.update_weight_version(str(version))
         except BaseException:
-            with anyio.move_on_after(CALL_SECONDS, shield=True):
+            with anyio.move_on_after(CALL_SECONDS, shield=True), suppress(_dead_error()):
                 await engine.pause_generation(mode="keep", clear_cache=False)
             raise
         await engine.resume_generation()
@@ -194,10 +194,10 @@ class VllmSampler:
 
     # Life and death
 
-    def _bury(self, engine: Any = None) -> None:
-        """Have a dead engine replaced; further requests wait."""
-        if engine is not None or self._engine is None or self._engine.errored:
-            self._alive = anyio.Event() if self._alive.is_set() else self._alive
+    def _bury(self, engine: Any) -> None:
+        """Have a dead engine replaced, unless it is already; further requests wait."""
+        if engine is self._engine and self._alive.is_set():
+            self._alive = anyio.Event()
             self._died.set()
 
     async def _keep_alive(self) -> None:
