@@ -6,10 +6,17 @@ import click
 
 
 @click.command("schema")
-def command() -> None:
-    """Print the JSON Schema of every message."""
+@click.option("--asyncapi", "as_asyncapi", is_flag=True, help="AsyncAPI 3 instead: subjects, roles and messages")
+def command(as_asyncapi: bool) -> None:
+    """Print the JSON Schema of every message, or who sends them where as AsyncAPI 3."""
     import msgspec
 
-    from schemas.export import json_schema
+    if as_asyncapi:
+        from schemas.asyncapi import asyncapi
 
-    print(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode())
+        document = asyncapi()
+    else:
+        from schemas.export import json_schema
+
+        document = json_schema()
+    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
