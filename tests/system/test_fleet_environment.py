@@ -464,7 +464,13 @@ async def test_a_worker_that_starts_sweeps_what_dead_workers_of_its_run_left_and
     """A dead process is one whose number is free, or belongs to another process by now."""
     fleet = FleetPlatform()
     mine, other = fleet_host.run_prefix("tested"), fleet_host.run_prefix("another")
-    left = [f"{mine}4194399_5", f"{mine}1_999999999999", f"{other}4194399_5", fleet_host.run_prefix("tested") + "x", "foreign"]
+    left = [
+        f"{mine}4194399_5",
+        f"{mine}1_999999999999_ab12cd",
+        f"{other}4194399_5",
+        fleet_host.run_prefix("tested") + "x",
+        "foreign",
+    ]
     async with platform(fleet) as (_, server), environments(server) as environment:
         for number, label in enumerate((*left, fleet_host.run_prefix("tested") + fleet_host.process_label(1))):
             await fleet._made({"env_key": "shop", "run_id": label}, str(number))
@@ -474,6 +480,23 @@ async def test_a_worker_that_starts_sweeps_what_dead_workers_of_its_run_left_and
         await environment.close()
         assert {made.body["run_id"] for made in fleet.running} == {*left[2:], mine + fleet_host.process_label(1)}
         fleet.running[0].stop.set()
+
+
+async def test_the_end_of_one_worker_leaves_the_instances_of_another_in_the_same_process_alone() -> None:
+    async with platform() as (fleet, server), environments(server) as staying:
+        await begun(staying)
+        async with environments(server) as leaving:
+            await begun(leaving)
+            leaving._connection = None  # nobody closes it
+        assert [made.status for made in fleet.instances.values()] == ["running", "stopped"]
+        assert seen(await staying.step(call("price", name="pen"))) == "Tool result:\n3"
+
+
+def test_the_key_is_not_sent_to_instances_over_open_networks() -> None:
+    host = fleet_host.FleetHost(base_url="https://x", key=KEY, run="r", settings=FleetSettings())
+    assert host.headers_for("https://i.example/mcp") == {"Authorization": f"Bearer {KEY}"}
+    assert host.headers_for("http://127.0.0.1:8000/mcp") == {"Authorization": f"Bearer {KEY}"}
+    assert host.headers_for("http://i.example/mcp") == {}
 
 
 async def test_instances_get_heartbeats_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ class ClientConnection:
         except Exception as error:  # an episode's server must not end the others': the episode learns of it
             self._failure = root_reason(error)
             self._kind = type(error) if isinstance(error, EnvironmentFailed) else EnvironmentFailed
-            _log.warning("mcp_connection_failed", reason=self._failure)
+            if self._client is not None:  # otherwise whoever opens it is told
+                _log.warning("mcp_connection_failed", reason=self._failure)
         finally:
             self._client = None
             self._host.connections.discard(self)

@@ -103,8 +103,9 @@ class FleetApi:
     async def runs(self) -> list[tuple[str, int]]:
         """Run labels and how many of their instances run."""
         answer = await self._ask("GET", "/v1/env/runs")
-        found = answer if isinstance(answer, list) else []
-        return [(str(run.get("run_id")), int(run.get("running_count") or 0)) for run in found if isinstance(run, dict)]
+        found = [run for run in answer if isinstance(run, dict)] if isinstance(answer, list) else []
+        counts = ((str(run.get("run_id")), run.get("running_count")) for run in found)
+        return [(label, count) for label, count in counts if isinstance(count, int)]
 
     async def heartbeat(self, instance: Instance) -> None:
         body = {"region": instance.heartbeat_region} if instance.heartbeat_region else {}

@@ -109,7 +109,7 @@ class FleetConnection:
                 instance.urls.root + path,
                 self._host.connections,
                 call_seconds=self._call_seconds,
-                headers=self._host.headers,
+                headers=self._host.headers_for(instance.urls.root),
             )
             for path in paths
         }

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import httpx
@@ -37,8 +39,11 @@ BEATS_PER_INTERVAL = 3
 
 SWEEP_SECONDS = 15.0
 FAREWELL_SECONDS = 10.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = structlog.get_logger(__name__)
+
+_PROCESS = re.compile(r"(\d{1,10})_(\d{1,20})(?:_[0-9a-f]*)?\Z")
 
 
 class Lease:
@@ -78,7 +83,7 @@ class FleetHost:
     ) -> None:
         self.settings = settings
         self.connections = ConnectionHost()
-        self.label = f"{run_prefix(run)}{process_label(os.getpid())}"
+        self.label = f"{run_prefix(run)}{process_label(os.getpid())}_{secrets.token_hex(3)}"
         self._run = run
         self._base_url = base_url
         self._key = key
@@ -88,14 +93,15 @@ class FleetHost:
         self._leases: set[Lease] = set()
         self.api: FleetApi | None = None
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """For an instance's MCP endpoints."""
-        return {"Authorization": f"Bearer {self._key}"}
+    def headers_for(self, url: str) -> dict[str, str]:
+        """What an instance's MCP endpoint wants to see; the key goes over TLS, or stays on this machine."""
+        parts = urlsplit(url)
+        is_private = parts.scheme == "https" or parts.hostname in LOOPBACK
+        return {"Authorization": f"Bearer {self._key}"} if is_private else {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        headers = {**self.headers, "X-Fleet-SDK-Language": "Python"}
+        headers = {"Authorization": f"Bearer {self._key}", "X-Fleet-SDK-Language": "Python"}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=32)
         async with httpx.AsyncClient(base_url=self._base_url, headers=headers, limits=limits) as client:
             self.api = FleetApi(client, secret=self._key)
@@ -244,10 +250,8 @@ def process_label(process: int) -> str:
 def is_orphaned(label: str, run: str) -> bool:
     """Whether ``label`` belongs to a process of that run on this machine that has ended. False where that cannot be told."""
     prefix = run_prefix(run)
-    process, _, started = label.removeprefix(prefix).partition("_")
-    if not label.startswith(prefix) or not process.isdecimal() or not started.isdecimal() or not int(started):
-        return False
-    return _started(int(process)) != int(started)
+    found = _PROCESS.match(label.removeprefix(prefix)) if label.startswith(prefix) else None
+    return found is not None and int(found[2]) > 0 and _started(int(found[1])) != int(found[2])
 
 
 def _started(process: int) -> int:
