@@ -1,11 +1,11 @@
 """What recording costs and how fast it goes: export, replay against real time, the step loop with and without a recorder.
 
     python benchmarks/recording.py --json                       # export and step loop
-    python benchmarks/recording.py --json --recording run.fbrec # and the replay of a recording, e.g. of a default run
+    python benchmarks/recording.py --json --recording FILE      # and the replay of a recording, e.g. of a default run
 
 Export: a log of ``--messages`` entries on a real nats-server, written compressed and redacted. Step loop: the median of
-``--repeats`` runs of `benchmarks/step_loop.py` each way, alternating, with `fleetbus record --follow` beside it. CPU seconds are
-given beside wall seconds: on a machine that others use, the former are what a change can be judged by.
+``--repeats`` runs of `benchmarks/step_loop.py` each way, alternating, with `fleetbus record --follow` beside it. CPU seconds
+are given beside wall seconds: on a machine that others use, the former are what a change can be judged by.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import trio.testing
 from fleetbus.errors import UserError
 from fleetbus.metrics.names import METRICS, Sample
 from fleetbus.metrics.sinks import open_sinks
-from schemas import CheckpointStored, StepTrained, Task
+from schemas import CheckpointStored, LineageStarted, StepTrained, Task
 from tests.support.small_fleet import configured, small_fleet
 from workers.metrics.collect import collect, step_values
 from workers.monitor.follow import Watch
@@ -53,6 +53,7 @@ async def samples_of_a_fleet() -> tuple[list[Sample], FleetState]:
             "success": 0.5,
             "kl": math.nan,
         }
+        await fleet.stored(fleet.subjects.train("default"), LineageStarted(lineage="l1", worker="learner"))
         step = StepTrained(lineage="l1", step=1, version=1, episodes=("e0", "e1"), metrics=metrics)
         await fleet.stored(fleet.subjects.train("default"), step)
         stored = CheckpointStored(lineage="l1", step=1, version=1, file="f", floor=1)
@@ -95,13 +96,19 @@ async def test_prometheus_gets_them_over_http() -> None:
     exposition = Exposition("my-run")
     with served(exposition, "127.0.0.1", 0) as port:
         exposition.update(found)
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
+        text = scraped(port)
         with pytest.raises(UserError, match="cannot be served"), served(exposition, "127.0.0.1", port):
             raise AssertionError
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["fleetbus_step"].samples[0].labels == {"run": "my-run"}
     assert families["fleetbus_episodes"].type == "counter"
     assert sum(len(family.samples) for family in families.values()) == len(found)
+
+
+def scraped(port: int) -> str:
+    """What Prometheus would get."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        return str(answer.read().decode())
 
 
 @VIRTUAL

@@ -109,6 +109,8 @@ def _import_work(load_work: Callable[[], Work]) -> Work:
 async def _serve(role: str, work: Work, configuration: Configuration, name: str, url: str) -> int:
     from fleetbus.auth.access import access_for
     from fleetbus.bus.nats import connect
+    from fleetbus.micro import Microservice
+    from schemas import Subjects
 
     access = access_for(role, configuration.nats.auth)
     drain = anyio.Event()
@@ -126,7 +128,10 @@ async def _serve(role: str, work: Work, configuration: Configuration, name: str,
                     drain.set()
 
         tasks.start_soon(obey)
-        async with connect(url, run=configuration.run.name, role=role, worker=name, **access) as bus:
+        run = configuration.run.name
+        async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
+            services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
             await work(bus, configuration, name, drain)
+            services.cancel_scope.cancel()
         tasks.cancel_scope.cancel()
     return exit_code
