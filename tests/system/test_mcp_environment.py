@@ -25,12 +25,13 @@ from mcp_types import (
 )
 
 from fleetbus.core.prompts import NO_CALL
-from schemas import Action, Task, ToolCall, encode
+from schemas import Action, Image, Task, Text, ToolCall, encode
 from tests.support.processes import children, until
 from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command, open_server
 from workers.environment.mcp_connection import Connection, DirectConnection
 from workers.environment.mcp_environment import McpEnvironment
+from workers.environment.pictures import Picture
 from workers.environment.specs import environment_factory
 from workers.environment.verifier import VerifierTools
 
@@ -178,6 +179,31 @@ async def test_a_failing_call_is_an_observation_and_is_counted(tool: str, text: 
         assert seen(step) == text
         assert (step.tool_calls, step.tool_errors, step.terminated) == (1, 1, False)
         assert (await environment.state())["tool_errors"] == 1
+
+
+async def test_images_follow_the_text_by_reference_and_what_is_none_or_too_large_stays_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.environment.mcp_connection.MAX_PICTURES", 2)
+    monkeypatch.setattr("workers.environment.mcp_connection.MAX_PICTURE_BYTES", 9)
+    blocks: list[Any] = [ImageContent(data=data, mime_type="image/jpeg") for data in ("AAAA", "?", "A" * 16, "BBBB", "CCCC")]
+
+    async def tools(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
+        return ListToolsResult(tools=[Tool(name="look", input_schema=SCHEMA)])
+
+    async def look(_: ServerRequestContext[Any], __: CallToolRequestParams) -> CallToolResult:
+        return CallToolResult(content=blocks)
+
+    async def keep(picture: Picture) -> Image:
+        return Image(object=picture.data.hex(), media_type=picture.media_type)
+
+    environment = make_environment(direct(Server("camera", on_list_tools=tools, on_call_tool=look)), keep=keep)
+    async with playing(environment):
+        (message,) = (await environment.step(call("look"))).messages
+        text, *images = message.content
+        assert isinstance(text, Text)
+        assert text.text.count("[image, image/jpeg, ") == 5
+        assert images == [Image(object=name, media_type="image/jpeg") for name in ("000000", "041041")]
 
 
 async def test_only_the_first_call_is_executed_and_the_others_are_reported() -> None:

@@ -16,7 +16,7 @@ from workers.cli.options import SettingsCommand, load_settings, settings_options
 )
 @settings_options(
     "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "environment", "inference", "episode", "evaluation",
-    "limits", "container", "log",
+    "limits", "container", "fleet", "log",
 )  # fmt: skip
 def command(json_summary: Path | None, **values: Any) -> int:
     """Everything on this machine: a NATS server, environment and inference workers, and the learner.

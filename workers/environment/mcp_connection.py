@@ -8,9 +8,9 @@ nothing to leave behind, and an episode costs half of what it costs over the SDK
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import anyio
@@ -34,6 +34,10 @@ from workers.environment.pictures import Picture
 
 MAX_TOOL_PAGES = 100
 """Most pages of a tool listing that are read: a server that never ends its listing hangs nobody."""
+
+MAX_PICTURES = 16
+MAX_PICTURE_BYTES = 8 << 20
+"""Of one call: further and larger images are words in its text."""
 
 _log = structlog.get_logger(__name__)
 
@@ -172,14 +176,17 @@ def tool_result(result: Mapping[str, Any]) -> ToolResult:
 
 def _pictures(blocks: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
     found = (picture(block) for block in blocks if block.get("type") == "image")
-    return tuple(each for each in found if each is not None)
+    return tuple(islice((each for each in found if each is not None), MAX_PICTURES))
 
 
 def picture(block: Mapping[str, Any]) -> Picture | None:
-    """The image of a block; None for what is no base64."""
+    """The image of a block; None for what is no base64, or too large to be shown."""
+    encoded = block.get("data") or ""
+    if not isinstance(encoded, str) or len(encoded) * 3 // 4 > MAX_PICTURE_BYTES:
+        return None
     try:
-        data = base64.b64decode(block.get("data") or "", validate=True)
-    except (binascii.Error, TypeError, ValueError):
+        data = base64.b64decode(encoded, validate=True)
+    except ValueError:
         return None
     if not data:
         return None
