@@ -1,0 +1,232 @@
+"""``fleetbus record``, ``episodes``, ``replay`` and ``runs`` as a user types them, against a real server where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.bus.nats import connect
+from fleetbus.bus.streams import plan_run
+from fleetbus.recording import load_recording
+from schemas import Subjects
+from workers.cli.program import run_program
+
+HERE = Path(__file__).parents[1] / "replay"
+GUESSING = HERE / "recordings" / "guessing.fbrec"
+RUN = "small"
+
+LIMIT_SECONDS = 50
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the recorded run in its log."""
+    from anyio.from_thread import start_blocking_portal
+
+    from fleetbus.bus.nats.server import run_server
+
+    store = tmp_path_factory.mktemp("recorded")
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(run_server(store)) as running:
+        portal.call(fill, running.url)
+        yield running.url
+
+
+async def fill(url: str, start: int = 0) -> None:
+    async with connect(url, run=RUN, role="test") as bus:
+        await bus.declare(plan_run(RUN, lanes=2, max_bytes=0))
+        for entry in load_recording(GUESSING).entries[start:]:
+            await bus.publish(entry.subject, entry.payload)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """Standard output of a command that ends with this exit code."""
+    capsys.readouterr()
+    found = run_program(arguments)
+    captured = capsys.readouterr()
+    assert found == code, captured
+    assert code != 2 or captured.err.count("\n") == 1, "bad input is one line"
+    return captured.out if code != 2 else captured.err
+
+
+def test_the_log_of_a_run_is_recorded_whole(server: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "run.fbrec"
+    facts = json.loads(said(capsys, "record", RUN, "--nats", server, "-o", str(file), "--json"))
+    original, copy = load_recording(GUESSING), load_recording(file)
+    assert facts["entries"] == len(original.entries) == len(copy.entries) and copy.torn == ""
+    assert [(entry.subject, entry.payload) for entry in copy.entries] == [
+        (entry.subject, entry.payload) for entry in original.entries
+    ]
+    assert "exists already" in said(capsys, "record", RUN, "--nats", server, "-o", str(file), code=2)
+
+
+def test_one_episode_is_cut_out_of_a_recording(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "one.fbrec"
+    said(capsys, "record", str(GUESSING), "-o", str(file), "--episode", "g000001-2")
+    recording = load_recording(file)
+    assert recording.header.selected == ("g000001-2",)
+    assert {entry.subject.split(".")[2] for entry in recording.entries} == {"task", "obs", "act", "episode", "policy"}
+    listed = json.loads(said(capsys, "episodes", str(file), "--json"))
+    assert [row["episode_id"] for row in listed] == ["g000001-2"]
+
+
+def test_a_run_without_a_log_is_refused_and_leaves_no_file(server: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "no.fbrec"
+    assert "no-such-run" in said(capsys, "record", "no-such-run", "--nats", server, "-o", str(file), code=2)
+    assert not file.exists()
+
+
+def test_a_log_is_followed_until_sigterm(server: str, tmp_path: Path) -> None:
+    file, run = tmp_path / "live.fbrec", "followed"
+    subjects = Subjects(run)
+
+    async def scenario() -> None:
+        async with connect(server, run=run, role="test") as bus:
+            await bus.declare(plan_run(run, lanes=1, max_bytes=0))
+            await bus.publish(subjects.episode("before"), b"x")
+            command = [sys.executable, "-m", "workers.cli", "record", run, "--nats", server, "--follow", "-o", str(file)]
+            process = await anyio.open_process(command, stderr=subprocess.PIPE)
+            try:
+                with anyio.fail_after(LIMIT_SECONDS):
+                    assert process.stderr is not None
+                    assert b"following" in await process.stderr.receive()
+                    await bus.publish(subjects.episode("after"), b"y")
+                    while len(load_recording(file).entries) < 2:  # noqa: ASYNC110
+                        await anyio.sleep(0.1)
+                    assert "no end" in load_recording(file).torn
+                    process.send_signal(signal.SIGTERM)
+                    assert await process.wait() == 0
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                await process.aclose()
+
+    anyio.run(scenario)
+    recording = load_recording(file)
+    assert [entry.payload for entry in recording.entries] == [b"x", b"y"] and recording.torn == ""
+
+
+def test_secrets_of_the_environment_do_not_reach_the_file(
+    server: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, file, kept = "secretive", tmp_path / "a.fbrec", tmp_path / "b.fbrec"
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "very-private-value")
+
+    async def prepare() -> None:
+        from schemas import Task, encode
+        from schemas.episode import EpisodeRequested
+
+        async with connect(server, run=run, role="test") as bus:
+            await bus.declare(plan_run(run, lanes=1, max_bytes=0))
+            task = Task(key="t", prompt="say very-private-value", env_variables={"password": "another-private-value"})
+            request = EpisodeRequested(
+                episode_id="e", group_id="g", sample_index=0, split="train", task=task, policy="default", deadline_ns=1
+            )
+            await bus.publish(Subjects(run).task("default", "e"), encode(request))
+
+    anyio.run(prepare)
+    facts = json.loads(said(capsys, "record", run, "--nats", server, "-o", str(file), "--json"))
+    payload = load_recording(file).entries[0].payload
+    assert facts["redacted_entries"] == 1 and load_recording(file).header.redacted
+    assert b"private-value" not in payload and payload.count(b"[redacted]") == 2
+    said(capsys, "record", run, "--nats", server, "-o", str(kept), "--keep-secrets")
+    assert b"very-private-value" in load_recording(kept).entries[0].payload and not load_recording(kept).header.redacted
+
+
+def test_episodes_are_listed_and_filtered(server: str, capsys: Any) -> None:
+    rows = json.loads(said(capsys, "episodes", RUN, "--nats", server, "--json", "--limit", "0"))
+    assert len(rows) == 33 and {row["outcome"] for row in rows} <= {"completed", "truncated"}
+    best = json.loads(said(capsys, "episodes", str(GUESSING), "--min-reward", "1", "--split", "train", "--json"))
+    assert best and all(row["reward"] == 1 and row["split"] == "train" for row in best)
+    assert json.loads(said(capsys, "episodes", str(GUESSING), "--outcome", "open", "--json")) == []
+    table = said(capsys, "episodes", str(GUESSING), "--limit", "2")
+    assert "33 of 33 episodes, the last 2 shown" in table
+
+
+def test_a_transcript_shows_text_and_on_request_tokens(capsys: Any) -> None:
+    shown = said(capsys, "episodes", str(GUESSING), "g000000-0", "--tokens")
+    assert "── turn 0" in shown and "── turn 1" in shown and "worth" in shown and "result: completed" in shown
+    assert "prompt tokens: [" in shown and "sampled tokens, version 0" in shown
+    facts = json.loads(said(capsys, "episodes", str(GUESSING), "g000000-0", "--tokens", "--json"))
+    action = facts["turns"][0]["action"]
+    assert len(action["sampled"]) == len(action["logprobs"]) > 0
+    assert "there is no episode nobody" in said(capsys, "episodes", str(GUESSING), "nobody", code=2)
+
+
+def test_a_torn_recording_is_shown_as_far_as_it_goes(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "torn.fbrec"
+    file.write_bytes(GUESSING.read_bytes()[:-40])
+    capsys.readouterr()
+    assert run_program(["episodes", str(file), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)) == 33 and "torn.fbrec" in captured.err
+
+
+def test_replay_ends_with_0_where_nothing_changed_and_with_1_where_something_did(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = (HERE / "guessing.py").read_text()
+    (tmp_path / "guessing_now.py").write_text(original)
+    (tmp_path / "guessing_then.py").write_text(original.replace("worth {worth}", "worth: {worth}"))
+    monkeypatch.chdir(tmp_path)
+    same = said(capsys, "replay", str(GUESSING), "--environment", "guessing_now:Guessing")
+    assert "replays as recorded" in same
+    changed = said(capsys, "replay", str(GUESSING), "--environment", "guessing_then:Guessing", code=1)
+    assert "differs in messages[0].content" in changed
+    report = json.loads(said(capsys, "replay", str(GUESSING), "--environment", "guessing_then:Guessing", "--json", code=1))
+    assert report["same"] is False and report["first"]["field"] == "messages[0].content"
+    ignored = ("--ignore", "Observation.messages.content", "--environment", "guessing_then:Guessing")
+    assert "replays as recorded" in said(capsys, "replay", str(GUESSING), *ignored)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--speed", "fast"), "--speed fast"),
+        (("--environment", "nothing:here"), "nothing"),
+        (("--role", "inference", "--model", "not-a-folder"), "not-a-folder"),
+    ],
+)
+def test_bad_input_to_replay_is_one_line(arguments: tuple[str, ...], reason: str, capsys: Any) -> None:
+    pytest.importorskip("torch")
+    assert reason in said(capsys, "replay", str(GUESSING), *arguments, code=2)
+
+
+def test_a_replay_can_go_at_a_multiple_of_the_recorded_speed(capsys: Any) -> None:
+    file = HERE / "recordings" / "warehouse.fbrec"
+    report = json.loads(said(capsys, "replay", str(file), "--speed", "40", "--json"))
+    assert report["same"] and report["seconds"] >= 0.9 * report["recorded_seconds"] / 40
+
+
+def test_runs_are_listed_and_removed(tmp_path: Path, capsys: Any) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "nats").mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text("{}")
+    (tmp_path / "two" / "summary.json").write_text('{"optimizer_steps": 7, "success_start": 0.25, "success_end": 0.75}')
+    (tmp_path / "no-run").mkdir()
+    rows = json.loads(said(capsys, "runs", "list", "--run-folder", str(tmp_path), "--json"))
+    assert [(row["run"], row["running"], row["steps"]) for row in rows] == [("one", False, None), ("two", False, 7)]
+    assert "25% → 75%" in said(capsys, "runs", "list", "--run-folder", str(tmp_path))
+    assert "no run three" in said(capsys, "runs", "rm", "one", "three", "--yes", "--run-folder", str(tmp_path), code=2)
+    assert (tmp_path / "one").is_dir(), "nothing half-done"
+    said(capsys, "runs", "rm", "one", "--yes", "--run-folder", str(tmp_path))
+    assert not (tmp_path / "one").exists() and (tmp_path / "two").is_dir()
+
+
+def test_a_run_that_is_running_is_not_removed(tmp_path: Path, capsys: Any) -> None:
+    import fcntl
+
+    (tmp_path / "live").mkdir()
+    (tmp_path / "live" / "run.json").write_text("{}")
+    with (tmp_path / "live" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is running" in said(capsys, "runs", "rm", "live", "--yes", "--run-folder", str(tmp_path), code=2)
+    assert os.path.isdir(tmp_path / "live")
