@@ -147,11 +147,11 @@ async def test_an_episode_is_played_from_connect_to_close() -> None:
     async with served(handler) as wire:
         opened = await wire.connect({"goal": 2}, seed=7)
         session = opened["session_id"]
-        assert (opened["obs"], opened["info"]) == ("seed 7", {"seed": 7, "odd": None})
+        assert (opened["obs"], opened["info"]) == ("seed 7", {"seed": 7, "odd": "NaN"})
         assert await wire.call(session, "system_prompt") == {"obs": "Count."}
         step = await wire.call(session, "step", action_str="a")
         assert (step["obs"], step["reward"], step["done"]) == ("1", 0.5, False)
-        assert step["info"]["array"] == [1.5, None]
+        assert step["info"]["array"] == [1.5, "Infinity"]
         step = await wire.call(session, "step", action_str="b")
         assert (step["obs"], step["reward"], step["done"]) == ("2", 0.5, True)
         assert (await wire.call(session, "reset", seed=8))["obs"] == "seed 8"

@@ -16,8 +16,9 @@ def test_numbers_and_arrays_of_other_libraries_become_plain_values() -> None:
     assert plain_values(told) == {"a": 0.5, "b": [[1, 2]], "3": True, "d": [1, {"e": [2]}], "f": "b'x'", "g": None}
 
 
-def test_what_json_cannot_say_becomes_nothing_and_not_an_error() -> None:
-    assert plain_values({"a": math.nan, "b": [math.inf, np.float64("nan")]}) == {"a": None, "b": [None, None]}
+def test_what_json_cannot_say_becomes_a_word_and_neither_an_error_nor_nothing() -> None:
+    told = {"a": math.nan, "b": [math.inf, np.float64("nan")], "c": np.float32("-inf")}
+    assert plain_values(told) == {"a": "NaN", "b": ["Infinity", "NaN"], "c": "-Infinity"}
 
 
 def test_a_text_that_spells_a_number_is_no_number() -> None:

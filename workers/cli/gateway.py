@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,13 @@ from workers.cli.role import Work, role_options, run_role
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
+    from fleetbus.client.sessions import SessionClient
     from fleetbus.config.settings import Configuration
+
+    Entered = Callable[[], AbstractAsyncContextManager[SessionClient]]
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @click.group("gateway")
@@ -43,45 +51,72 @@ def gym(host: str, port: int, **values: Any) -> int:
     """
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
-    if host not in ("127.0.0.1", "localhost", "::1") and not given["api_key"]:
+    if host not in LOOPBACK and not given["api_key"]:
         raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
     return run_role("gateway", partial(_load_gym, host, port, given), values)
 
 
-def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
-    from contextlib import asynccontextmanager
+@command.command("openenv", cls=SettingsCommand)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@click.option("--capacity-timeout", type=float, default=30.0, show_default=True, help="Seconds a reset waits for a slot")
+@click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine: the protocol has no key")
+@role_options
+@settings_options("run", "nats", "log")
+def openenv(host: str, port: int, capacity_timeout: float, open_to_others: bool, **values: Any) -> int:
+    """The OpenEnv protocol (WebSocket /ws): EnvClient and its like play on the bus's environments.
 
+    Over capacity a reset waits instead of failing; a bad action harms nothing; a client that is gone frees its slot.
+    """
+    if host not in LOOPBACK and not open_to_others:
+        raise UserError(f"--host {host} is open to others and the protocol has no key: add --open-to-others if that is meant")
+    return run_role("gateway", partial(_load_openenv, host, port, capacity_timeout), values)
+
+
+def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
+    from workers.gateway.gym_app import GymGateway, GymSettings
+    from workers.gateway.gym_calls import GymCalls, task_of_config
+
+    settings = GymSettings(**given)
+
+    def application(entered: Entered) -> Any:
+        @asynccontextmanager
+        async def calls() -> AsyncIterator[GymCalls]:
+            async with entered() as client:
+                yield GymCalls(
+                    client, task_of=task_of_config, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions
+                )
+
+        return GymGateway(calls, settings).application()
+
+    return _serving(host, port, application)
+
+
+def _load_openenv(host: str, port: int, capacity_timeout: float) -> Work:
+    from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
+
+    settings = OpenEnvSettings(capacity_timeout=capacity_timeout)
+    return _serving(host, port, lambda entered: OpenEnvGateway(entered, settings).application())
+
+
+def _serving(host: str, port: int, application: Callable[[Entered], Any]) -> Work:
+    """A role that serves an application over the sessions of the run; the port is taken before anything else happens."""
     import structlog
 
     from fleetbus.client.sessions import sessions
     from fleetbus.presence import Presence, present
     from schemas import Heartbeat, Subjects
-    from workers.gateway.gym_app import GymGateway, GymSettings
-    from workers.gateway.gym_calls import GymCalls, task_of_config
     from workers.gateway.serve import bound, serve
 
-    settings = GymSettings(**given)
     listener = bound(host, port)
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
         subjects = Subjects(configuration.run.name)
-
-        @asynccontextmanager
-        async def entered() -> Any:
-            async with sessions(bus, subjects) as client:
-                yield GymCalls(
-                    client,
-                    task_of=task_of_config,
-                    call_seconds=settings.call_seconds,
-                    max_sessions=settings.max_sessions,
-                )
-
-        def beat() -> Heartbeat:
-            return Heartbeat(role="gateway", worker=name)
-
-        presence = Presence(bus, subjects, role="gateway", worker=name, beat=beat, lane=None)
+        presence = Presence(
+            bus, subjects, role="gateway", worker=name, beat=lambda: Heartbeat(role="gateway", worker=name), lane=None
+        )
         async with present(presence, bus, None, slots=0):
             structlog.get_logger().info("listening", url=f"http://{host}:{listener.getsockname()[1]}")
-            await serve(GymGateway(entered, settings).application(), listener, drain)
+            await serve(application(lambda: sessions(bus, subjects)), listener, drain)
 
     return work

@@ -35,7 +35,7 @@ COMMANDS: dict[str, Entry] = {
     "learner": Entry("One role", "workers.cli.learner", "The learner: requests episodes and trains"),
     "evaluate": Entry("Train", "workers.cli.evaluate", "Play held-out tasks with a run's policy: pass@k, per environment"),
     "recorder": Entry("One role", "workers.cli.recorder", "The recorder: archives the log and keeps it below its limit"),
-    "gateway": Entry("One role", "workers.cli.gateway", "Environments for other trainers: the remote-gym protocol"),
+    "gateway": Entry("One role", "workers.cli.gateway", "Environments for other trainers: remote-gym, OpenEnv"),
     "init": Entry("Set up", "workers.cli.init", "Declare a run's streams on a NATS server"),
     "auth": Entry("Set up", "workers.cli.auth", "Keys per role, TLS and a server configuration with least rights"),
     "tasks": Entry("Set up", "workers.cli.tasks", "Check tasks, and split them into training and held-out ones"),

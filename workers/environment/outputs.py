@@ -10,6 +10,8 @@ import msgspec
 
 from schemas import ChatMessage
 
+_NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
 CLIPPED = "\n[cut: {left} more bytes]"
 
 
@@ -27,7 +29,8 @@ def plain_number(value: float) -> float:
 
 
 def plain_values(value: Any) -> Any:
-    """JSON-like data of any library as plain values: arrays become lists, other objects text, NaN and infinities None."""
+    """JSON-like data of any library as plain values: arrays become lists, other objects text; so do NaN and infinities, which
+    JSON cannot say, spelled as protobuf's JSON does."""
     if isinstance(value, Mapping):
         return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -37,7 +40,7 @@ def plain_values(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return plain_values(value.tolist())
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
     return str(value)
 
 

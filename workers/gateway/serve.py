@@ -15,6 +15,10 @@ KEEP_ALIVE_SECONDS = 75
 
 GRACE_SECONDS = 10
 BACKLOG = 2048
+PING_SECONDS = 10.0
+"""A WebSocket whose client does not answer a ping for this long is cut."""
+
+MAX_FRAME_BYTES = 16 << 20
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -41,6 +45,9 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
         limit_concurrency=connections,
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=PING_SECONDS,
+        ws_max_size=MAX_FRAME_BYTES,
         server_header=False,
     )
     server = _Server(configuration)

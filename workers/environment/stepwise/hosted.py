@@ -6,6 +6,7 @@ the running one; a call that fails ends the session. The environment is closed i
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, get_args
 
@@ -187,6 +188,8 @@ class HostedSession:
                 with self._stages.within("verify", self._crew.limits.verify):
                     verdict = await self._opened().verify()
                     reward = None if verdict.reward is None else plain_number(verdict.reward)
+                    if reward is not None and not math.isfinite(reward):
+                        return self._blank(call, reason=f"the verdict is {reward}, which is no grade")
                     return self._blank(call, reward=reward, reason=verdict.reason)
 
     def _opened(self) -> Environment:
@@ -225,10 +228,13 @@ class HostedSession:
             step = await self._opened().step(action)
             self._turn += 1
             self._over = step.terminated or step.truncated
+            reward = plain_number(step.reward)
+            if not math.isfinite(reward):
+                raise EpisodeEnded("env_failed", "reward_not_finite", f"the step was rewarded {reward}")
             return self._blank(
                 call,
                 messages=clipped(checked_messages(step.messages), self._crew.settings.observation_bytes),
-                reward=plain_number(step.reward),
+                reward=reward,
                 terminated=bool(step.terminated),
                 truncated=bool(step.truncated),
                 tool_calls=operator.index(step.tool_calls),
