@@ -239,6 +239,15 @@ async def test_processes_that_together_use_too_much_memory_are_ended(session: Sa
     assert (await run(session, "print(1)")).fresh
 
 
+async def test_processor_time_is_bounded_for_the_whole_life_of_a_process(isolation: Isolation, watch: MemoryWatch) -> None:
+    session = SandboxSession(isolation, SandboxLimits(cpu_seconds=1, seconds=40), watch)
+    try:
+        ended = await run(session, "while True: pass")
+        assert (ended.exit_code, ended.ended) == (152, "exit"), "128 + SIGXCPU"
+    finally:
+        await session.close()
+
+
 async def test_nothing_survives_the_episode(session: SandboxSession) -> None:
     daemon = (
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
@@ -293,7 +302,7 @@ async def test_where_nothing_isolates_one_line_says_what_to_do() -> None:
     assert "install bubblewrap" in str(caught.value) and "\n" not in str(caught.value)
 
 
-async def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe looks for leaks itself: a bubblewrap that shares everything is not believed."""
     from workers.environment.sandbox import isolation as module
 
@@ -301,7 +310,7 @@ async def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pyte
         pytest.skip("Linux only")
     monkeypatch.setattr(module, "_bubblewrap", lambda *_, **__: ["/usr/bin/env"])
     monkeypatch.setattr(Isolation, "command", lambda self, program, **_: [*program])
-    leak = await module._leak(Isolation(kind="bubblewrap", own_users=False))
+    leak = module._leak(Isolation(kind="bubblewrap", own_users=False))
     assert "processes of others" in leak
     assert "files of the host" in leak
 

@@ -74,13 +74,14 @@ def split(location: str, output: Path, formats: str, as_json: bool, **choices: A
     Fleet's data preparation: --eval-ratio 0.2 --max-eval 20 --min-eval 5 --all-or-none --max-eval-total 96 --max-env-share 0.2.
     """
     from fleetbus.core.splits import split_tasks
+    from fleetbus.datasets import shown
     from fleetbus.errors import UserError
     from fleetbus.tasks import load_dataset
     from fleetbus.tasks_output import write_split
 
     tasks = _selected(load_dataset(location), choices)
     if not tasks:
-        raise UserError(f"{location}: no task is left to split; loosen --modality, --env or --difficulty")
+        raise UserError(f"{shown(location)}: no task is left to split; loosen --modality, --env or --difficulty")
     if not 0 < choices["max_env_share"] <= 1:
         raise UserError(f"--max-env-share {choices['max_env_share']:g} must be above 0 and at most 1")
     parameters = {

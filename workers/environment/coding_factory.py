@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from weakref import WeakSet
 
 from workers.environment.coding import CodingEnvironment
-from workers.environment.sandbox import Isolation, SandboxLimits, SandboxSession, find_isolation
+from workers.environment.sandbox import SandboxLimits, SandboxSession
+from workers.environment.sandbox.isolation import require_isolation
 from workers.environment.sandbox.memory import MemoryWatch
 from workers.environment.verifier.base import Grader
 
@@ -15,16 +16,17 @@ from workers.environment.verifier.base import Grader
 def coding_factory(
     *, grader: Grader, prompt: str, observation_bytes: int, seconds: float
 ) -> tuple[Callable[[], CodingEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
-    """A maker of environments, and the context around all of them; entering it raises `IsolationUnavailable` where code of a
-    model could do harm. ``seconds`` bounds each piece of code."""
+    """A maker of environments, and the context around all of them. ``seconds`` bounds each piece of code.
+
+    Raises `IsolationUnavailable` where code of a model could do harm.
+    """
+    isolation = require_isolation()
     watch = MemoryWatch()
-    found: list[Isolation] = []
     sessions: WeakSet[SandboxSession] = WeakSet()
     limits = SandboxLimits(seconds=seconds, output_bytes=max(2000, observation_bytes // 2))
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
-        found[:] = [await find_isolation()]
         try:
             async with watch.running():
                 yield
@@ -33,9 +35,7 @@ def coding_factory(
                 await session.close()  # its environment should have, and this is what no one forgets
 
     def make_session() -> SandboxSession:
-        if not found:
-            raise RuntimeError("enter running() before the first episode")
-        session = SandboxSession(found[0], limits, watch)
+        session = SandboxSession(isolation, limits, watch)
         sessions.add(session)
         return session
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import anyio
+import anyio.to_thread
 import msgspec
 
 from fleetbus.errors import UserError
@@ -80,9 +80,16 @@ _found: dict[tuple[Kind, ...], Isolation | str] = {}
 
 async def find_isolation(kinds: Sequence[Kind] = KINDS) -> Isolation:
     """The first of ``kinds`` that isolates on this machine, tried once per process. Raises `IsolationUnavailable`."""
+    if tuple(kinds) in _found:
+        return require_isolation(kinds)
+    return await anyio.to_thread.run_sync(require_isolation, kinds)
+
+
+def require_isolation(kinds: Sequence[Kind] = KINDS) -> Isolation:
+    """`find_isolation` for those who may wait a few hundredths of a second."""
     key = tuple(kinds)
     if key not in _found:
-        _found[key] = await _try_all(key)
+        _found[key] = _try_all(key)
     found = _found[key]
     if isinstance(found, str):
         raise IsolationUnavailable(
@@ -92,7 +99,7 @@ async def find_isolation(kinds: Sequence[Kind] = KINDS) -> Isolation:
     return found
 
 
-async def _try_all(kinds: Sequence[Kind]) -> Isolation | str:
+def _try_all(kinds: Sequence[Kind]) -> Isolation | str:
     reasons = []
     for kind in kinds:
         if sys.platform != "linux":
@@ -103,23 +110,24 @@ async def _try_all(kinds: Sequence[Kind]) -> Isolation | str:
             continue
         for own_users in (False, True) if os.geteuid() == 0 else (True,):
             isolation = Isolation(kind=kind, own_users=own_users)
-            leak = await _leak(isolation)
+            leak = _leak(isolation)
             if not leak:
                 return isolation
             reasons.append(f"{kind}: {leak}")
     return "; ".join(dict.fromkeys(reasons)) or "none is allowed"
 
 
-async def _leak(isolation: Isolation) -> str:
+def _leak(isolation: Isolation) -> str:
     """What is wrong with an isolation, in one line; empty if it works."""
     with tempfile.NamedTemporaryFile(prefix="fleetbus-probe-") as secret:
         os.chmod(secret.name, 0o644)
         probe = python_command(INSIDE / "probe.py", secret.name, str(FIRST_USER + os.getpid()))
         command = isolation.command(probe, visible=[INSIDE])
         try:
-            with anyio.fail_after(PROBE_SECONDS):
-                done = await anyio.run_process(command, check=False, env={}, cwd="/", stdin=subprocess.DEVNULL)
-        except TimeoutError:
+            done = subprocess.run(
+                command, env={}, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
             return f"no answer within {PROBE_SECONDS:g} s"
         except OSError as error:
             return str(error)
