@@ -19,13 +19,15 @@ ACTION_LEASE_SECONDS = 2.0
 
 
 class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One file-backed stream. ``max_bytes`` 0 is unlimited; ``max_per_subject`` 0 keeps everything."""
+    """One file-backed stream. ``max_bytes`` 0 is unlimited; ``max_per_subject`` 0 keeps everything; ``replicas`` 0 leaves it to
+    the server and its administrator, how many servers keep a copy."""
 
     name: str
     subjects: tuple[str, ...]
     max_bytes: int = 0
     max_per_subject: int = 0
     duplicate_window_seconds: float = 120.0
+    replicas: int = 0
 
 
 class ConsumerPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +83,7 @@ def plan_run(
     lanes: int = 16,
     max_bytes: int = 4 << 30,
     duplicate_window_seconds: float = 120.0,
+    replicas: int = 0,
 ) -> RunPlan:
     """The plan of one run: ``lanes`` environment lanes, and as many inference lanes per policy."""
     subjects = Subjects(run)
@@ -108,7 +111,8 @@ def plan_run(
             subjects=(subjects.log,),
             max_bytes=max_bytes,
             duplicate_window_seconds=duplicate_window_seconds,
+            replicas=replicas,
         ),
-        lanes=StreamPlan(name=lane_stream(run), subjects=(subjects.lanes,), max_per_subject=1),
+        lanes=StreamPlan(name=lane_stream(run), subjects=(subjects.lanes,), max_per_subject=1, replicas=replicas),
         consumers=tuple(consumers),
     )

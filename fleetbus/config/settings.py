@@ -42,6 +42,7 @@ class NatsSettings(Settings, frozen=True, kw_only=True):
     auth: Annotated[str, Meta(description="Folder of `fleetbus auth init` with key and certificates; empty: neither")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of the server that `up` starts; 0: a free one")] = 0
     lanes: Annotated[int, Meta(ge=1, le=1024, description="Lanes declared per role: the most workers of one role")] = 16
+    replicas: Annotated[int, Meta(ge=0, le=5, description="Servers that keep a copy of the log; 0: as the server has it")] = 0
     max_bytes: Annotated[int, Meta(ge=1 << 20, description="Limit of the log in bytes")] = 4 << 30
     admission: Annotated[float, Meta(gt=0, le=1, description="Share of the log that new requests may fill")] = 0.7
 

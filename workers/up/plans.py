@@ -30,7 +30,14 @@ RoleCommand = Callable[[str, str], Sequence[str]]
 def stream_plan(configuration: Configuration) -> RunPlan:
     """The streams and consumers of the run."""
     run, nats = configuration.run, configuration.nats
-    return plan_run(run.name, pools=(run.pool,), policies=(run.policy,), lanes=nats.lanes, max_bytes=nats.max_bytes)
+    return plan_run(
+        run.name,
+        pools=(run.pool,),
+        policies=(run.policy,),
+        lanes=nats.lanes,
+        max_bytes=nats.max_bytes,
+        replicas=nats.replicas,
+    )
 
 
 def role_command(configuration_file: Path) -> RoleCommand:

@@ -44,6 +44,7 @@ def stream_config(plan: StreamPlan) -> dict[str, Any]:
         "max_msgs_per_subject": plan.max_per_subject or -1,
         "allow_direct": True,
         "duplicate_window": int(plan.duplicate_window_seconds * _SECOND_NS),
+        **({"num_replicas": plan.replicas} if plan.replicas else {}),
     }
 
 

@@ -1,0 +1,142 @@
+"""Three servers and a replicated log: a fleet trains while a server is killed, and its books balance."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.audit import audit_run
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.bus.nats.server import find_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.errors import BusError, UserError
+from schemas import Task
+from tests.support.small_fleet import LANES, RUN, configured, small_fleet
+from workers.learner.curriculum import Curriculum
+from workers.learner.scripted import ScriptedTrainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Cluster:
+    """Three nats-servers with routes among them, as deploy/kubernetes/nats.yaml starts them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        ports = free_ports(6)
+        self.clients, self._routes = ports[:3], ports[3:]
+        self.processes: dict[int, anyio.abc.Process] = {}
+
+    @property
+    def url(self) -> str:
+        return ",".join(f"nats://127.0.0.1:{port}" for port in self.clients)
+
+    async def start(self, index: int) -> None:
+        routes = ",".join(f"nats://127.0.0.1:{port}" for port in self._routes)
+        command = [
+            str(find_server()),
+            "-js",
+            "-sd",
+            str(self._folder / f"n{index}"),
+            "-a",
+            "127.0.0.1",
+            "-p",
+            str(self.clients[index]),
+        ]
+        command += [f"--server_name=n{index}", "--cluster_name=fleetbus", f"--cluster=nats://127.0.0.1:{self._routes[index]}"]
+        command += [f"--routes={routes}", "-l", str(self._folder / f"n{index}.log")]
+        self.processes[index] = await anyio.open_process(command, stdout=None, stderr=None)
+
+    async def kill(self, index: int) -> None:
+        process = self.processes.pop(index)
+        process.kill()
+        await process.wait()
+        await process.aclose()
+
+
+@asynccontextmanager
+async def cluster(folder: Path) -> AsyncIterator[Cluster]:
+    made = Cluster(folder)
+    try:
+        for index in range(3):
+            await made.start(index)
+        yield made
+    finally:
+        with anyio.CancelScope(shield=True):
+            for index in list(made.processes):
+                await made.kill(index)
+
+
+async def declared(servers: Cluster) -> None:
+    """Create the run's streams with three copies; the servers take a moment to elect a leader."""
+    plan = plan_run(RUN, lanes=LANES, max_bytes=1 << 28, replicas=3)
+    with anyio.fail_after(60):
+        while True:
+            with suppress(BusError, UserError):
+                async with connect(servers.url, run=RUN, role="init") as bus:
+                    with anyio.fail_after(20):
+                        await bus.declare(plan)
+                        return
+            await anyio.sleep(0.5)
+
+
+async def leader_of(servers: Cluster) -> int:
+    async with connect(servers.url, run=RUN, role="look") as bus:
+        assert isinstance(bus, NatsBus)
+        info = await bus._connection.api.ask(f"STREAM.INFO.fb_{RUN}")
+    assert info["config"]["num_replicas"] == 3
+    return int(info["cluster"]["leader"].removeprefix("n"))
+
+
+async def test_a_fleet_trains_on_while_the_leader_of_its_log_is_killed(tmp_path: Path) -> None:
+    configuration = configured(
+        run=RunSettings(name=RUN, folder=str(tmp_path)),
+        learner=LearnerSettings(steps=6, groups=4, group_size=4, checkpoint_every=2, max_staleness=2),
+        evaluation=EvaluationSettings(episodes=4),
+    )
+    tasks = [Task(key=f"task-{index}", prompt=f"task {index}") for index in range(8)]
+    trainer = ScriptedTrainer()
+    with anyio.fail_after(220):
+        async with cluster(tmp_path) as servers:
+            await declared(servers)
+
+            def member(name: str) -> AbstractAsyncContextManager[Bus]:
+                return connect(servers.url, run=RUN, role=name.partition("-")[0], worker=name)
+
+            async with small_fleet(configuration, connect=member, published=False) as fleet:
+                for number in range(2):
+                    fleet.environment(f"environment-{number}")
+                    fleet.inference(f"inference-{number}")
+                learner = fleet.learner("learner-0", trainer=trainer, curriculum=Curriculum(tasks, tasks, seed=1))
+                await fleet.all_results(12)
+                leader = await leader_of(servers)
+                await servers.kill(leader)
+                await fleet.all_results(40)
+                await servers.start(leader)
+                await learner.ended.wait()
+                report = await audit_run(fleet.bus, fleet.subjects)
+    assert report.balanced, report.findings
+    assert report.books.trained == len(trainer.trained) == 6 * 4 * 4
