@@ -10,20 +10,35 @@ import anyio
 import pytest
 import trio.testing
 
+from fleetbus.archive_writer import open_archive
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.ports import Ports
-from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, LineageStarted, PolicyPublished, Subjects, Task, encode
+from schemas import (
+    Action,
+    ActionReference,
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodeRequested,
+    LineageStarted,
+    PolicyPublished,
+    Subjects,
+    Task,
+    encode,
+)
+from tests.support.small_fleet import inline
 from workers.inference.base import WeightsRejected
 from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from workers.inference.worker import run_inference
+from workers.learner.batches import MissingActions, read_actions
 from workers.learner.book import Chain, Replaced
 from workers.learner.publication import Publication
 from workers.learner.requests import Requests
 from workers.learner.scripted import ScriptedTrainer
 
 RUN = "findings"
+PORTS = Ports(offload=inline)
 SUBJECTS = Subjects(RUN)
 TRAIN, POLICY = SUBJECTS.train("default"), SUBJECTS.policy("default")
 
@@ -154,3 +169,22 @@ async def test_a_version_that_was_rejected_is_tried_again() -> None:
                 drain.set()
     assert sampler.asked == [0, 1, 1]
     assert sampler.version == 1
+
+
+async def test_actions_that_were_trimmed_are_read_from_the_archive_and_without_it_the_error_says_what_to_give(
+    tmp_path: Path,
+) -> None:
+    async with connected() as bus:
+        actions = [Action(episode_id="e", attempt=1, turn=turn, worker="i", text=f"turn {turn}") for turn in range(2)]
+        for action in actions:
+            await bus.publish(SUBJECTS.action("e0", "e"), encode(action))
+        references = tuple(ActionReference(sequence=turn + 1, lane="e0", turn=turn) for turn in range(2))
+        result = EpisodeFinished(
+            episode_id="e", group_id="g", attempt=1, outcome="completed", worker="e", reward=1.0, actions=references
+        )
+        with open_archive(tmp_path, RUN) as archive:
+            archive.append([entry async for entry in bus.scan([SUBJECTS.log])])
+        await bus.purge(SUBJECTS.actions(), below=2)
+        assert await read_actions(bus, SUBJECTS, [result], archive=tmp_path, ports=PORTS) == {"e": actions}
+        with pytest.raises(MissingActions, match=r"position 1; .*learner.archive"):
+            await read_actions(bus, SUBJECTS, [result], archive=None, ports=PORTS)

@@ -23,6 +23,7 @@ import workers.environment.session as session
 import workers.inference.answers as answers
 import workers.inference.histories as histories
 import workers.inference.worker as inference
+import workers.learner.batches as batches
 import workers.learner.beginning as beginning
 import workers.learner.book as book
 import workers.learner.pool as pool
@@ -275,6 +276,11 @@ def idle_timer_runs_during_a_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stages, "within", planted)
 
 
+def trimmed_content_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """A learner that resumes behind its newest checkpoint knows of no archive."""
+    patch.setattr(batches, "archived_entries", lambda folder, sequences, run: {})
+
+
 PLANTS: dict[Plant, tuple[int, str]] = {
     ack_before_result: (1, "a request is acked after its result"),
     no_fencing: (2, "only the newest attempt finishes"),
@@ -298,6 +304,7 @@ PLANTS: dict[Plant, tuple[int, str]] = {
     staleness_ignored: (7, "staleness is bounded"),
     replaced_learner_not_told: (29, "a replaced learner ends"),
     versions_read_before_the_fence: (91, "version numbers never repeat"),
+    trimmed_content_not_looked_for: (20, "no fault ends a worker"),
     idle_timer_runs_during_a_step: (7, "every failure has a cause"),
 }
 """Faults, the first seed that found each when it was planted, and the invariant that it broke."""

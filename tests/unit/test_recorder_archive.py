@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.archive import read_archive
+from fleetbus.archive import archived_entries, read_archive
 from fleetbus.archive_format import ArchiveDamaged, segment_files
 from fleetbus.archive_writer import open_archive
 from fleetbus.bus.base import Stored
@@ -39,6 +39,14 @@ def test_long_archives_are_cut_into_segments_and_read_as_one(tmp_path: Path) -> 
     assert len(segment_files(tmp_path)) >= 5
     assert list(read_archive(tmp_path)) == entries(1, 600)
     assert list(read_archive(tmp_path, start=555)) == entries(555, 600)
+
+
+def test_single_entries_are_found_by_their_positions(tmp_path: Path) -> None:
+    written(tmp_path, 1, 100, segment_bytes=500)
+    found = archived_entries(tmp_path, {7, 55, 90, 400}, run="run")
+    assert sorted(found) == [7, 55, 90]
+    assert [found[55]] == entries(55, 55)
+    assert archived_entries(tmp_path, set()) == {}
 
 
 @pytest.mark.parametrize("torn_bytes", range(1, 30, 4))

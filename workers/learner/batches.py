@@ -118,7 +118,7 @@ def _shaped_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
 async def read_actions(
     bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, ports: Ports
 ) -> dict[str, list[Action]]:
-    """By episode the Actions that its result refers to, in turn order; an episode may hold others, of attempts that were cut."""
+    """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
     entries: dict[int, Stored] = {}
     limiter = anyio.CapacityLimiter(READS_AT_A_TIME)
 
