@@ -156,7 +156,7 @@ async def test_an_episode_is_played_over_one_socket() -> None:
 
 async def test_the_project_s_own_client_of_the_protocol_plays_through_the_gateway() -> None:
     async with gateway() as here:
-        session = await open_session(here.url)
+        session = await open_session(f"{here.url.replace('http', 'ws', 1)}/ws")
         await session.reset({"seed": 1})
         observed = await session.step({"message": "hi"})
         assert observed.reward == 0.5
