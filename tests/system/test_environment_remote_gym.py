@@ -205,6 +205,15 @@ async def test_a_lost_session_is_told_at_once_and_close_does_not_mind() -> None:
         assert [method for method, _ in double.requests].count("close") == 1
 
 
+async def test_a_close_whose_answer_got_lost_is_done_all_the_same() -> None:
+    double = RemoteGymDouble()
+    async with remote_gym_double(double):
+        async with playing(make_task(double)):
+            double.lose["close"] = 1
+        assert [method for method, _ in double.requests].count("close") == 2
+        assert double.sessions == {}
+
+
 async def test_a_wrong_key_is_refused_once_and_is_not_told() -> None:
     double = RemoteGymDouble(key="right")
     async with remote_gym_double(double):

@@ -105,6 +105,11 @@ class OpenEnvSession:
         self._lost = ""
         self.last_used = anyio.current_time()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is on its way."""
+        return self._turn.statistics().locked
+
     async def reset(self, arguments: Mapping[str, Any]) -> Observed:
         return _observed(await self._call("reset", "observation", arguments))
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import anyio
 import httpx
 import structlog
+from anyio.abc import TaskGroup
 
 from fleetbus.errors import UserError
 from workers.environment.base import EnvironmentFailed
@@ -104,19 +105,18 @@ class OpenEnvServer:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._ping_idle)
+            tasks.start_soon(self._ping_idle, tasks)
             yield
             tasks.cancel_scope.cancel()
 
-    async def _ping_idle(self) -> None:
+    async def _ping_idle(self, tasks: TaskGroup) -> None:
+        """A ping has no limit of its own: cutting it short would end the session of a server that is merely slow."""
         while True:
             await anyio.sleep(self._keep_alive / 2)
             now = anyio.current_time()
-            for session in [each for each in self._sessions if now - each.last_used >= self._keep_alive / 2]:
-                with anyio.move_on_after(self._keep_alive) as scope:
-                    await session.ping()
-                if scope.cancelled_caught:
-                    _log.warning("openenv_ping_unanswered", server=self.http_url, seconds=self._keep_alive)
+            for session in self._sessions:
+                if not session.is_busy and now - session.last_used >= self._keep_alive / 2:
+                    tasks.start_soon(session.ping)
 
 
 def addresses(url: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -72,11 +72,14 @@ class ServerPool:
     """The HTTP client and the load of all sessions of one worker; enter `running` around them."""
 
     def __init__(self, *, draw: Callable[[], float] = random.random) -> None:
+        """``line`` is where episodes wait while all servers are busy: the first asks again, the others ask nobody."""
         self.draw = draw
         self._http: httpx.AsyncClient | None = None
         self._sessions: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
         self._idempotent: dict[str, bool] = {}
+        self.line = anyio.Lock()
+        self.freed = anyio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -103,6 +106,14 @@ class ServerPool:
 
     def count(self, url: str, change: int) -> None:
         self._sessions[url] = self.sessions(url) + change
+        if change < 0:
+            self.freed.set()
+            self.freed = anyio.Event()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, but no longer than until one of our sessions ends."""
+        with anyio.move_on_after(seconds):
+            await self.freed.wait()
 
     def failed(self, url: str) -> None:
         self._failed_at[url] = anyio.current_time()
@@ -166,7 +177,14 @@ async def connect(
     """
     fields = {"env_config": dict(env_config), "seed": seed}
     chosen: list[str] = []
-    answer = await _repeated(pool, config, config.base_urls, "connect", "connect", fields, safe=True, chosen=chosen)
+    ask = partial(_repeated, pool, config, config.base_urls, "connect", "connect", fields, safe=True, chosen=chosen)
+    answer = None
+    if not pool.line.statistics().locked:
+        with suppress(ServerBusy):
+            answer = await ask(patient=False)
+    if answer is None:
+        async with pool.line:
+            answer = await ask()
     session_id = answer.fields.get("session_id")
     if not isinstance(session_id, str) or not session_id:
         raise RemoteEnvironmentError(f"{chosen[-1]} opened no session: its answer has no session_id")
@@ -183,8 +201,12 @@ async def _repeated(
     *,
     safe: bool,
     chosen: list[str] | None = None,
+    patient: bool = True,
 ) -> Decoded:
-    """One logical call with its repetitions: same bytes, same boundary. ``chosen`` gets the server of each try."""
+    """One logical call with its repetitions: same bytes, same boundary. ``chosen`` gets the server of each try.
+
+    Unless ``patient``, it raises `ServerBusy` once every server has said that.
+    """
     boundary = f"gym_env_{uuid.uuid4().hex}"
     try:
         body = encode_request(fields, boundary)
@@ -200,6 +222,8 @@ async def _repeated(
             answer = await _exchange(pool, config, f"{url}/{path}", body, boundary)
         except ServerBusy as busy:
             waits, reason = waits + 1, busy
+            if not patient and waits >= len(urls):
+                raise
             url = pool.choose([each for each in urls if each != url] or urls)
         except ServerUnreachable as unreachable:
             pool.failed(url)
@@ -214,7 +238,7 @@ async def _repeated(
         if config.log_retries:
             _log.info("remote_gym_repeats", method=method, server=url, reason=str(reason))
         if failures >= len(urls) or waits:
-            await anyio.sleep(config.pause(max(failures, waits), pool.draw))
+            await pool.pause(config.pause(max(failures, waits), pool.draw))
 
 
 async def _exchange(pool: ServerPool, config: RemoteGymConfig, url: str, body: bytes, boundary: str) -> Decoded:
