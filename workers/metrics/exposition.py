@@ -45,7 +45,7 @@ class Exposition:
 def served(exposition: Exposition, host: str, port: int) -> Iterator[int]:
     """Serve ``/metrics`` for the length of the block and yield the port; raises `UserError` if it is taken."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(exposition)  # type: ignore[arg-type]
+    registry.register(exposition)
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
