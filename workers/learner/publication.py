@@ -96,7 +96,8 @@ class Publication:
         if not self._published or len(self._published) % self._full_every == 0:
             return file
         base, base_uri = self._published[-1]
-        return await self._ports.offload(partial(smaller, file, base=base, base_uri=base_uri))
+        travelling: Path = await self._ports.offload(partial(smaller, file, base=base, base_uri=base_uri))
+        return travelling
 
     async def _put(self, file: Path) -> str:
         while True:

@@ -119,5 +119,5 @@ def _delta(module: Any) -> torch.Tensor | None:
         return None
     with torch.no_grad():
         down, up = whole(module.lora_A[_ADAPTER].weight), whole(module.lora_B[_ADAPTER].weight)
-        delta = (up.float() @ down.float()) * module.scaling[_ADAPTER]
+        delta: torch.Tensor = (up.float() @ down.float()) * module.scaling[_ADAPTER]
     return delta.T if getattr(module, "fan_in_fan_out", False) else delta

@@ -116,7 +116,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return gathered
 
 
-def sharded_as(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def sharded_as(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     """A whole tensor, sharded like ``parameter``; every process has to give the same."""
     if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
         return tensor
