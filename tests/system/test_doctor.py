@@ -27,7 +27,7 @@ def test_here_it_finds_all_that_up_needs(tmp_path: Path) -> None:
     assert [name for name, finding in findings.items() if finding.state == "failed"] == []
     assert findings["nats-server"].detail.startswith("nats-server: v2.")
     assert findings["a server of our own"].detail == "answers"
-    assert {"python", "torch build", "cores", "memory", "disk", "run folder", "clock skew"} <= set(findings)
+    assert {"python", "torch build", "sandbox", "cores", "memory", "disk", "run folder", "clock skew"} <= set(findings)
 
 
 def test_json_tells_whether_the_machine_is_ready_as_the_exit_code_does(tmp_path: Path) -> None:

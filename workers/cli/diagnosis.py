@@ -58,6 +58,7 @@ def diagnose(configuration: Configuration) -> list[Finding]:
         *check_packages(),
         check_torch(),
         check_nats_server(),
+        check_sandbox(),
         check_cores(),
         check_memory(),
         check_disk(folder),
@@ -106,6 +107,18 @@ def check_nats_server() -> Finding:
         return Finding(name="nats-server", state="failed", detail=str(error))
     version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout.strip()
     return Finding(name="nats-server", state="ok", detail=f"{version} ({program})")
+
+
+def check_sandbox() -> Finding:
+    """Whether code of models and of task files can be isolated."""
+    from workers.environment.sandbox.isolation import IsolationUnavailable, require_isolation
+
+    try:
+        isolation = require_isolation()
+    except IsolationUnavailable as unavailable:
+        detail = f"{unavailable}; until then `coding` is refused and verifiers can see files"
+        return Finding(name="sandbox", state="warning", detail=detail)
+    return Finding(name="sandbox", state="ok", detail=f"{isolation.kind}{', own users' if isolation.own_users else ''}")
 
 
 def check_cores() -> Finding:
