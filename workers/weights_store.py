@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.objects import ObjectStore
+from fleetbus.bus.objects import ObjectStore, weights_bucket
 from fleetbus.errors import UserError
 
 OBJECT_SCHEME = "nats-object"
@@ -92,11 +92,6 @@ def filesystem(url: str) -> Any:
         raise UserError(f"{url}: {' '.join(str(error).split())}") from error
 
 
-def bucket_of(run: str) -> str:
-    """The bucket of a run's weights."""
-    return f"fbweights_{run}"
-
-
 def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> WeightsStore:
     """The store that the setting ``weights.store`` names; raises `UserError`."""
     if store == "folder":
@@ -105,7 +100,7 @@ def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> Weigh
         objects = objects_of(bus, run)
         if objects is None:
             raise UserError("weights.store = nats needs a NATS server; this bus stores no objects")
-        return BusStore(objects, bucket_of(run))
+        return BusStore(objects, weights_bucket(run))
     if "://" not in store:
         raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")
     return FsspecStore(store, public_url)
@@ -114,5 +109,5 @@ def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> Weigh
 def objects_of(bus: Bus, run: str) -> ObjectStore | None:
     """The object store behind a bus, None if it has none (the bus in memory)."""
     made = getattr(bus, "objects", None)
-    store: ObjectStore | None = made(bucket_of(run)) if made is not None else None
+    store: ObjectStore | None = made(weights_bucket(run)) if made is not None else None
     return store

@@ -13,7 +13,7 @@ import msgspec
 from fleetbus.bus.streams import RunPlan
 from schemas import Subjects
 
-USERS = ("admin", "operator", "environment", "inference", "learner", "recorder", "monitor")
+USERS = ("admin", "operator", "environment", "inference", "learner", "recorder", "gateway", "monitor")
 
 USER_OF: dict[str, str] = {
     "init": "admin",
@@ -21,7 +21,6 @@ USER_OF: dict[str, str] = {
     "cancel": "operator",
     "drain": "operator",
     "evaluate": "operator",
-    "gateway": "operator",
     **{user: user for user in USERS},
 }
 """Which user a role or command is; whoever is not named here only looks, and is a ``monitor``."""
@@ -76,6 +75,7 @@ class _Run:
         self.plan = plan
         self.subjects = Subjects(plan.run)
         self.log = plan.log.name
+        self.bucket = f"fbweights_{plan.run}"
         self.look = f"{_API}.STREAM.INFO.{self.log}"
         self.direct = f"{_API}.DIRECT.GET.{self.log}"
 
@@ -109,6 +109,23 @@ class _Run:
         own = [f"{_API}.CONSUMER.{what}.{self.log}.*" for what in ("MSG.NEXT", "INFO", "DELETE")]
         return [*creations, *whole, *own]
 
+    def take_objects(self) -> list[str]:
+        """To read from the run's object bucket."""
+        stream = f"OBJ_{self.bucket}"
+        return [f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.DIRECT.GET.{stream}.>"]
+
+    def keep_objects(self) -> list[str]:
+        """To store in it, and to clear away what was stored in part. Weights are checked against the digests in `policy.>`."""
+        changes = [f"{_API}.STREAM.{what}.OBJ_{self.bucket}" for what in ("CREATE", "PURGE")]
+        return [*self.take_objects(), *changes, f"$O.{self.bucket}.C.*", f"$O.{self.bucket}.M.*"]
+
+    def objects(self, *, stores: bool) -> list[str]:
+        """To read the weights that lie in the object store; to put them there and remove them."""
+        bucket = weights_bucket(self.plan.run)
+        read = [f"{_API}.DIRECT.GET.OBJ_{bucket}", f"{_API}.DIRECT.GET.OBJ_{bucket}.>"]
+        keep = [f"{_API}.STREAM.{what}.OBJ_{bucket}" for what in ("INFO", "CREATE", "PURGE")]
+        return [*read, *keep, f"$O.{bucket}.>"] if stores else read
+
     def not_of_others(self, own_prefix: str = "\0") -> tuple[str, ...]:
         """A reader's consumers have names that nobody can foresee; the durable ones of others it may neither pull from nor
         change, and its own not change."""
@@ -129,9 +146,9 @@ def _admin(run: _Run) -> Rights:
 def _environment(run: _Run) -> Rights:
     subjects = run.subjects
     said = run.worker("environment", subjects.observation("*", "*", "*"), subjects.episode("*"), subjects.session("*"))
-    asked = [subjects.control("inference", "*"), run.direct, f"{run.direct}.{subjects.action('*', '*')}"]
+    asked = [subjects.control("inference", "*"), run.direct, f"{run.direct}.>"]
     return Rights(
-        publish=(*said, *run.lane("environment"), *run.pull("task_"), *run.pull("act_"), *asked),
+        publish=(*said, *run.lane("environment"), *run.pull("task_"), *run.pull("act_"), *asked, *run.keep_objects()),
         subscribe=run.heard("environment", subjects.heartbeat("inference", "*"), subjects.rpc("*", "*")),
         answers=True,
     )
@@ -143,7 +160,7 @@ def _inference(run: _Run) -> Rights:
     said = run.worker("inference", actions, f"{run.direct}.{actions}")
     read = run.read(subjects.policy("*"), subjects.episode("*"), actions)
     return Rights(
-        publish=(*said, *run.lane("inference"), *run.pull("obs_"), *read),
+        publish=(*said, *run.lane("inference"), *run.pull("obs_"), *read, *run.take_objects()),
         subscribe=run.heard("inference"),
         deny=run.not_of_others("obs_"),
         answers=True,
@@ -154,7 +171,7 @@ def _learner(run: _Run) -> Rights:
     subjects = run.subjects
     own = (subjects.task("*", "*"), subjects.episode("*"), subjects.policy("*"), subjects.train("*"))
     return Rights(
-        publish=(*run.worker("learner", *own), *run.read()),
+        publish=(*run.worker("learner", *own), *run.read(), *run.keep_objects()),
         subscribe=run.heard("learner"),
         deny=run.not_of_others(),
         answers=True,
@@ -167,6 +184,17 @@ def _recorder(run: _Run) -> Rights:
         publish=(*run.worker("recorder", *keeping), *run.lane("recorder"), *run.read()),
         subscribe=run.heard("recorder"),
         deny=run.not_of_others(),
+        answers=True,
+    )
+
+
+def _gateway(run: _Run) -> Rights:
+    """Calls sessions for clients outside; sees nothing of the log."""
+    subjects = run.subjects
+    said = run.worker("gateway", subjects.rpc("*", "*"), subjects.control("environment", "*"))
+    return Rights(
+        publish=tuple(said),
+        subscribe=run.heard("gateway", subjects.heartbeat("environment", "*")),
         answers=True,
     )
 
@@ -191,5 +219,6 @@ _RIGHTS = {
     "inference": _inference,
     "learner": _learner,
     "recorder": _recorder,
+    "gateway": _gateway,
     "monitor": _monitor,
 }

@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Protocol
 
 
+def weights_bucket(run: str) -> str:
+    """The bucket of a run's weights."""
+    return f"fbweights_{run}"
+
+
 class ObjectMissing(Exception):
     """The store has no whole object of that name; the message is one line that names it."""
 

@@ -79,7 +79,7 @@ async def _evaluate(
     tasks = _curriculum(configuration).evaluation(episodes)
     if not tasks:
         raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
-    async with open_run(configuration, "learner", own_server=True) as bus:
+    async with open_run(configuration, "operator", own_server=True) as bus:
         published = await newest_version(bus, Subjects(configuration.run.name), configuration.run.policy)
         heard = await _roles_heard(bus, configuration)
         async with anyio.create_task_group() as group:
