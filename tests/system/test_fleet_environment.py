@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -303,11 +304,38 @@ async def test_an_instance_whose_making_was_not_answered_is_found_and_not_made_t
         assert [made.status for made in fleet.instances.values()] == ["stopped"]
 
 
-async def test_an_account_at_its_limit_fails_the_episode_with_what_the_platform_says() -> None:
+async def test_an_account_at_its_limit_makes_episodes_wait_for_each_other() -> None:
     fleet = FleetPlatform()
-    fleet.faults.create_errors = [(403, {"error_type": "instance_limit", "message": "10 instances are the limit"})]
+    fleet.faults.instance_limit = 1
+    async with platform(fleet) as (_, server), environments(server) as first, environments(server) as second:
+        await begun(first)
+        async with anyio.create_task_group() as group:
+            group.start_soon(second.open, TASK)
+            await fleet.until(lambda: fleet.requests.count(("POST", "/v1/env/instances")) > fleet_host.CREATE_TRIES + 1)
+            assert len(fleet.instances) == 1
+            await first.close()
+        assert [made.status for made in fleet.instances.values()] == ["stopped", "running"]
+
+
+async def test_an_episode_that_waited_too_long_for_the_accounts_limit_asks_no_more() -> None:
+    fleet = FleetPlatform()
+    fleet.faults.instance_limit = 1
+    async with platform(fleet) as (_, server), environments(server) as first, environments(server) as second:
+        await begun(first)
+        with anyio.move_on_after(0.2):
+            await second.open(TASK)
+        await second.close()
+        await first.close()
+        await fleet.until(lambda: not fleet.running)
+        await begun(second)
+        assert [made.status for made in fleet.instances.values()] == ["stopped", "running"]
+
+
+async def test_what_the_platform_refuses_fails_the_episode_with_its_words() -> None:
+    fleet = FleetPlatform()
+    fleet.faults.create_errors = [(400, {"error_type": "env_not_found", "message": "no environment named shop"})]
     async with platform(fleet) as (_, server), environments(server) as environment:
-        with pytest.raises(FleetRefused, match="10 instances are the limit"):
+        with pytest.raises(FleetRefused, match="no environment named shop"):
             await environment.open(TASK)
 
 
@@ -497,6 +525,37 @@ def test_the_key_is_not_sent_to_instances_over_open_networks() -> None:
     assert host.headers_for("https://i.example/mcp") == {"Authorization": f"Bearer {KEY}"}
     assert host.headers_for("http://127.0.0.1:8000/mcp") == {"Authorization": f"Bearer {KEY}"}
     assert host.headers_for("http://i.example/mcp") == {}
+
+
+CRASHING = """
+import sys, anyio
+from fleetbus.config.settings import Configuration, RunSettings
+from schemas import Task
+from workers.environment.specs import environment_factory
+
+async def main():
+    configuration = Configuration(run=RunSettings(name="tested"))
+    factory = environment_factory("fleet:" + sys.argv[1], verifier=None, configuration=configuration)
+    async with factory.running():
+        await factory().open(Task(key="t", env="shop", prompt="p"))
+        print("open", flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+async def test_what_a_killed_worker_left_is_deleted_by_the_next_one_of_its_run() -> None:
+    async with platform() as (fleet, server):
+        with anyio.fail_after(50):
+            async with await anyio.open_process([sys.executable, "-c", CRASHING, server.url], stderr=None) as process:
+                assert process.stdout is not None
+                assert (await process.stdout.receive()).strip() == b"open"
+                process.kill()
+                await process.wait()
+        assert len(fleet.running) == 1
+        async with environments(server):
+            await fleet.until(lambda: not fleet.running)
 
 
 async def test_instances_get_heartbeats_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:

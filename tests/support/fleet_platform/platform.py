@@ -47,6 +47,7 @@ class Faults(msgspec.Struct, kw_only=True):
     verifier_errors: int = 0
     judge_errors: int = 0
     hold_create: anyio.Event | None = None
+    instance_limit: int = 0
 
 
 class Made(msgspec.Struct, kw_only=True):
@@ -146,6 +147,9 @@ class FleetPlatform:
         if self.faults.create_errors:
             status, detail = self.faults.create_errors.pop(0)
             return JSONResponse({"detail": detail}, status_code=status)
+        if 0 < self.faults.instance_limit <= len(self.running):
+            detail = {"error_type": "instance_limit_exceeded", "message": f"You have {len(self.running)} running instances"}
+            return JSONResponse({"detail": detail}, status_code=403)
         if self.faults.hold_create is not None:
             await self.faults.hold_create.wait()
         made = await self._made(body, request_id)

@@ -46,6 +46,10 @@ class FleetUnavailable(FleetError):
     """It cannot just now: nobody answers, or it is overloaded."""
 
 
+class FleetFull(FleetUnavailable):
+    """The account has as many instances as it may have, or asks too often: it can when another episode has ended."""
+
+
 class InstanceUrls(msgspec.Struct, frozen=True, kw_only=True):
     """``root`` ends with a slash; ``manager`` is the base of the instance's own API."""
 
@@ -182,11 +186,17 @@ class FleetApi:
         message = f"Fleet: {what} was answered with HTTP {response.status_code}: {self._clean(said)}"
         is_transient = response.status_code in TRANSIENT_STATUS or fields.get("retryable") is True
         is_transient = is_transient or any(word in said.lower() for word in TRANSIENT_WORDS)
-        kind = FleetUnavailable if is_transient else FleetRefused
+        kind = FleetFull if _is_full(response.status_code, fields, said) else FleetUnavailable if is_transient else FleetRefused
         return kind(message, status=response.status_code, instance_id=str(fields.get("instance_id") or ""))
 
     def _clean(self, text: str) -> str:
         return " ".join(text.replace(self._secret, "[redacted]").split())[:MAX_REASON]
+
+
+def _is_full(status: int, fields: dict[str, Any], said: str) -> bool:
+    words = ("instance limit", "instance_limit", "too many in-flight", "rate limit")
+    stated = f"{fields.get('error_type') or ''} {said}".lower()
+    return status == 429 or (status in (400, 403) and any(word in stated for word in words))
 
 
 def _json(response: httpx.Response) -> Any:

@@ -11,11 +11,12 @@ and the next worker of the run on this machine sweeps what carries the label of 
 from __future__ import annotations
 
 import os
+import random
 import re
 import secrets
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.config.settings import FleetSettings
-from workers.environment.fleet.api import FleetApi, FleetError, FleetRefused, FleetUnavailable, Instance
+from workers.environment.fleet.api import FleetApi, FleetError, FleetFull, FleetRefused, FleetUnavailable, Instance
 from workers.environment.mcp_client import ConnectionHost
 
 CREATE_TRIES = 5
@@ -70,7 +71,7 @@ class Lease:
 
 
 class FleetHost:
-    """Use it inside `running`. ``pause`` waits between tries."""
+    """Use it inside `running`."""
 
     def __init__(
         self,
@@ -79,7 +80,6 @@ class FleetHost:
         key: str,
         run: str,
         settings: FleetSettings,
-        pause: Callable[[float], Any] = anyio.sleep,
     ) -> None:
         self.settings = settings
         self.connections = ConnectionHost()
@@ -87,7 +87,6 @@ class FleetHost:
         self._run = run
         self._base_url = base_url
         self._key = key
-        self._pause = pause
         self._tasks: TaskGroup | None = None
         self._live: dict[str, Instance] = {}
         self._leases: set[Lease] = set()
@@ -141,24 +140,31 @@ class FleetHost:
             lease.ended.set()
 
     async def _created(self, lease: Lease, body: dict[str, Any]) -> Instance | None:
-        """Tries that fail for a passing reason are repeated under one request id, so that none makes a second instance."""
+        """Tries that fail for a passing reason are repeated under one request id, so that none makes a second instance; none
+        is made for an episode that has gone."""
         body = body | {"run_id": self.label, "heartbeat_interval": int(self.settings.heartbeat_seconds)}
-        request_id = str(uuid.uuid4())
-        for attempt in range(CREATE_TRIES):
+        request_id, failures, pauses = str(uuid.uuid4()), 0, 0
+        while not lease.unwanted.is_set():
             made = ""
             try:
                 instance = await self._create_or_find(body, request_id)
                 made = instance.instance_id
                 return await self._ready(instance, lease)
+            except FleetFull as error:  # other episodes have to end first: this one waits as long as it may
+                lease.error = error
+                log.debug("fleet_is_full", reason=str(error))
             except FleetError as error:
                 lease.error = error
+                failures += 1
                 if made:
                     await self._deleted(made)
                     request_id = str(uuid.uuid4())
-                if isinstance(error, FleetRefused) or lease.unwanted.is_set() or attempt + 1 == CREATE_TRIES:
+                if isinstance(error, FleetRefused) or failures == CREATE_TRIES:
                     return None
-                log.warning("fleet_instance_not_made", attempt=attempt + 1, reason=str(error))
-            await self._pause(min(2.0 * 2**attempt, LONGEST_PAUSE_SECONDS))
+                log.warning("fleet_instance_not_made", attempt=failures, reason=str(error))
+            pauses += 1
+            with anyio.move_on_after(min(2.0 ** min(pauses, 10), LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1)):
+                await lease.unwanted.wait()
         return None
 
     async def _create_or_find(self, body: dict[str, Any], request_id: str) -> Instance:
@@ -195,7 +201,7 @@ class FleetHost:
                 if isinstance(error, FleetRefused) or attempt + 1 == DELETE_TRIES:
                     log.warning("fleet_instance_not_deleted", instance=instance_id, reason=str(error))
                     return
-            await self._pause(0.5 * 2**attempt)
+            await anyio.sleep(min(0.5 * 2**attempt, LONGEST_PAUSE_SECONDS))
 
     async def _end_all(self) -> None:
         """The worker's farewell: whatever carries its label, also what was being made."""
