@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -166,6 +167,9 @@ FORBIDDEN: list[tuple[str, str, Operation]] = [
     ("monitor", "takes tasks", pull("task_default")),
     ("monitor", "changes consumers", api(f"CONSUMER.CREATE.{LOG}.task_default.{SUBJECTS.tasks()}", SPY)),
     ("monitor", "reads the learner's mail", listen("_INBOX_learner.>")),
+    ("gateway", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
+    ("gateway", "reads the log", lambda bus: scan(bus, SUBJECTS.log)),
+    ("inference", "replaces weights", publish(f"$O.fbweights_{TRUST}.M.bmFtZQ==")),
     ("operator", "publishes a policy", publish(SUBJECTS.policy("default"))),
     ("operator", "makes streams", api("STREAM.CREATE.mine", {"name": "mine", "subjects": ["mine"]})),
 ]
@@ -182,7 +186,47 @@ async def test_forbidden_is(secured: Secured, role: str, operation: Operation) -
     assert f"{TRUST} {role} w-17: the NATS server does not let the user {role} " in str(caught.value)
 
 
-async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secured: Secured) -> None:
+async def stored_and_fetched(secured: Secured, folder: Path) -> None:
+    """Weights in the run's object bucket: from the learner to the inference worker."""
+    (folder / "weights").write_bytes(bytes(300_000))
+    async with secured.connect("learner") as learner, secured.connect("inference") as inference:
+        assert isinstance(learner, NatsBus) and isinstance(inference, NatsBus)
+        await learner.objects(f"fbweights_{TRUST}").put("v1", folder / "weights")
+        await inference.objects(f"fbweights_{TRUST}").get("v1", folder / "fetched")
+    assert (folder / "fetched").stat().st_size == 300_000
+
+
+async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: Secured) -> None:
+    from fleetbus.client.sessions import SessionClient
+    from fleetbus.micro import Microservice
+    from workers.environment.scripted import ScriptedEnvironment
+    from workers.environment.worker import run_environment
+
+    configuration, drain = configured(run=RunSettings(name=TRUST)), anyio.Event()
+    with anyio.fail_after(40):
+        async with (
+            secured.connect("environment") as worker,
+            secured.connect("gateway") as gateway,
+            secured.connect("monitor") as monitor,
+            anyio.create_task_group() as group,
+        ):
+            run = partial(run_environment, worker, configuration=configuration, name="environment-1", drain=drain)
+            group.start_soon(partial(run, make=ScriptedEnvironment))
+            for bus, role in ((worker, "environment"), (gateway, "gateway")):
+                group.start_soon(Microservice(bus, SUBJECTS, role=role, worker=f"{role}-1").run)
+            client = SessionClient(gateway, SUBJECTS)
+            group.start_soon(client.run)
+            async with client.open(Task(key="t"), timeout=30) as session:
+                assert (await session.make("reset")).refusal == ""
+                assert (await session.make("step", text="done")).refusal == ""
+            for role in ("environment", "gateway"):
+                answer = await monitor.request(f"$SRV.PING.fleetbus-{role}", b"", timeout=10)
+                assert f"fleetbus-{role}".encode() in answer
+            drain.set()
+            group.cancel_scope.cancel()
+
+
+async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secured: Secured, tmp_path: Path) -> None:
     with anyio.fail_after(20):
         async with secured.connect("learner") as bus:
             await bus.publish(SUBJECTS.policy("default"), b"policy")
@@ -195,6 +239,7 @@ async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secure
         async with secured.connect("inference") as bus, bus.pull("obs_default_any", credits=1) as observations:
             await (await observations.receive()).ack()
             await bus.publish(SUBJECTS.action("e0", "e1"), b"action")
+            await stored_and_fetched(secured, tmp_path)
         async with secured.connect("recorder") as bus:
             await bus.purge(SUBJECTS.observations(), below=2)
         async with secured.connect("monitor") as bus:

@@ -63,7 +63,13 @@ def diagnose(configuration: Configuration) -> list[Finding]:
         check_memory(),
         check_disk(folder),
         check_run_folder(folder),
-        *anyio.run(check_bus, configuration.nats.url, configuration.run.name, backend_options={"use_uvloop": os.name != "nt"}),
+        *anyio.run(
+            check_bus,
+            configuration.nats.url,
+            configuration.run.name,
+            configuration.nats.auth,
+            backend_options={"use_uvloop": os.name != "nt"},
+        ),
     ]
 
 
@@ -153,12 +159,12 @@ def check_run_folder(folder: Path) -> Finding:
     return Finding(name="run folder", state="ok", detail=f"{folder} is writable")
 
 
-async def check_bus(url: str, run: str) -> list[Finding]:
+async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
     """The server at ``url``, or one that is started for the purpose: does it answer, and does its clock agree with ours?"""
     what = f"server at {without_credentials(url)}" if url else "a server of our own"
     try:
         with anyio.fail_after(SERVER_SECONDS):
-            seconds = await _clock_skew(url, run) if url else await _clock_skew_of_own_server()
+            seconds = await _clock_skew(url, run, auth) if url else await _clock_skew_of_own_server()
     except (TimeoutError, BusError, UserError, OSError) as error:
         reason = str(error) or f"no answer within {SERVER_SECONDS:g} s"
         return [Finding(name=what, state="failed", detail=reason)]
@@ -185,11 +191,12 @@ async def _clock_skew_of_own_server() -> float | None:
             return await _clock_skew(server.url, "doctor")
 
 
-async def _clock_skew(url: str, run: str) -> float | None:
+async def _clock_skew(url: str, run: str, auth: str = "") -> float | None:
     """Seconds that the server's clock is ahead of ours; None if the run has no stream there, whose answers tell the time."""
+    from fleetbus.auth.access import access_for
     from fleetbus.bus.nats import connect
 
-    async with connect(url, run=run, role="doctor", worker="doctor") as bus:
+    async with connect(url, run=run, role="doctor", worker="doctor", **access_for("doctor", auth)) as bus:
         try:
             await bus.last_sequence()
         except BusError:
