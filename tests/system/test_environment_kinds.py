@@ -80,6 +80,7 @@ class Grounds:
         self.words, self.sums, self.hills, self.platform = words, sums, hills, platform
         self.again = again
         self.shop = shop
+        self.made: EnvironmentFactory | None = None
 
     def factory(self) -> EnvironmentFactory:
         specs = (
@@ -131,7 +132,7 @@ def configuration(folder: Path, **learner: int) -> Configuration:
         episode=EpisodeSettings(max_tokens=128, max_turns=10, max_episode_tokens=16_384),
         inference=InferenceSettings(slots=64, max_length=16_384),
         environment=EnvironmentSettings(slots=32),
-        limits=LimitSettings(drain=5),
+        limits=LimitSettings(drain=1),
         learner=LearnerSettings(**({"steps": 1, "groups": 1, "group_size": 2, "late": "keep", "max_staleness": 2} | learner)),  # type: ignore[arg-type]
         evaluation=EvaluationSettings(episodes=0),
     )
@@ -219,6 +220,7 @@ async def playing(folder: Path, held: Held) -> AsyncIterator[tuple[SmallFleet, G
         async with factory.running():
             fleet.environment("environment-0", make=factory)
             fleet.inference("inference-0", sampler=TalkingSampler(hold=held), template=TalkingTemplate())
+            ground.made = factory
             yield fleet, ground
             await fleet.drained()
 
@@ -258,6 +260,28 @@ async def test_a_server_that_dies_fails_the_episodes_on_it_and_nothing_else(tmp_
     failed = [result for result in results if result.outcome == "env_failed"]
     assert {(result.reward, result.error_class) for result in failed} <= {(None, "ConnectionLost"), (None, "ServerUnreachable")}
     assert report.findings == ()
+
+
+@pytest.mark.parametrize(("key", "replayed"), [("lakes", True), ("hills", False)])
+async def test_a_drained_worker_s_episodes_go_on_elsewhere_replayed_or_from_the_start(
+    tmp_path: Path, key: str, replayed: bool
+) -> None:
+    held = Held(WORLDS[key])
+    with anyio.fail_after(55):
+        async with playing(tmp_path, held) as (fleet, ground):
+            await request(fleet, key, "moved")
+            await held.until(EPISODES)
+            first = fleet.members["environment-0"]
+            first.drain.set()
+            await first.ended.wait()
+            assert ground.made is not None
+            fleet.environment("environment-1", make=ground.made)
+            held.released.set()
+            results = await fleet.all_results(EPISODES)
+            claims = [(await fleet.claims(result.episode_id))[-1] for result in results]
+            assert ground.hills.executed["connect"] == (2 * EPISODES if key == "hills" else 0)
+    assert {(result.outcome, result.reward, result.attempts) for result in results} == {("completed", 1.0, 2)}
+    assert {(claim.reason, claim.resumed_at_turn > 0) for claim in claims} == {("handed_back", replayed)}
 
 
 async def test_a_task_whose_key_nobody_serves_is_named(tmp_path: Path) -> None:
