@@ -46,6 +46,7 @@ from workers.weights_store import objects_of, open_store
 
 RUN = "weightsplane"
 REPEATS = {"0.5M": 5, "200M": 2}
+WARM_UP = {"0.5M": 1, "200M": 0}
 STORES = ("folder", "nats")
 
 
@@ -138,7 +139,7 @@ async def measure(bus: Bus, name: str, store: str, model: Path, trainer: FixedTr
         publication.version = sampler.version
         fetcher = WeightsFetcher(folder / "copies", objects_of(bus, RUN))
         async with bus.read([subjects.policy(policy)], start=await bus.last_sequence() + 1) as reader:
-            for repeat in range(REPEATS[name] + 1):
+            for repeat in range(REPEATS[name] + WARM_UP[name]):
                 begun = time.perf_counter()
                 with stages.timed("write_put_announce"):
                     version = await publication.publish(repeat)
@@ -155,7 +156,7 @@ async def measure(bus: Bus, name: str, store: str, model: Path, trainer: FixedTr
         size = file_of(local).stat().st_size
         fetcher.close()
     for values in (totals, copies, *stages.seconds.values()):
-        del values[0]  # the first one warms up
+        del values[: WARM_UP[name]]
     seconds, copy = statistics.median(totals), statistics.median(copies)
     return {
         "parameters": name,

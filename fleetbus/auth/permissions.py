@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import RunPlan
 from schemas import Subjects
 
@@ -75,7 +76,7 @@ class _Run:
         self.plan = plan
         self.subjects = Subjects(plan.run)
         self.log = plan.log.name
-        self.bucket = f"fbweights_{plan.run}"
+        self.bucket = weights_bucket(plan.run)
         self.look = f"{_API}.STREAM.INFO.{self.log}"
         self.direct = f"{_API}.DIRECT.GET.{self.log}"
 
@@ -118,13 +119,6 @@ class _Run:
         """To store in it, and to clear away what was stored in part. Weights are checked against the digests in `policy.>`."""
         changes = [f"{_API}.STREAM.{what}.OBJ_{self.bucket}" for what in ("CREATE", "PURGE")]
         return [*self.take_objects(), *changes, f"$O.{self.bucket}.C.*", f"$O.{self.bucket}.M.*"]
-
-    def objects(self, *, stores: bool) -> list[str]:
-        """To read the weights that lie in the object store; to put them there and remove them."""
-        bucket = weights_bucket(self.plan.run)
-        read = [f"{_API}.DIRECT.GET.OBJ_{bucket}", f"{_API}.DIRECT.GET.OBJ_{bucket}.>"]
-        keep = [f"{_API}.STREAM.{what}.OBJ_{bucket}" for what in ("INFO", "CREATE", "PURGE")]
-        return [*read, *keep, f"$O.{bucket}.>"] if stores else read
 
     def not_of_others(self, own_prefix: str = "\0") -> tuple[str, ...]:
         """A reader's consumers have names that nobody can foresee; the durable ones of others it may neither pull from nor
