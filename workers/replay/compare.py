@@ -67,7 +67,7 @@ class _Comparison:
         self._tolerance = tolerance
 
     def values(self, path: str, recorded: Any, replayed: Any) -> Found | None:
-        if self._is_volatile(path):
+        if recorded == replayed or self._is_volatile(path):
             return None
         if isinstance(recorded, msgspec.Struct) and type(recorded) is type(replayed):
             return self.structs(path, recorded, replayed)

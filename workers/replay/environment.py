@@ -212,7 +212,10 @@ class _Director:
             await self._cancel(story.episode_id)
             return
         action = msgspec.structs.replace(asked.action, attempt=observation.attempt, hop=observation.hop)
-        group.start_soon(self._act, observation, action, asked.action_entry)
+        if self._pace.is_free:
+            await self._act(observation, action, asked.action_entry)
+        else:
+            group.start_soon(self._act, observation, action, asked.action_entry)
 
     async def _act(self, observation: Observation, action: Action, recorded: Stored) -> None:
         await self._pace.wait(recorded)

@@ -62,6 +62,11 @@ class Pace:
         self._first_ns = recording.entries[0].time_ns if recording.entries else 0
         self._began = anyio.current_time()
 
+    @property
+    def is_free(self) -> bool:
+        """True if nothing ever waits."""
+        return not self._speed
+
     async def wait(self, entry: Stored) -> None:
         """Until it is that entry's time."""
         if self._speed:
