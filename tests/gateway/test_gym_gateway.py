@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ import anyio
 import httpx
 import numpy as np
 import pytest
+from PIL import Image as Pillow
 
 from schemas import Action, Task
 from workers.environment.remote_gym import RemoteGymEnvironment
@@ -378,3 +380,29 @@ async def test_fleetbus_s_own_client_of_the_protocol_plays_through_the_service()
         assert (await environment.verify()).reward == 1.0
         await environment.close()
     assert handler.steps == ["x", "x"]
+
+
+class Painter(BaseGymHandler):
+    """Shows an image of its own colour at every reset."""
+
+    async def create_env(self, env_config: dict[str, Any]) -> Any:
+        return Painting()
+
+
+class Painting(Counter):
+    def __init__(self) -> None:
+        super().__init__(Handler(), 3)
+
+    async def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        images = [Pillow.new("RGBA", (4, 3), (10, 20, 30, 255)), Pillow.new("L", (2, 2), 7)]
+        return {"obs_str": "left <image> right <image>", "multi_modal_input": {"<image>": images}}, {}
+
+
+async def test_images_arrive_in_order_and_unharmed() -> None:
+    async with served(Painter()) as wire:  # type: ignore[arg-type]
+        response = await wire.post("/connect", {"env_config": {}, "seed": 1})
+        told = decode_response(response.headers["content-type"], response.content)
+        assert told.fields["obs"] == "left <image> right <image>"
+        first, second = (Pillow.open(io.BytesIO(image)) for image in told.images)
+        assert (first.size, first.mode, first.getpixel((3, 2))) == ((4, 3), "RGB", (10, 20, 30))
+        assert (second.size, second.getpixel((0, 0))) == ((2, 2), (7, 7, 7))

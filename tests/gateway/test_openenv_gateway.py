@@ -121,10 +121,10 @@ class Socket:
 
 
 @asynccontextmanager
-async def gateway(*, slots: int = 4, **settings: Any) -> AsyncIterator[Here]:
+async def gateway(*, slots: int = 4, seconds: float = 50, **settings: Any) -> AsyncIterator[Here]:
     world = World()
     configuration = configured(environment=EnvironmentSettings(slots=8, session_slots=slots))
-    with anyio.fail_after(50):
+    with anyio.fail_after(seconds):
         async with small_fleet(configuration) as fleet, anyio.create_task_group() as group:
             worker = fleet.environment("e1", make=world)
             listener = bound("127.0.0.1", 0)

@@ -75,7 +75,9 @@ def openenv(host: str, port: int, capacity_timeout: float, open_to_others: bool,
 
 def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
     from workers.gateway.gym_app import GymGateway, GymSettings
-    from workers.gateway.gym_calls import GymCalls, task_of_config
+    from workers.gateway.gym_calls import GymCalls
+    from workers.gateway.images import load_from
+    from workers.weights_store import objects_of
 
     settings = GymSettings(**given)
 
@@ -83,8 +85,12 @@ def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
         @asynccontextmanager
         async def calls() -> AsyncIterator[GymCalls]:
             async with entered() as client:
+                objects = objects_of(client.bus, client.subjects.run)
                 yield GymCalls(
-                    client, task_of=task_of_config, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions
+                    client,
+                    call_seconds=settings.call_seconds,
+                    max_sessions=settings.max_sessions,
+                    load=load_from(objects) if objects else None,
                 )
 
         return GymGateway(calls, settings).application()

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
 
 import anyio
 import msgspec
@@ -20,7 +19,7 @@ from starlette.routing import Route
 
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
-from workers.gateway.gym_calls import GymCalls, Refused
+from workers.gateway.gym_calls import Answer, GymCalls, Refused
 from workers.gateway.gym_wire import Request, WireError, read_request, write_answer
 
 SERVICE = "gym-env-service"
@@ -122,13 +121,13 @@ class GymGateway:
     async def _call(self, request: HttpRequest) -> Response:
         return await self._answered(request, self.calls.call)
 
-    async def _answered(self, http: HttpRequest, execute: Callable[[Request], Awaitable[dict[str, Any]]]) -> Response:
+    async def _answered(self, http: HttpRequest, execute: Callable[[Request], Awaitable[Answer]]) -> Response:
         if not self._permitted(http):
             return _detail(401, "unauthorized")
         try:
             request = read_request(http.headers.get("content-type", ""), await self._body(http))
             async with self._admitted():
-                fields = await execute(request)
+                answer = await execute(request)
         except WireError as error:
             return _detail(400, str(error))
         except Refused as refused:
@@ -138,7 +137,7 @@ class GymGateway:
         except (SessionUnavailable, BusError) as error:
             log.warning("call not answered", reason=str(error))
             return _detail(503, "server busy")
-        content_type, body = write_answer(fields)
+        content_type, body = write_answer(answer.fields, answer.images)
         return Response(body, headers={"content-type": content_type})
 
     @asynccontextmanager

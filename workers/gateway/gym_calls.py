@@ -7,18 +7,18 @@ environment that failed ends the episode with ``done`` and says in ``info`` that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from fleetbus.client.sessions import SessionClient
 from fleetbus.core.journal import Journal
-from schemas import ChatMessage, SessionAnswer, SessionCall, Task
-from schemas.chat import Text
+from schemas import SessionAnswer, SessionCall, Task
 from schemas.subjects import BadName, check_name
 from workers.environment.stepwise.journal import journal_of
 from workers.gateway.gym_wire import Request
+from workers.gateway.images import LoadImage, text_and_images
 
 METHODS = ("system_prompt", "reset", "step", "close")
 FAILED = "Environment Error"
@@ -40,6 +40,13 @@ class Known(msgspec.Struct):
     busy: int = 0
 
 
+class Answer(NamedTuple):
+    """What goes back to the client; images are PNG, in the order of their places in ``obs``."""
+
+    fields: dict[str, Any]
+    images: Sequence[bytes] = ()
+
+
 TaskOf = Callable[[dict[str, Any]], Task]
 """The task that a client's ``env_config`` means; raises `ValueError` with what is wrong."""
 
@@ -58,22 +65,28 @@ class GymCalls:
     """Methods to answers, for all sessions that come through one gateway."""
 
     def __init__(
-        self, client: SessionClient, *, task_of: TaskOf, call_seconds: float, max_sessions: int = 0, prefix: str = ""
+        self,
+        client: SessionClient,
+        *,
+        call_seconds: float,
+        task_of: TaskOf = task_of_config,
+        max_sessions: int = 0,
+        load: LoadImage | None = None,
     ) -> None:
         self._client = client
         self._task_of = task_of
         self._call_seconds = call_seconds
         self._max_sessions = max_sessions
-        self._prefix = prefix
+        self._load = load
         self.sessions: dict[str, Known] = {}
 
-    async def connect(self, request: Request) -> dict[str, Any]:
+    async def connect(self, request: Request) -> Answer:
         """A session of one's own per call; its name comes from the call's key, so a repetition finds the same one."""
         config = request.fields.get("env_config") or {}
         if not isinstance(config, dict):
             raise Refused(400, "env_config must be an object")
         seed = _seed(request.fields.get("seed"))
-        session = self._prefix + request.key
+        session = request.key
         if self._max_sessions and session not in self.sessions and len(self.sessions) >= self._max_sessions:
             raise Refused(503, f"Max sessions limit reached ({self._max_sessions}). Try again later or close sessions.")
         try:
@@ -83,10 +96,11 @@ class GymCalls:
         self._touch(session)
         opened = await self._made(SessionCall(session=session, call="open", key=request.key, task=task))
         if opened.end is not None or seed is None:
-            return {"session_id": session} | (_failed(opened) if opened.end is not None else {})
-        return {"session_id": session} | await self._reset(session, f"{request.key}r", seed)
+            return Answer({"session_id": session} | (_failed(opened) if opened.end is not None else {}))
+        answer = await self._reset(session, f"{request.key}r", seed)
+        return Answer({"session_id": session} | answer.fields, answer.images)
 
-    async def call(self, request: Request) -> dict[str, Any]:
+    async def call(self, request: Request) -> Answer:
         """One method of a session."""
         session, method = request.fields.get("session_id"), request.fields.get("method")
         if not session or not isinstance(session, str):
@@ -113,34 +127,35 @@ class GymCalls:
         self.sessions.pop(session, None)
         await self._client.call(SessionCall(session=session, call="close", key="expired"), timeout=self._call_seconds)
 
-    async def _method(self, session: str, method: str, key: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    async def _method(self, session: str, method: str, key: str, parameters: dict[str, Any]) -> Answer:
         if method == "system_prompt":
-            return {"obs": await self._system_prompt(session)}
+            return await self._system_prompt(session)
         if method == "reset":
             return await self._reset(session, key, _seed(parameters.get("seed", 0)))
         if method == "close":
             await self._made(SessionCall(session=session, call="close", key=key))
             self.sessions.pop(session, None)
-            return {"closed": True}
+            return Answer({"closed": True})
         return await self._step(session, key, str(parameters.get("action_str", "")))
 
-    async def _reset(self, session: str, key: str, seed: int | None) -> dict[str, Any]:
+    async def _reset(self, session: str, key: str, seed: int | None) -> Answer:
         answer = await self._made(SessionCall(session=session, call="reset", key=key, seed=seed))
         if answer.end is not None:
-            return _failed(answer)
-        shown = [message for message in answer.messages if message.role != "system"]
-        return {"obs": _text(shown), "info": answer.state}
+            return Answer(_failed(answer))
+        text, images = await text_and_images([each for each in answer.messages if each.role != "system"], self._load)
+        return Answer({"obs": text, "info": answer.state}, images)
 
-    async def _step(self, session: str, key: str, action: str) -> dict[str, Any]:
+    async def _step(self, session: str, key: str, action: str) -> Answer:
         answer = await self._made(SessionCall(session=session, call="step", key=key, text=action))
         if answer.end is not None:
-            return _failed(answer) | {"reward": 0.0, "done": True}
+            return Answer(_failed(answer) | {"reward": 0.0, "done": True})
         done = answer.terminated or answer.truncated
         reward = answer.reward or 0.0
         info = answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
         if done:
             reward += await self._graded(session, key, info)
-        return {"obs": _text(answer.messages), "reward": reward, "done": done, "info": info}
+        text, images = await text_and_images(answer.messages, self._load)
+        return Answer({"obs": text, "reward": reward, "done": done, "info": info}, images)
 
     async def _graded(self, session: str, key: str, info: dict[str, Any]) -> float:
         """The verdict of an environment that grades only at the end; what it rewarded step by step is the grade otherwise."""
@@ -154,11 +169,13 @@ class GymCalls:
         info.setdefault("success", answer.reward > 0)
         return answer.reward
 
-    async def _system_prompt(self, session: str) -> str:
+    async def _system_prompt(self, session: str) -> Answer:
         journal = await self._journal(session)
         for record in reversed(journal.records):
             if record.call.call == "reset":
-                return _text([message for message in record.answer.messages if message.role == "system"])
+                prompt = [message for message in record.answer.messages if message.role == "system"]
+                text, images = await text_and_images(prompt, self._load)
+                return Answer({"obs": text}, images)
         if journal.claim is None:
             raise Refused(404, f"Session {session} not found")
         raise Refused(400, "reset comes before system_prompt")
@@ -189,16 +206,6 @@ def _failed(answer: SessionAnswer) -> dict[str, Any]:
     """An environment's failure as an end that no client repeats, and nobody mistakes for the policy's."""
     info = {"training_usable": False, "outcome": answer.end, "error_class": answer.error_class, "error": answer.error}
     return {"obs": FAILED, "info": info}
-
-
-def _text(messages: list[ChatMessage] | tuple[ChatMessage, ...]) -> str:
-    return "\n".join(_content(message) for message in messages)
-
-
-def _content(message: ChatMessage) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(part.text if isinstance(part, Text) else "<image>" for part in message.content)
 
 
 def _is_name(session: str) -> bool:

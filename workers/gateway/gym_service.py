@@ -33,9 +33,11 @@ from schemas import Action, ChatMessage, Heartbeat, Subjects, Task, encode
 from workers.environment.attempts import Crew
 from workers.environment.base import Start, Step, Verdict
 from workers.environment.outputs import plain_number
+from workers.environment.pictures import with_pictures
 from workers.environment.stepwise.host import SessionHost
 from workers.gateway.gym_app import GymGateway, GymSettings
-from workers.gateway.gym_calls import GymCalls, task_of_config
+from workers.gateway.gym_calls import GymCalls
+from workers.gateway.images import PLACEHOLDER, MemoryImages, picture_of
 
 RUN = "gym"
 WORKER = "local"
@@ -78,6 +80,7 @@ class GymService:
     async def _entered(self) -> AsyncIterator[GymCalls]:
         subjects = Subjects(RUN)
         slots = self._handler.max_sessions or UNLIMITED_SLOTS
+        images = MemoryImages()
         async with MemoryServer().connect(RUN, worker=WORKER) as bus:
             await bus.declare(plan_run(RUN, lanes=1))
             crew = Crew(
@@ -87,7 +90,7 @@ class GymService:
                 lane="",
                 settings=EnvironmentSettings(),
                 limits=LimitSettings(idle=self._handler.session_timeout),
-                make=lambda task: HandlerEnvironment(self._handler),
+                make=lambda task: HandlerEnvironment(self._handler, images),
                 nonce=lambda: secrets.token_hex(8),
             )
             host = SessionHost(crew, slots, defaultdict(float))
@@ -105,9 +108,9 @@ class GymService:
                     group.start_soon(beat)
                     yield GymCalls(
                         client,
-                        task_of=task_of_config,
                         call_seconds=self._settings.call_seconds,
                         max_sessions=self._handler.max_sessions,
+                        load=images.load,
                     )
                     group.cancel_scope.cancel()
             finally:
@@ -130,8 +133,9 @@ class HandlerEnvironment:
 
     replayable = False
 
-    def __init__(self, handler: BaseGymHandler) -> None:
+    def __init__(self, handler: BaseGymHandler, images: MemoryImages) -> None:
         self._handler = handler
+        self._images = images
         self._environment: Any = None
 
     async def open(self, task: Task) -> None:
@@ -141,12 +145,13 @@ class HandlerEnvironment:
     async def reset(self) -> Start:
         observation, info = await self._environment.reset(self._seed)
         system = await self._environment.system_prompt()
-        messages = (_message("system", system), _message("user", observation))
+        messages = (await self._message("system", system), await self._message("user", observation))
         return Start(messages=messages, info=info)
 
     async def step(self, action: Action) -> Step:
         observation, reward, done, info = await self._environment.step(action.text)
-        return Step(messages=(_message("user", observation),), reward=plain_number(reward), terminated=bool(done), info=info)
+        messages = (await self._message("user", observation),)
+        return Step(messages=messages, reward=plain_number(reward), terminated=bool(done), info=info)
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
@@ -160,7 +165,11 @@ class HandlerEnvironment:
         if self._environment is not None:
             await self._environment.close()
 
-
-def _message(role: Any, observation: Any) -> ChatMessage:
-    text = observation["obs_str"] if isinstance(observation, dict) else observation
-    return ChatMessage(role=role, content=str(text))
+    async def _message(self, role: Any, observation: Any) -> ChatMessage:
+        """An observation is a text, or ``obs_str`` and images for each ``<image>`` in it."""
+        if not isinstance(observation, dict):
+            return ChatMessage(role=role, content=str(observation))
+        shown = (observation.get("multi_modal_input") or {}).get(PLACEHOLDER) or ()
+        pictures = [await picture_of(image) for image in shown]
+        content = await with_pictures(str(observation["obs_str"]), pictures, self._images.keep, PLACEHOLDER)
+        return ChatMessage(role=role, content=content)

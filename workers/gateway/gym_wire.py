@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Sequence
 from email.message import Message
 from typing import Any
 
@@ -15,7 +16,8 @@ import msgspec
 
 from workers.environment.remote_gym_wire import WireError, decode_response
 
-_JSON = "Content-Type: application/json; charset=utf-8"
+_DATA = 'Content-Disposition: form-data; name="data"\r\nContent-Type: application/json; charset=utf-8'
+_IMAGE = 'Content-Disposition: form-data; name="images"; filename="{number}.png"\r\nContent-Type: image/png'
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,14 +39,13 @@ def read_request(content_type: str, body: bytes) -> Request:
     return Request(fields=fields, key=key)
 
 
-def write_answer(fields: dict[str, Any]) -> tuple[str, bytes]:
-    """Content type and body of an answer."""
+def write_answer(fields: dict[str, Any], images: Sequence[bytes] = ()) -> tuple[str, bytes]:
+    """Content type and body of an answer; images are PNG."""
     boundary = f"gym_env_{secrets.token_hex(16)}"
-    payload = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")
-    head = (
-        f'--{boundary}\r\nContent-Disposition: form-data; name="data"\r\nContent-Type: application/json; charset=utf-8\r\n\r\n'
-    )
-    return f'multipart/mixed; boundary="{boundary}"', head.encode() + payload + f"\r\n--{boundary}--\r\n".encode()
+    parts = [(_DATA, json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))]
+    parts += [(_IMAGE.format(number=number), image) for number, image in enumerate(images)]
+    body = b"".join(f"--{boundary}\r\n{head}\r\n\r\n".encode() + payload + b"\r\n" for head, payload in parts)
+    return f'multipart/mixed; boundary="{boundary}"', body + f"--{boundary}--\r\n".encode()
 
 
 __all__ = ["Request", "WireError", "read_request", "write_answer"]
