@@ -467,6 +467,24 @@ async def test_a_cancelled_close_still_deletes_the_instance() -> None:
         await fleet.until(lambda: not fleet.running)
 
 
+async def test_instances_that_nobody_here_knows_of_or_could_delete_end_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = FleetPlatform()
+    async with platform(fleet) as (_, server):
+        async with environments(server) as unknown, environments(server) as undeletable:
+            await begun(undeletable)
+            fleet.faults.delete_errors = fleet_host.DELETE_TRIES
+            await undeletable.close()
+            fleet.faults.lose_create_answers = 1
+            monkeypatch.setattr(fleet_host, "LONGEST_PAUSE_SECONDS", 60)
+            async with anyio.create_task_group() as group:
+                group.start_soon(unknown.open, TASK)
+                await fleet.until(lambda: len(fleet.running) == 2)
+                group.cancel_scope.cancel()
+            await unknown.close()
+            assert len(fleet.running) == 2
+        assert not fleet.running
+
+
 async def test_a_deletion_that_fails_for_a_passing_reason_is_repeated() -> None:
     async with platform() as (fleet, server), environments(server) as environment:
         await begun(environment)
@@ -598,6 +616,7 @@ def test_a_mistake_gets_one_line(monkeypatch: pytest.MonkeyPatch, variables: dic
     [
         (Task(key="t", prompt="p"), "task t names no Fleet environment"),
         (Task(key="t", env="shop", prompt="p", modality="smell"), "must be one of tool_use"),
+        (Task(key="t", env="shop", prompt="p", env_variables={"X": float("nan")}), "cannot be sent"),
     ],
 )
 async def test_a_task_that_cannot_be_played_fails_by_name(task: Task, words: str) -> None:

@@ -164,7 +164,10 @@ class FleetApi:
 
     async def _ask(self, method: str, path: str, *, timeout: float = REQUEST_SECONDS, **content: Any) -> Any:
         headers = {"X-Request-ID": str(uuid.uuid4()), **content.pop("headers", {})}
-        request = self._client.build_request(method, path, timeout=timeout, headers=headers, **content)
+        try:
+            request = self._client.build_request(method, path, timeout=timeout, headers=headers, **content)
+        except (TypeError, ValueError) as error:
+            raise FleetRefused(f"Fleet: {method} {path} cannot be sent: {self._clean(str(error))}") from error
         return await self._send(request, f"{method} {path}")
 
     async def _send(self, request: httpx.Request, what: str) -> Any:

@@ -73,14 +73,7 @@ class Lease:
 class FleetHost:
     """Use it inside `running`."""
 
-    def __init__(
-        self,
-        *,
-        base_url: str,
-        key: str,
-        run: str,
-        settings: FleetSettings,
-    ) -> None:
+    def __init__(self, *, base_url: str, key: str, run: str, settings: FleetSettings) -> None:
         self.settings = settings
         self.connections = ConnectionHost()
         self.label = f"{run_prefix(run)}{process_label(os.getpid())}_{secrets.token_hex(3)}"
@@ -90,6 +83,8 @@ class FleetHost:
         self._tasks: TaskGroup | None = None
         self._live: dict[str, Instance] = {}
         self._leases: set[Lease] = set()
+        self._may_be_left = False
+        """Whether an instance may exist of which nobody here knows, or that could not be deleted."""
         self.api: FleetApi | None = None
 
     def headers_for(self, url: str) -> dict[str, str]:
@@ -156,6 +151,7 @@ class FleetHost:
             except FleetError as error:
                 lease.error = error
                 failures += 1
+                self._may_be_left |= isinstance(error, FleetUnavailable)
                 if made:
                     await self._deleted(made)
                     request_id = str(uuid.uuid4())
@@ -199,6 +195,7 @@ class FleetHost:
                 return
             except FleetError as error:
                 if isinstance(error, FleetRefused) or attempt + 1 == DELETE_TRIES:
+                    self._may_be_left = True
                     log.warning("fleet_instance_not_deleted", instance=instance_id, reason=str(error))
                     return
             await anyio.sleep(min(0.5 * 2**attempt, LONGEST_PAUSE_SECONDS))
@@ -206,7 +203,7 @@ class FleetHost:
     async def _end_all(self) -> None:
         """The worker's farewell: whatever carries its label, also what was being made."""
         assert self.api is not None
-        if not self._leases:
+        if not self._leases and not self._may_be_left:
             return
         with anyio.move_on_after(FAREWELL_SECONDS, shield=True):
             try:
