@@ -1,0 +1,121 @@
+"""The files for containers and clusters fit each other, the settings, the users and the run's plan, and Kubernetes's schemas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbus.auth.permissions import USERS
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.load import load_configuration
+from fleetbus.config.settings import EnvironmentSettings
+from workers.cli.program import COMMANDS
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+WITHOUT_SCHEMA = {"Kustomization", "ScaledObject"}
+"""Not Kubernetes's own."""
+
+
+def documents() -> list[tuple[str, dict[str, Any]]]:
+    return [(file.name, each) for file in MANIFESTS for each in yaml.safe_load_all(file.read_text())]
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    for _, each in documents():
+        if "template" in each.get("spec", {}):
+            yield each["spec"]["template"]["spec"]
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def targets() -> set[str]:
+    return set(re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("name", "document"), documents(), ids=lambda value: value if isinstance(value, str) else value["kind"]
+)
+def test_kubernetes_schema_takes_each_manifest_and_refuses_an_unknown_field(name: str, document: dict[str, Any]) -> None:
+    if document["kind"] in WITHOUT_SCHEMA:
+        return
+    validate = pytest.importorskip("kubernetes_validate")
+    validate.validate(document, validate.latest_version(), strict=True)
+    with pytest.raises(validate.ValidationError):
+        validate.validate(document | {"speck": {}}, validate.latest_version(), strict=True)
+
+
+def test_every_manifest_is_in_the_kustomization() -> None:
+    listed = (ROOT / "deploy" / "kubernetes" / "kustomization.yaml").read_text()
+    assert [file.name for file in MANIFESTS if file.name not in listed] == ["kustomization.yaml"]
+
+
+def test_images_are_targets_of_the_dockerfile(compose: dict[str, Any], targets: set[str]) -> None:
+    composed = {service["build"]["target"] for service in compose["services"].values()}
+    images = {container["image"].removeprefix("fleetbus/") for pod in pods() for container in pod["containers"]}
+    assert composed | images <= targets
+    assert all(service["image"] == f"fleetbus/{service['build']['target']}" for service in compose["services"].values())
+
+
+def test_the_variables_are_settings(compose: dict[str, Any]) -> None:
+    """Loading refuses variables that it does not know."""
+    settings = next(each["data"] for _, each in documents() if each["kind"] == "ConfigMap")
+    configuration = load_configuration(variables=settings).configuration
+    assert (configuration.nats.replicas, configuration.run.folder) == (3, "/runs")
+    for service in compose["services"].values():
+        variables = {
+            name: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", str(value)) for name, value in service.get("environment", {}).items()
+        }
+        load_configuration(variables=variables)
+
+
+def test_each_pod_holds_the_key_of_one_user_and_no_rights() -> None:
+    users = []
+    for pod in pods():
+        secrets = [volume["secret"]["secretName"].removeprefix("fleetbus-") for volume in pod["volumes"] if "secret" in volume]
+        users += secrets
+        assert len(secrets) == 1
+        assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"]
+        assert all(container["securityContext"]["capabilities"] == {"drop": ["ALL"]} for container in pod["containers"])
+    assert set(users) - {"server"} <= set(USERS)
+
+
+def test_each_service_of_compose_mounts_its_own_key_read_only(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        keys = [volume for volume in service.get("volumes", []) if volume.startswith("keys")]
+        if name == "keys":
+            assert len(keys) == 7
+        else:
+            assert len(keys) == 1 and keys[0].endswith(":ro"), name
+
+
+def test_nothing_is_published_beyond_loopback(compose: dict[str, Any]) -> None:
+    ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert ports and all(port.startswith("127.0.0.1:") for port in ports)
+    assert {each["spec"].get("type", "ClusterIP") for _, each in documents() if each["kind"] == "Service"} == {"ClusterIP"}
+
+
+def test_scaling_watches_the_consumer_that_environment_workers_pull_from() -> None:
+    plan = plan_run("default")
+    metadata = next(each["spec"]["triggers"][0]["metadata"] for _, each in documents() if each["kind"] == "ScaledObject")
+    assert metadata["stream"] == plan.log.name
+    assert metadata["consumer"] in {consumer.name for consumer in plan.consumers}
+    assert int(metadata["lagThreshold"]) == EnvironmentSettings().slots
+
+
+def test_the_cluster_page_names_commands_and_files_that_exist() -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    assert set(re.findall(r"^\$ fleetbus ([a-z]+)", text, flags=re.MULTILINE)) <= set(COMMANDS)
+    for file in re.findall(r"deploy/[\w./-]+\w", text):
+        assert (ROOT / file).exists(), file
