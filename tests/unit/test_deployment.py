@@ -1,4 +1,4 @@
-"""The files for containers and clusters fit each other, the settings, the users and the run's plan, and Kubernetes's schemas."""
+"""The files for containers and clusters fit each other, settings, users and the run's plan, and Kubernetes's schemas."""
 
 from __future__ import annotations
 
