@@ -93,7 +93,7 @@ async def _ask(bus: Any, subjects: Any, role: str, worker: str) -> tuple[str, ..
 async def _since(bus: Any, subjects: Any, role: str, name: str) -> dict[str, Any]:
     """When the session's newest claim was stored, and how far it is."""
     episode, _, rest = name.partition(".")
-    entries = await bus.history([subjects.episode(episode)]) if "(" not in name else []
+    entries = await bus.history([subjects.episode(episode), subjects.session(episode)]) if "(" not in name else []
     began = entries[-1].time_ns if entries else 0
     turn = rest.rpartition(".")[2] if role == "inference" else ""
     return {"episode": episode, "turn": turn, "seconds": (bus.now_ns() - began) / 1e9 if began else None}

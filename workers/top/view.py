@@ -110,7 +110,8 @@ def _errors(numbers: dict[str, Any]) -> str:
     found = {**numbers["excluded"], **numbers["errors"]}
     counted = [f"{name} {count}" for name, count in sorted(found.items(), key=lambda each: -each[1]) if count]
     takeovers = [f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else []
-    return " · ".join([*counted[:6], *takeovers])
+    named = [f"by class: {counted[0]}", *counted[1:6]] if counted else []
+    return " · ".join([*named, *takeovers])
 
 
 def _table(workers: Sequence[WorkerRow]) -> Table:
