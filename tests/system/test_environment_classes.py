@@ -36,6 +36,13 @@ release = threading.Event()
 entered = threading.Event()
 
 
+class Number:
+    """As NumPy's and torch's are."""
+
+    def item(self):
+        return 0.5
+
+
 class Plain:
     """Ordinary functions; does what the action says."""
 
@@ -65,6 +72,8 @@ class Plain:
                 raise ValueError("no such move")
             case "wrong":
                 return 3
+            case "number":
+                return Step(reward=Number(), messages=())
         print("a word on standard output")
         content = f"{os.getpid()} {self.task.config.get('device')} {threading.current_thread() is threading.main_thread()}"
         return Step(messages=(ChatMessage(role="user", content=content),))
@@ -273,6 +282,11 @@ async def test_an_answer_of_the_wrong_type_is_an_error(pool: ProcessPool, module
         for environment in (await opened(make), await opened(pool)):
             with pytest.raises(Exception, match=r"Step|object"):
                 await environment.step(action("wrong"))
+
+
+async def test_numbers_of_other_libraries_leave_a_process_as_plain_ones(pool: ProcessPool) -> None:
+    environment = await opened(pool)
+    assert (await environment.step(action("number"))).reward == 0.5
 
 
 async def test_a_process_that_dies_at_once_is_an_error_and_its_place_stays_usable() -> None:

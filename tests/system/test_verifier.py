@@ -186,6 +186,7 @@ async def test_the_code_sees_no_environment_variables_and_no_descriptors_of_ours
     assert output.endswith("[0, 1, 2, 3]")
 
 
+ZONE = Path("/usr/share/zoneinfo/Europe/Berlin")
 ISOLATIONS: dict[str, tuple[Kind, ...]] = {"bubblewrap": ("bubblewrap",), "namespaces": ("namespaces",), "bare": ()}
 
 
@@ -214,19 +215,29 @@ async def test_the_code_has_no_network_and_signals_nobody(confined: Verifier) ->
     assert (await grade(confined, "def verify(env): return 1"))[0] == 1.0
 
 
-async def test_the_code_sees_no_file_of_the_host(confined: Verifier, tmp_path: Path) -> None:
-    """Where there is no isolation, a verifier under root is at least not root."""
+async def test_the_code_sees_no_file_of_the_host_and_writes_none(confined: Verifier, tmp_path: Path) -> None:
+    """Where there is neither isolation nor Landlock, a verifier under root is at least not root."""
     secret = tmp_path / "key"
     secret.write_text("s3cret")
     assert (await grade(confined, "def verify(env): return 1"))[0] == 1.0
-    if confined.isolated:
-        words = "FileNotFoundError"
-    elif os.geteuid() == 0:
-        words = "PermissionError"
+    if not confined.hides_files:
+        if os.geteuid() != 0:
+            pytest.skip("without isolation and Landlock, verifiers of a worker that is not root read its files")
         secret.chmod(0o600)
-    else:
-        pytest.skip("without isolation, verifiers of a worker that is not root read its files")
-    assert words in (await grade(confined, f"def verify(env): return len(open({str(secret)!r}).read())"))[1]
+    for action in (f"open({str(secret)!r}).read()", f"os.listdir({str(tmp_path)!r})", f"open({str(tmp_path / 'new')!r}, 'w')"):
+        reward, reason = await grade(confined, f"import os\ndef verify(env): return len({action})")
+        assert reward is None
+        assert "PermissionError" in reason or "FileNotFoundError" in reason or not confined.hides_files, action
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(not ZONE.exists(), reason="this machine has no time zones")
+async def test_the_code_has_python_s_library_and_time_zones(confined: Verifier) -> None:
+    code = (
+        "import zoneinfo, datetime, decimal, xml.dom.minidom\ndef verify(env):\n import sqlite3, colorsys\n"
+        " return datetime.datetime(2026, 7, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Berlin')).utcoffset().seconds / 3600"
+    )
+    assert await grade(confined, code) == (2.0, "")
 
 
 async def test_grading_where_nothing_isolates_can_be_forbidden() -> None:

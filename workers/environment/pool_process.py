@@ -37,7 +37,7 @@ class Server:
         """The answer to one call; an exception of the class is an answer too."""
         try:
             result = await self._call(request["call"], request.get("argument"))
-            return {"result": msgspec.to_builtins(result)}
+            return {"result": msgspec.to_builtins(result, enc_hook=_plain)}
         except Exception as error:
             name = type(error).__name__
             return {"error": str(error), "kind": name, "failed": isinstance(error, EnvironmentFailed)}
@@ -61,6 +61,13 @@ class Server:
         if name == "close":
             self._object = None
         return result
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy and torch as Python's own."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot leave the process")
 
 
 def main() -> None:

@@ -31,7 +31,17 @@ INSIDE = Path(__file__).with_name("inside")
 
 PROBE_SECONDS = 20.0
 SCRATCH_BYTES = 64 << 20
-_LIBRARIES = ("/lib", "/lib64", "/lib32", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/etc/alternatives")
+_LIBRARIES = (
+    "/lib",
+    "/lib64",
+    "/lib32",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/usr/share/zoneinfo",
+)
 _PROGRAMS = ("/bin", "/usr/bin")
 
 
@@ -73,6 +83,11 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
 def python_command(script: Path, *arguments: str) -> list[str]:
     """Our own Python running a program of ours, isolated from whatever is configured or installed."""
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", str(script), *arguments]
+
+
+def readable(*visible: str | Path) -> list[str]:
+    """What a program inside may read: Python, the system's libraries, and ``visible``."""
+    return [path for path, _ in _shown(visible, tools=False)]
 
 
 _found: dict[tuple[Kind, ...], Isolation | str] = {}

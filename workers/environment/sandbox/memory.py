@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 import anyio
+import anyio.to_thread
 
 BUSY_SECONDS, IDLE_ROUNDS = 0.1, 10
 """How often sandboxes are looked at while code runs, and every how many rounds of that when none does."""
@@ -53,11 +54,18 @@ class MemoryWatch:
         while True:
             await anyio.sleep(BUSY_SECONDS)
             rounds += 1
-            for sandbox in tuple(self._watched):
-                process = sandbox.process_id
-                if process is None or not (sandbox.busy or rounds % IDLE_ROUNDS == 0):
-                    continue
-                if self._measure(process) > sandbox.memory_limit:
+            looked_at = {
+                sandbox: sandbox.process_id
+                for sandbox in self._watched
+                if sandbox.process_id is not None and (sandbox.busy or rounds % IDLE_ROUNDS == 0)
+            }
+            if not looked_at:
+                continue
+            used = await anyio.to_thread.run_sync(
+                lambda seen: [self._measure(process) for process in seen], [*looked_at.values()]
+            )
+            for (sandbox, process), size in zip(looked_at.items(), used, strict=True):
+                if size > sandbox.memory_limit and sandbox.process_id == process:
                     sandbox.end("memory")
 
 

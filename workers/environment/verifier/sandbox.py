@@ -7,7 +7,8 @@ clean up in the same way. Nothing that the code does is an exception here: witho
 The warm process stands in the same isolation as model-written code (`workers.environment.sandbox`), so that a verification pays
 for a fork and not for namespaces: the code has no network, no view of the host's files, no environment variables, none of our
 descriptors, no processes of its own, no way to signal others, and limits. Where the machine permits no isolation, what remains
-are the limits, a filter of system calls and a user of its own under root; `required` refuses to grade there.
+are the limits, a filter of system calls, Landlock against the sight of files (Linux 5.13) and a user of its own under root;
+`required` refuses to grade there.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from workers.environment.sandbox.isolation import (
     Kind,
     find_isolation,
     python_command,
+    readable,
 )
 from workers.environment.verifier.base import VerifierLimits, VerifierTools
 
@@ -60,8 +62,9 @@ class Verifier:
         self.limits = limits or VerifierLimits()
         self._required = required
         self._kinds = kinds
-        self.isolated = False
-        """Whether the warm process stands in an isolation; known once it is started."""
+        self._unavailable = ""
+        self.hides_files = False
+        """Whether the code sees no file of the host; known once the first process is started."""
         self._zygote: _Zygote | None = None
         self._running = False
         self._starting: anyio.Lock | None = None
@@ -113,17 +116,21 @@ class Verifier:
             if zygote is None:
                 with anyio.CancelScope(shield=True):  # tens of milliseconds, and others wait for it as well
                     zygote = self._zygote = await _start_zygote(self.limits, await self._isolation())
+                    self.hides_files = zygote.hides_files
+                    if self._unavailable:
+                        level = _log.info if zygote.hides_files else _log.warning
+                        level(
+                            "verifiers_not_isolated", files="hidden" if zygote.hides_files else "SEEN", reason=self._unavailable
+                        )
             assert zygote is not None  # nobody else can cancel that scope
             return zygote
 
     async def _isolation(self) -> Isolation | None:
         try:
-            isolation = await find_isolation(self._kinds)
+            return await find_isolation(self._kinds)
         except IsolationUnavailable as unavailable:
-            _log.warning("verifier_not_isolated", reason=str(unavailable))
+            self._unavailable = str(unavailable)
             return None
-        self.isolated = True
-        return isolation
 
     async def _discard(self, zygote: _Zygote) -> None:
         if self._zygote is zygote:
@@ -162,6 +169,7 @@ class _Zygote:
     def __init__(self, process: Process, control: socket.socket) -> None:
         self._process = process
         self._control = control
+        self.hides_files = False
 
     async def adopt(self, child: socket.socket) -> None:
         """Hand over a child's end of its socket; raises `OSError` if the process is gone."""
@@ -194,7 +202,9 @@ async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None) -> 
         "NPROC": 0,
         "CORE": 0,
     }
-    arguments = (str(theirs.fileno()), msgspec.json.encode(bounds).decode(), "jailed" if isolation else "bare")
+    arguments = [str(theirs.fileno()), msgspec.json.encode(bounds).decode()]
+    if isolation is None:
+        arguments.append(msgspec.json.encode(readable(INSIDE, _ZYGOTE)).decode())
     command = python_command(_ZYGOTE, *arguments)
     try:
         process = await anyio.open_process(
@@ -216,8 +226,10 @@ async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None) -> 
     try:
         with anyio.fail_after(START_SECONDS):
             await anyio.wait_readable(mine)
-        if not mine.recv(1):
+        said = mine.recv(1)
+        if not said:
             raise NeverBegun
+        zygote.hides_files = said == b"h"
     except BaseException:
         await zygote.stop()
         raise

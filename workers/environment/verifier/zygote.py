@@ -1,10 +1,10 @@
 """The process that runs verifier code: it waits, warm, and forks one child per verification. Standard library alone.
 
-Started by `workers.environment.verifier.sandbox`, as a rule inside an isolation (``jailed``, else ``bare``), with an empty
-environment, as ``python -I -S zygote.py FD LIMITS jailed``. On FD arrive sockets, one byte and one descriptor each. The child
-talks JSON over that socket, each frame after its length in four bytes: first comes the request, then the child may ask for
-calls, and its last frame is the verdict. When the other end of the socket closes, the child is killed; when a child is gone,
-the zygote says so on its socket; when FD closes, everybody dies.
+Started by `workers.environment.verifier.sandbox`, as a rule inside an isolation, with an empty environment, as ``python -I -S
+zygote.py FD LIMITS [READABLE]``: READABLE (JSON) is what may be read where there is no isolation. On FD arrive sockets, one
+byte and one descriptor each. The child talks JSON over that socket, each frame after its length in four bytes: first comes the
+request, then the child may ask for calls, and its last frame is the verdict. When the other end of the socket closes, the child
+is killed; when a child is gone, the zygote says so on its socket; when FD closes, everybody dies.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any, NoReturn, Protocol
 
-    from workers.environment.sandbox.inside import confine
+    from workers.environment.sandbox.inside import confine, landlock
 
     class Asking(Protocol):
         def ask(self, call: str, *arguments: Any) -> Any: ...
 else:
     import confine
+    import landlock
 
 
 FIRST_USER = confine.FIRST_USER + 0x20000000
@@ -59,11 +60,13 @@ KEYWORDS, COROUTINE = 0x08, 0x80
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = json.loads(sys.argv[2])
-    if sys.argv[3] == "bare":
+    hidden = True
+    if len(sys.argv) > 3:
         leave_network()
+        hidden = landlock.show_only(json.loads(sys.argv[3]))
     rehearse()
     try:
-        control.send(b"r")
+        control.send(b"h" if hidden else b"v")
     except OSError:
         return  # the worker is gone already
     gc.collect()
