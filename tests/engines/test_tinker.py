@@ -46,7 +46,7 @@ STARTER = Path(__file__).parents[2] / "workers" / "starter" / "policy"
 START_SECONDS = 900
 STOP = 2
 LENGTH, PROMPT = 32, 16
-LEARNING = LearnerSettings(learning_rate=1e-2, warmup_steps=0, learning_rate_final=1.0)
+LEARNING = LearnerSettings(learning_rate=1e-3, warmup_steps=0, learning_rate_final=1.0)
 
 
 @pytest.fixture(scope="module")
