@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from mcp.server import Server, ServerRequestContext
 from mcp_types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams, TextContent, Tool
 
 from fleetbus.config.settings import EnvironmentSettings, InferenceSettings
-from schemas import Task
+from schemas import Action, Task
 from tests.support.small_fleet import configured, small_fleet
 from workers.environment.base import EnvironmentFailed, Verdict
-from workers.environment.mcp_connection import DirectConnection
+from workers.environment.context_tools import ContextTools
+from workers.environment.mcp_connection import DirectConnection, ToolResult
 from workers.environment.mcp_environment import McpEnvironment
 from workers.environment.verifier import VerifierTools
 from workers.inference.scripted import ScriptedTemplate
@@ -96,6 +98,25 @@ async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budg
         used += len(action.prompt_delta + action.sampled) // 4
         assert text.endswith(f"\n[Context: {used:,}/30,720 tokens ({round(100 * used / 30_720)}%), Turn {turn}/9]")
     assert result.tokens == sum(len(action.prompt_delta + action.sampled) // 4 for action in actions)
+
+
+async def test_outputs_of_megabytes_are_looked_through_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.environment.context_tools.LARGE_CHARACTERS", 1000)
+    threads: list[int] = []
+    real = ContextTools.call
+
+    def call(self: ContextTools, *arguments: Any) -> ToolResult:
+        threads.append(threading.get_ident())
+        return real(self, *arguments)
+
+    monkeypatch.setattr(ContextTools, "call", call)
+    environment = make()()
+    await environment.open(TASK)
+    await environment.reset()
+    for text in (calling("check_context"), calling("rows"), calling("search_tool_output", '{"pattern": "row 7"}')):
+        await environment.step(Action(episode_id="e", attempt=1, turn=0, text=text))
+    await environment.close()
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 async def test_a_server_with_a_tool_of_the_same_name_is_refused_by_name() -> None:

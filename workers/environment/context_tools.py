@@ -17,6 +17,9 @@ from workers.environment.mcp_connection import ToolResult
 MAX_KEPT_CHARACTERS = 64 << 20
 """Of all the outputs of one episode; what exceeds it is cut for good, and says so."""
 
+LARGE_CHARACTERS = 1 << 20
+"""From here on looking through the outputs takes longer than a turn of the event loop should."""
+
 LARGEST_PAGE = 500
 
 
@@ -53,6 +56,11 @@ class ContextTools:
         self._room = MAX_KEPT_CHARACTERS
         self.turns = 0
         self.tokens = 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a call may take tens of milliseconds."""
+        return MAX_KEPT_CHARACTERS - self._room > LARGE_CHARACTERS
 
     def shortened(self, text: str) -> str:
         """An output as the policy sees it; what is cut off stays here under a number."""

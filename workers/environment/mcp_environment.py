@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, Literal
 
+import anyio
 import structlog
 
 from fleetbus.core.prompts import (
@@ -139,7 +140,7 @@ class McpEnvironment:
         if not calls:
             return Step(terminated=True) if done else self._observed(NO_CALL)
         if self._context is not None and calls[0].name in context_tools.NAMES:
-            return self._looked_back(self._context, calls, done=done)
+            return await self._looked_back(self._context, calls, done=done)
         result = await self._execute(calls[0])
         self._tool_calls += 1
         self._tool_errors += result.failed
@@ -157,10 +158,15 @@ class McpEnvironment:
         more = further_calls(len(calls) - 1) if len(calls) > 1 else ""
         return cut_text(text, self._observation_bytes - len(more)) + more
 
-    def _looked_back(self, context: ContextTools, calls: Sequence[ToolCall], *, done: bool) -> Step:
+    async def _looked_back(self, context: ContextTools, calls: Sequence[ToolCall], *, done: bool) -> Step:
         """A call of a context tool is answered here and counts as none of the server's."""
         messages = [(message.role, _plain(message.content)) for message in self._conversation]
-        return self._observed(self._shown(context.call(calls[0].name, calls[0].arguments, messages), calls), done=done)
+        call = calls[0]
+        if context.is_large:  # looking through megabytes would hold up the other episodes
+            result = await anyio.to_thread.run_sync(context.call, call.name, call.arguments, messages, abandon_on_cancel=True)
+        else:
+            result = context.call(call.name, call.arguments, messages)
+        return self._observed(self._shown(result, calls), done=done)
 
     async def _execute(self, call: ToolCall) -> ToolResult:
         """A tool that does not exist is told from here, at once."""
