@@ -23,6 +23,7 @@ from fleetbus.core.groups import Group
 from fleetbus.core.shaping import overlong_penalty
 from fleetbus.core.turn_credit import turn_advantages, turn_returns
 from fleetbus.episodes import decoded
+from fleetbus.errors import UserError
 from fleetbus.ports import Ports
 from schemas import Action, EpisodeFinished, Subjects
 from workers.learner.base import TrainingSequence
@@ -32,8 +33,8 @@ READS_AT_A_TIME = 32
 log = structlog.get_logger()
 
 
-class MissingActions(Exception):
-    """The log does not hold the Actions that a result names."""
+class MissingActions(UserError):
+    """The log does not hold the Actions that a result names; the message says where they may be."""
 
 
 class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
