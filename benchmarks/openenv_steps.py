@@ -1,8 +1,8 @@
 """Steps per second through the OpenEnv adapter, beside the plain OpenEnv client, against one real server in the same run.
 
-Needs a Python with `openenv` (`just test-openenv` makes one, or ``OPENENV_PYTHON`` names it). The two take turns, so that a
-slow minute of the machine slows both; the figure is the median of the rounds' ratios. A step here is one action of a policy:
-its text parsed, one frame to the server and back, the observation as the policy would read it.
+Needs a Python with `openenv` (`just test-openenv` makes one, or ``OPENENV_PYTHON`` names it). The two take turns of a
+second, so that a slow machine slows both; the figure is the median of the rounds' ratios. A step here is one action of a
+policy: its text parsed, one frame to the server and back, the observation as the policy would read it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import anyio
 
@@ -27,61 +28,64 @@ from workers.environment.openenv_server import OpenEnvServer
 PLAIN = Path(__file__).with_name("openenv_plain.py")
 
 
-async def through_fleetbus(url: str, sessions: int, seconds: float) -> float:
-    """Steps per second of that many episodes at a time."""
-    server = OpenEnvServer(url)
-    environments = [OpenEnvEnvironment(server, grader=None) for _ in range(sessions)]  # type: ignore[arg-type]
-    async with server.running():
-        for environment in environments:
-            await environment.open(Task(key="t", prompt="Echo."))
-            await environment.reset()
-        steps = 0
-        started = time.perf_counter()
-
-        async def play(environment: OpenEnvEnvironment) -> None:
-            nonlocal steps
-            action = Action(episode_id="e", attempt=1, turn=0, text="hello")
-            while time.perf_counter() < started + seconds:
-                await environment.step(action)
-                steps += 1
-
-        async with anyio.create_task_group() as group:
-            for environment in environments:
-                group.start_soon(play, environment)
-        elapsed = time.perf_counter() - started
-        for environment in environments:
-            await environment.close()
-    return steps / elapsed
-
-
-def through_plain_client(url: str, sessions: int, seconds: float) -> float:
-    """Steps per second of the plain client, in a process of its own."""
+async def rounds_of(url: str, sessions: int, seconds: float, rounds: int) -> list[dict[str, float]]:
+    """Steps per second of both, round by round; all sessions stay open."""
     python = openenv_python()
     assert python is not None
-    ran = subprocess.run(
-        [python, PLAIN, url, str(sessions), str(seconds)], check=True, capture_output=True, text=True, timeout=seconds + 300
-    )
-    return float(ran.stdout.split()[-1])
+    server = OpenEnvServer(url)
+    environments = [OpenEnvEnvironment(server, grader=None) for _ in range(sessions)]  # type: ignore[arg-type]
+    found = []
+    with subprocess.Popen([python, PLAIN, url, str(sessions)], stdin=PIPE, stdout=PIPE, text=True) as plain:
+        assert plain.stdin is not None
+        assert plain.stdout is not None
+        try:
+            assert plain.stdout.readline() == "ready\n"
+            async with server.running():
+                for environment in environments:
+                    await environment.open(Task(key="t", prompt="Echo."))
+                    await environment.reset()
+                for _ in range(rounds):
+                    print(seconds, file=plain.stdin, flush=True)
+                    theirs = float(await anyio.to_thread.run_sync(plain.stdout.readline))
+                    ours = await paced(environments, seconds)
+                    found.append({"plain": round(theirs, 1), "fleetbus": round(ours, 1), "ratio": round(ours / theirs, 3)})
+                for environment in environments:
+                    await environment.close()
+        finally:
+            plain.kill()
+    return found
+
+
+async def paced(environments: list[OpenEnvEnvironment], seconds: float) -> float:
+    steps = 0
+    started = time.perf_counter()
+
+    async def play(environment: OpenEnvEnvironment) -> None:
+        nonlocal steps
+        action = Action(episode_id="e", attempt=1, turn=0, text="hello")
+        while time.perf_counter() < started + seconds:
+            await environment.step(action)
+            steps += 1
+
+    async with anyio.create_task_group() as group:
+        for environment in environments:
+            group.start_soon(play, environment)
+    return steps / (time.perf_counter() - started)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if openenv_python() is None:
         print("no Python with openenv: run `just test-openenv` once, or set OPENENV_PYTHON", file=sys.stderr)
         return 2
-    rounds = []
-    with openenv_server("echo", 2 * given.sessions + 8) as url:
-        for _ in range(given.rounds):
-            plain = through_plain_client(url, given.sessions, given.seconds)
-            ours = anyio.run(
-                through_fleetbus, url, given.sessions, given.seconds, backend_options={"use_uvloop": sys.platform != "win32"}
-            )
-            rounds.append({"plain": round(plain, 1), "fleetbus": round(ours, 1), "ratio": round(ours / plain, 3)})
+    backend = {"use_uvloop": sys.platform != "win32"}
+    with openenv_server("echo", 2 * given.sessions) as url:
+        rounds = anyio.run(rounds_of, url, given.sessions, given.seconds, given.rounds, backend_options=backend)
     facts = {
         "sessions": given.sessions,
         "seconds": given.seconds,
