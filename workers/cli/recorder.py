@@ -31,7 +31,7 @@ def command(archive: Path, **values: Any) -> int:
     needs any more. Requests, claims, results and training entries stay.
 
     One per run. SIGTERM or Ctrl-C: archive what the log holds by then, then exit. It goes on where the archive ends.
-    Give the folder to the learner, too (--learner-archive): one that resumes at an older checkpoint needs what was removed since.
+    Give it to the learner, too (--learner-archive): resumed at an older checkpoint it needs what was removed since.
     """
 
     def load_work() -> Work:
