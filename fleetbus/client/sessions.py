@@ -92,10 +92,14 @@ class SessionClient:
                     await anyio.sleep(AWAY_SECONDS)
         raise SessionUnavailable(f"session {call.session}: no answer to {call.call} within {timeout:g} s: {refusal}")
 
+    def session(self, name: str = "", *, timeout: float = 300.0) -> Session:
+        """A session that is not open yet; nothing is asked of anybody. Its name is made up unless given."""
+        return Session(self, name or secrets.token_hex(16), timeout=timeout)
+
     @asynccontextmanager
     async def open(self, task: Task, *, session: str = "", timeout: float = 300.0) -> AsyncIterator[Session]:
         """A session from its first call to its last, closed in every case."""
-        opened = Session(self, session or secrets.token_hex(16), timeout=timeout)
+        opened = self.session(session, timeout=timeout)
         try:
             await opened.make("open", task=task)
             yield opened

@@ -1,0 +1,72 @@
+"""The client for callers in threads, or on loops of their own: one connection per run, on one loop that all of them share.
+
+A connection belongs to the loop that made it, so callers never make one per call: they hand their calls over to this loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from fleetbus.client.sessions import Session, SessionClient, sessions
+from schemas import Subjects
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_open: dict[tuple[str, str], Shared] = {}
+
+
+class Shared:
+    """One run's client on its loop."""
+
+    def __init__(self, portal: BlockingPortal, client: SessionClient) -> None:
+        self._portal = portal
+        self._client = client
+
+    def session(self, *, timeout: float) -> Session:
+        """A session with a name of its own that is not open yet."""
+        return self._client.session(timeout=timeout)
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run a coroutine function on the loop and wait for it, in a thread that has no loop running."""
+        return self._portal.call(function, *args)
+
+    async def wait(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """The same, awaited on an asyncio loop; cancelling it cancels the call."""
+        return await asyncio.wrap_future(self._portal.start_task_soon(function, *args))
+
+
+def shared_client(url: str, run: str) -> Shared:
+    """The client of this process for a run, made on first use and closed when the process ends."""
+    with _lock:
+        if (url, run) not in _open:
+            _open[url, run] = _connected(url, run)
+        return _open[url, run]
+
+
+def _connected(url: str, run: str) -> Shared:
+    with ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal("asyncio", backend_options={"use_uvloop": True}))
+        client = stack.enter_context(_client(portal, url, run))
+        atexit.register(stack.pop_all().close)
+    return Shared(portal, client)
+
+
+def _client(portal: BlockingPortal, url: str, run: str) -> AbstractContextManager[SessionClient]:
+    from contextlib import asynccontextmanager
+
+    from fleetbus.bus.nats import connect
+
+    @asynccontextmanager
+    async def connected() -> Any:
+        async with connect(url, run=run, role="gateway", worker="client") as bus, sessions(bus, Subjects(run)) as client:
+            yield client
+
+    return portal.wrap_async_context_manager(connected())
