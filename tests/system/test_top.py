@@ -39,7 +39,7 @@ class Onlooker:
         self._fleet = fleet
 
     def stalls(self, stall_seconds: float = 60.0) -> list[Any]:
-            return find_stalls(
+        return find_stalls(
             self.state,
             self.watch.health,
             now=anyio.current_time(),
@@ -48,7 +48,7 @@ class Onlooker:
         )
 
     def shown(self) -> str:
-            now, now_ns = anyio.current_time(), self._fleet.bus.now_ns()
+        now, now_ns = anyio.current_time(), self._fleet.bus.now_ns()
         content = facts(
             self.state, self.watch.health, ServerView(slow_consumers=2), self.stalls(), run=RUN, now=now, now_ns=now_ns
         )
