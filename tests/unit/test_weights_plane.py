@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,35 @@ def test_a_store_that_does_not_exist_is_refused_by_name(store: str) -> None:
 
     with pytest.raises(UserError, match=r"s4|weights\.store"):
         open_store(bus, store, run="r")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """The URL of ``tmp_path`` on a web server of this process."""
+    from functools import partial
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+    from threading import Thread
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_served_folder_is_read_over_http(tmp_path: Path, served: str) -> None:
+    pytest.importorskip("aiohttp")
+    file, manifest = written(tmp_path, "v0.safetensors", before())
+    uri = await FolderStore(served).put(file)
+    fetcher = WeightsFetcher(tmp_path / "copies", None)
+
+    local = await fetcher.local(published(uri, manifest))
+
+    assert set(read_weights(local.uri, manifest)) == set(before())
+    with pytest.raises(WeightsRejected, match="absent"):
+        await fetcher.local(published(f"{served}/absent.safetensors", manifest, 2))
