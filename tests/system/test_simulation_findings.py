@@ -15,6 +15,7 @@ from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.ports import Ports
+from fleetbus.requests import Requests
 from schemas import (
     Action,
     ActionReference,
@@ -34,7 +35,6 @@ from workers.inference.worker import run_inference
 from workers.learner.batches import MissingActions, read_actions
 from workers.learner.book import Chain, Replaced
 from workers.learner.publication import Publication
-from workers.learner.requests import Requests
 from workers.learner.scripted import ScriptedTrainer
 
 RUN = "findings"

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import fleetbus.episodes
+import fleetbus.requests as requests
 import fleetbus.slots
 import workers.environment.attempts as attempts
 import workers.environment.exchange as exchange
@@ -28,7 +29,6 @@ import workers.learner.beginning as beginning
 import workers.learner.book as book
 import workers.learner.pool as pool
 import workers.learner.publication as publication
-import workers.learner.requests as requests
 import workers.learner.worker as learner
 from fleetbus.core.claims import Standing
 from fleetbus.leases import Leases

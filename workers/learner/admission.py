@@ -9,10 +9,10 @@ import anyio
 
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.capacity import groups_to_admit
+from fleetbus.requests import Requests
 from schemas import EpisodeRequested
 from workers.learner.curriculum import Curriculum
 from workers.learner.pool import GroupPool
-from workers.learner.requests import Requests
 
 
 class Admission:

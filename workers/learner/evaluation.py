@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import anyio
 
+from fleetbus.requests import Requests
 from schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
 from workers.learner.measures import SUCCESS
-from workers.learner.requests import Requests
 
 
 class Awaited:

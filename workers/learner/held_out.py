@@ -10,8 +10,8 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.episodes import decoded, episode_entry
 from fleetbus.errors import UserError
+from fleetbus.requests import Requests
 from schemas import EpisodeFinished, EpisodeRequested, LineageStarted, PolicyPublished, Subjects, Task
-from workers.learner.requests import Requests
 
 
 async def newest_version(bus: Bus, subjects: Subjects, policy: str) -> PolicyPublished:

@@ -22,6 +22,7 @@ from fleetbus.core.ledger import Ledger
 from fleetbus.episodes import episode_entry
 from fleetbus.ports import Ports
 from fleetbus.presence import Presence, present
+from fleetbus.requests import Requests
 from schemas import (
     CheckpointStored,
     EpisodeFinished,
@@ -42,7 +43,6 @@ from workers.learner.evaluation import Evaluations
 from workers.learner.measures import measure_advantages, measure_groups
 from workers.learner.pool import GroupPool
 from workers.learner.publication import Publication
-from workers.learner.requests import Requests
 from workers.weights_store import open_store
 
 log = structlog.get_logger()

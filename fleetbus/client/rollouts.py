@@ -1,0 +1,195 @@
+"""Finished, graded, grouped episodes for a trainer of one's own: its loop, its optimizer; the fleet plays.
+
+    async with rollouts(bus, configuration, tasks, group_size=8) as groups:
+        async for group in groups:
+            for episode in group.graded:
+                train(episode.ids, episode.loss_mask, episode.logprobs, episode.reward)
+
+Environment and inference workers do the rest: whoever trains publishes its weights as `PolicyPublished`, or lets the inference
+workers sample from a server of its own. Episodes are asked for as evaluation, so the books of the run's own learner, if there
+is one, do not count them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+
+import anyio
+import msgspec
+import structlog
+from anyio.streams.memory import MemoryObjectSendStream
+
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
+from fleetbus.core.history import history_ids, loss_mask
+from fleetbus.episodes import episode_entry, read_standing, read_turns
+from fleetbus.requests import Requests
+from schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
+from schemas.tokens import unpack_logprobs
+
+log = structlog.get_logger()
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished episode. ``reward`` is None unless ``outcome`` is graded: never train on such an episode.
+
+    ``ids``: all token ids in order, as they were sampled and never re-tokenised; ``loss_mask``: True for the policy's own;
+    ``logprobs``: one per id under the sampling temperature, 0.0 where the mask is False. All three have the same length.
+    ``prompt_tokens``: how many ids come before the policy's first. ``texts``: what the policy said, by turn.
+    """
+
+    episode_id: str
+    task: Task
+    outcome: Outcome
+    reward: float | None
+    turn_rewards: tuple[float, ...]
+    ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    prompt_tokens: int
+    texts: tuple[str, ...]
+    policy_versions: tuple[int, ...]
+    error: str = ""
+
+
+class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """All episodes of one task, by sample index; ``graded`` are those that may be trained."""
+
+    task: Task
+    episodes: tuple[Episode, ...]
+
+    @property
+    def graded(self) -> tuple[Episode, ...]:
+        return tuple(episode for episode in self.episodes if episode.reward is not None and episode.ids)
+
+
+@asynccontextmanager
+async def rollouts(
+    bus: Bus,
+    configuration: Configuration,
+    tasks: Iterable[Task],
+    *,
+    group_size: int = 8,
+    groups_at_a_time: int = 16,
+    version: int = 0,
+    temperature: float | None = None,
+    worker: str = "rollouts",
+) -> AsyncIterator[AsyncIterator[RolloutGroup]]:
+    """Groups in the order in which they finish; every task is played ``group_size`` times.
+
+    At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the fleet down. Episodes end
+    by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
+    """
+    subjects = Subjects(configuration.run.name)
+    requests = Requests(bus, subjects, configuration=configuration, worker=worker)
+    player = _Player(bus, subjects, requests, group_size, version, temperature)
+    places = anyio.Semaphore(groups_at_a_time)
+    finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
+    async with anyio.create_task_group() as working:
+        working.start_soon(requests.close_expired)
+        working.start_soon(player.hear, await bus.last_sequence() + 1)
+
+        async def ask() -> None:
+            async with finished, anyio.create_task_group() as playing:
+                for task in tasks:
+                    await places.acquire()
+                    await requests.wait_for_room()
+                    playing.start_soon(player.play, task, finished.clone())
+
+        async def taken() -> AsyncGenerator[RolloutGroup, None]:
+            async for group in groups:
+                places.release()
+                yield group
+
+        working.start_soon(ask)
+        async with groups, aclosing(taken()) as iterator:
+            yield iterator
+        working.cancel_scope.cancel()
+
+
+class _Player:
+    """Groups that are out, and who waits for which result."""
+
+    def __init__(
+        self, bus: Bus, subjects: Subjects, requests: Requests, group_size: int, version: int, temperature: float | None
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._requests = requests
+        self._group_size = group_size
+        self._version = version
+        self._temperature = temperature
+        self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
+
+    async def hear(self, start: int) -> None:
+        """For ever: pass results on to who waits for them."""
+        async with self._bus.read([self._subjects.episodes], start=start) as reader:
+            while True:
+                entry = episode_entry(await reader.receive())
+                if isinstance(entry, EpisodeFinished) and entry.episode_id in self._waiting:
+                    event, results = self._waiting[entry.episode_id]
+                    results.append(entry)
+                    event.set()
+
+    async def play(self, task: Task, finished: MemoryObjectSendStream[RolloutGroup]) -> None:
+        """One group from its requests to its last episode."""
+        group_id = f"r{secrets.token_hex(8)}"
+        episodes: dict[int, Episode] = {}
+
+        async def one(index: int) -> None:
+            episodes[index] = await self._episode(task, group_id, index)
+
+        async with finished:
+            async with anyio.create_task_group() as group:
+                for index in range(self._group_size):
+                    group.start_soon(one, index)
+            await finished.send(RolloutGroup(task=task, episodes=tuple(episodes[index] for index in sorted(episodes))))
+
+    async def _episode(self, task: Task, group_id: str, index: int) -> Episode:
+        request = self._requests.make(
+            task,
+            episode_id=f"{group_id}-k{index}",
+            group_id=group_id,
+            sample_index=index,
+            group_size=self._group_size,
+            split="eval",
+            lineage="",
+            version=self._version,
+            temperature=self._temperature,
+        )
+        event, results = self._waiting[request.episode_id] = anyio.Event(), []
+        try:
+            _, result = await self._requests.publish(request)
+            if result is None:
+                await event.wait()
+                result = results[0]
+            self._requests.answered(request.episode_id)
+            return await self._read(task, result)
+        finally:
+            del self._waiting[request.episode_id]
+
+    async def _read(self, task: Task, result: EpisodeFinished) -> Episode:
+        """The episode's tokens, from the Actions that its result stands on."""
+        standing = await read_standing(self._bus, self._subjects, result.episode_id)
+        named = {reference.sequence for reference in result.actions}
+        history = await read_turns(self._bus, self._subjects, result.episode_id, standing)
+        turns = [turn for turn in history if turn.sequence in named]
+        mask = loss_mask(turns)
+        sampled = iter([value for turn in turns for value in unpack_logprobs(turn.action.logprobs)])
+        graded = result.outcome in GRADED
+        return Episode(
+            episode_id=result.episode_id,
+            task=task,
+            outcome=result.outcome,
+            reward=result.reward if graded else None,
+            turn_rewards=result.turn_rewards,
+            ids=tuple(history_ids(turns)),
+            loss_mask=tuple(mask),
+            logprobs=tuple(next(sampled) if own else 0.0 for own in mask),
+            prompt_tokens=mask.index(True) if True in mask else len(mask),
+            texts=tuple(turn.action.text for turn in turns),
+            policy_versions=result.policy_versions,
+            error=result.error,
+        )

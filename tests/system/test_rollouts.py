@@ -1,0 +1,102 @@
+"""Rollouts for a trainer of one's own, on virtual time: groups with tokens, back-pressure, failures told apart from rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.audit import audit_run
+from fleetbus.client.rollouts import rollouts
+from schemas import Action, Task
+from tests.support.small_fleet import small_fleet
+from workers.environment.base import EnvironmentFailed, Step
+from workers.environment.scripted import ScriptedEnvironment
+
+TASKS = [Task(key=f"t{number}", prompt=f"play {number}") for number in range(6)]
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class FailsSometimes(ScriptedEnvironment):
+    """The second episode of all fails in its first step."""
+
+    episodes = 0
+
+    async def step(self, action: Action) -> Step:
+        if action.turn == 0:
+            type(self).episodes += 1
+            if type(self).episodes == 2:
+                raise EnvironmentFailed("gone")
+        return await super().step(action)
+
+
+async def test_every_task_comes_back_as_a_group_with_tokens_masks_and_logprobs() -> None:
+    with anyio.fail_after(1000):
+        async with small_fleet() as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, TASKS, group_size=3) as produced:
+                groups = [group async for group in produced]
+            assert sorted(group.task.key for group in groups) == [task.key for task in TASKS]
+            for group in groups:
+                assert len(group.graded) == 3
+                for episode in group.episodes:
+                    assert len(episode.ids) == len(episode.loss_mask) == len(episode.logprobs) > 0
+                    assert not any(episode.loss_mask[: episode.prompt_tokens])
+                    assert episode.loss_mask[episode.prompt_tokens]
+                    assert all(own or value == 0.0 for own, value in zip(episode.loss_mask, episode.logprobs, strict=True))
+                    assert (episode.reward, len(episode.texts)) == (1.0, 3)
+            assert (await audit_run(fleet.bus, fleet.subjects)).balanced
+
+
+async def test_a_failed_environment_is_no_reward_of_zero() -> None:
+    FailsSometimes.episodes = 0
+    with anyio.fail_after(1000):
+        async with small_fleet() as fleet:
+            fleet.environment("e1", make=FailsSometimes)
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, TASKS[:1], group_size=4) as produced:
+                (group,) = [group async for group in produced]
+            assert sorted(episode.outcome for episode in group.episodes) == ["completed"] * 3 + ["env_failed"]
+            assert len(group.graded) == 3
+            (failed,) = [episode for episode in group.episodes if episode not in group.graded]
+            assert (failed.reward, failed.error) == (None, "step: gone")
+
+
+async def test_a_caller_that_takes_its_time_slows_the_fleet_down() -> None:
+    with anyio.fail_after(10_000):
+        async with small_fleet() as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            taken = 0
+            async with rollouts(fleet.bus, fleet.configuration, TASKS, group_size=2, groups_at_a_time=2) as groups:
+                async for _ in groups:
+                    taken += 1
+                    await anyio.sleep(100)
+                    assert sum(map(len, fleet.results.values())) <= 2 * (taken + 2)
+            assert taken == len(TASKS)
+
+
+async def test_leaving_early_leaves_nothing_running_here() -> None:
+    with anyio.fail_after(1000):
+        async with small_fleet() as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, TASKS, group_size=2) as groups:
+                async for _ in groups:
+                    break
+
+
+async def test_an_episode_that_nobody_plays_ends_by_its_deadline() -> None:
+    with anyio.fail_after(10_000):
+        async with small_fleet() as fleet:
+            async with rollouts(fleet.bus, fleet.configuration, TASKS[:1], group_size=2) as produced:
+                (group,) = [group async for group in produced]
+            assert [episode.outcome for episode in group.episodes] == ["timeout", "timeout"]
+            assert group.graded == ()
