@@ -41,6 +41,10 @@ _ARRAYS: Mapping[str, Callable[[bytes], Sequence[float]]] = {
 }
 
 
+_CAUSES: Mapping[str, int] = {"prompt_delta": 0, "sampled": 1}
+"""Of the fields that differ, those that make the others differ are named first."""
+
+
 class Found(NamedTuple):
     """The first field that differs, and both values in short."""
 
@@ -82,7 +86,8 @@ class _Comparison:
         return Found(path, _shown(recorded), _shown(replayed))
 
     def structs(self, path: str, recorded: msgspec.Struct, replayed: msgspec.Struct) -> Found | None:
-        pairs = ((name, getattr(recorded, name), getattr(replayed, name)) for name in recorded.__struct_fields__)
+        fields = sorted(recorded.__struct_fields__, key=lambda name: _CAUSES.get(name, len(_CAUSES)))
+        pairs = ((name, getattr(recorded, name), getattr(replayed, name)) for name in fields)
         return _first(self.values(f"{path}.{name}" if path else name, one, other) for name, one, other in pairs)
 
     def _mappings(self, path: str, recorded: dict[Any, Any], replayed: dict[Any, Any]) -> Found | None:

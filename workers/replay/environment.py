@@ -117,16 +117,16 @@ class _Director:
             await self._stage.feed(story.request_entry.subject, story.request, story.request_entry)
 
     async def _compare_all(self, group: anyio.abc.TaskGroup) -> None:
-        messages = self._stage.published(COMPARED)
-        while self._open:
-            with anyio.move_on_after(self._patience_seconds) as patience:
-                entry, message = await anext(messages)
-            if patience.cancelled_caught:
-                self._give_up()
-                return
-            episode_id = entry.subject.rpartition(".")[2]
-            if episode_id in self._open:
-                await self._heard(self._stories[episode_id], entry, message, group)
+        async with self._stage.published(COMPARED) as published:
+            while self._open:
+                with anyio.move_on_after(self._patience_seconds) as patience:
+                    entry, message = await published.receive()
+                if patience.cancelled_caught:
+                    self._give_up()
+                    return
+                episode_id = entry.subject.rpartition(".")[2]
+                if episode_id in self._open:
+                    await self._heard(self._stories[episode_id], entry, message, group)
 
     async def _heard(self, story: Story, entry: Stored, message: Message, group: anyio.abc.TaskGroup) -> None:
         if isinstance(message, Observation):

@@ -244,13 +244,14 @@ class _Director:
         await self._stage.feed(subject, observation, asked.observation_entry)
 
     async def _listen(self) -> None:
-        async for entry, message in self._stage.published((Action,)):
-            assert isinstance(message, Action)
-            key = (message.episode_id, message.turn)
-            if message.worker == WORKER and key in self._waiting:
-                self._answers[key] = message
-                self._waiting[key].set()
-                self._stage.positions.note(0, entry.sequence)
+        async with self._stage.published((Action,)) as published:
+            while True:
+                _, message = await published.receive()
+                assert isinstance(message, Action)
+                key = (message.episode_id, message.turn)
+                if message.worker == WORKER and key in self._waiting:
+                    self._answers[key] = message
+                    self._waiting[key].set()
 
     def _different(self, story: Story, asked: Asked, field: str, recorded: str, replayed: str) -> Difference:
         assert asked.action is not None and asked.action_entry is not None

@@ -155,14 +155,14 @@ class _Director:
         return await run_in_thread(function, *arguments, **options)
 
     async def direct(self) -> None:
-        messages = self._stage.published(COMPARED)
-        while self._expected and not self._report.differences:
-            with anyio.move_on_after(self._patience_seconds) as patience:
-                entry, message = await anext(messages)
-            if patience.cancelled_caught:
-                self._give_up()
-                return
-            await self._heard(entry, message)
+        async with self._stage.published(COMPARED) as published:
+            while self._expected and not self._report.differences:
+                with anyio.move_on_after(self._patience_seconds) as patience:
+                    entry, message = await published.receive()
+                if patience.cancelled_caught:
+                    self._give_up()
+                    return
+                await self._heard(entry, message)
 
     async def _heard(self, entry: Stored, message: Message) -> None:
         key = _key(entry.subject, message)

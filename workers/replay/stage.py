@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, Reader, Stored
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.streams import plan_run
@@ -74,6 +74,23 @@ class Pace:
             await anyio.sleep(max(0.0, due - anyio.current_time()))
 
 
+class Published:
+    """What comes into the log, as far as it is of the wanted types."""
+
+    def __init__(self, reader: Reader, types: tuple[type[Message], ...]) -> None:
+        self._reader = reader
+        self._types = types
+
+    async def receive(self) -> tuple[Stored, Message]:
+        """The next one; waits without limit. Cancelling it loses nothing."""
+        while True:
+            entry = await self._reader.receive()
+            try:
+                return entry, decode_any(self._types, entry.payload, subject=entry.subject)
+            except MalformedMessage:
+                continue
+
+
 class Stage:
     """One replay. ``bus`` is the feeding hand's own connection."""
 
@@ -90,15 +107,11 @@ class Stage:
         self.positions.note(recorded.sequence, sequence)
         return sequence
 
-    async def published(self, types: tuple[type[Message], ...]) -> AsyncIterator[tuple[Stored, Message]]:
-        """Messages of these types as they come into the log, for ever; others are passed over."""
+    @asynccontextmanager
+    async def published(self, types: tuple[type[Message], ...]) -> AsyncIterator[Published]:
+        """Messages of these types as they come into the log."""
         async with self.bus.read([self.subjects.log]) as reader:
-            while True:
-                entry = await reader.receive()
-                try:
-                    yield entry, decode_any(types, entry.payload, subject=entry.subject)
-                except MalformedMessage:
-                    continue
+            yield Published(reader, types)
 
 
 Work = Callable[[Bus, anyio.Event], Awaitable[None]]

@@ -1,0 +1,132 @@
+"""Runs in which something went wrong are replayed, too: what has a cause inside is compared, the rest is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.recording import Recording, RecordingHeader
+from schemas import Task
+from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from workers.environment.scripted import ScriptedEnvironment
+from workers.inference.base import GenerationRequest
+from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from workers.replay.configured import configuration_of
+from workers.replay.environment import replay_environment
+from workers.replay.inference import replay_inference
+from workers.replay.report import Report
+
+pytestmark = pytest.mark.parametrize(
+    "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
+)
+
+
+@pytest.fixture
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def slow(request: GenerationRequest) -> float:
+    return 1.0
+
+
+async def recorded(fleet: SmallFleet) -> Recording:
+    entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
+    return Recording(path=Path("in-memory"), header=RecordingHeader(run=RUN), entries=entries)
+
+
+async def replayed(recording: Recording, turns: int = 5) -> Report:
+    return await replay_environment(
+        recording, lambda: ScriptedEnvironment(turns), configuration=configuration_of(recording), patience_seconds=30
+    )
+
+
+async def taken_over(*, task: Task | None = None) -> Recording:
+    """One episode of five turns, whose first worker is killed in the middle."""
+    async with small_fleet(configured()) as fleet:
+        first = fleet.environment("first", make=lambda: ScriptedEnvironment(5))
+        fleet.inference("inf", sampler=ScriptedSampler(delay=slow))
+        await fleet.request("e", task=task)
+        while len(await fleet.actions()) < 2:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+        first.kill()
+        fleet.environment("second", make=lambda: ScriptedEnvironment(5))
+        result = await fleet.result("e")
+        assert (result.outcome, result.attempts, result.worker) == ("completed", 2, "second")
+        return await recorded(fleet)
+
+
+async def test_an_episode_that_was_taken_over_replays_along_its_final_history() -> None:
+    report = await replayed(await taken_over())
+    report.check()
+    assert report.compared == {"Observation": 5, "EpisodeFinished": 1}
+
+
+async def test_a_change_after_the_take_over_is_found() -> None:
+    report = await replayed(await taken_over(), turns=4)
+    assert not report.same and report.first is not None
+    assert report.first.episode_id == "e"
+
+
+async def test_its_actions_replay_from_the_seeds_whoever_sampled_them() -> None:
+    recording = await taken_over()
+    report = await replay_inference(
+        recording, ScriptedSampler(), ScriptedTemplate(), configuration=configuration_of(recording), patience_seconds=30
+    )
+    report.check()
+    assert report.compared == {"Action": 5}
+
+
+async def test_a_sampler_that_draws_otherwise_is_found() -> None:
+    recording = await taken_over()
+    report = await replay_inference(
+        recording, ScriptedSampler(tokens=7), ScriptedTemplate(), configuration=configuration_of(recording), patience_seconds=30
+    )
+    assert report.first is not None and report.first.field.startswith("sampled")
+
+
+async def test_what_ended_from_outside_is_left_out_with_its_reason() -> None:
+    async with small_fleet(configured()) as fleet:
+        worker = fleet.environment("env", make=lambda: ScriptedEnvironment(5))
+        fleet.inference("inf", sampler=ScriptedSampler(delay=slow))
+        await fleet.heard(*fleet.members.values())
+        await fleet.request("cancelled")
+        await fleet.request("whole")
+        await anyio.sleep(1.5)
+        await fleet.control(worker, "cancel", "cancelled")
+        await fleet.all_results(2)
+        recording = await recorded(fleet)
+    report = await replayed(recording)
+    report.check()
+    assert report.skipped == {"episodes with outcome cancelled": 1} and report.compared["EpisodeFinished"] == 1
+
+
+async def test_a_recording_that_ends_in_mid_episode_is_compared_as_far_as_it_goes() -> None:
+    recording = await taken_over()
+    acted = [index for index, entry in enumerate(recording.entries) if ".act." in entry.subject]
+    recording.entries = recording.entries[: acted[2]]
+    report = await replayed(recording)
+    assert not report.differences and report.compared["Observation"] == 3
+
+
+async def test_an_environment_that_fails_fails_again_the_same_way() -> None:
+    class Broken(ScriptedEnvironment):
+        async def step(self, action: Any) -> Any:
+            if self._played == 1:
+                raise RuntimeError("no such room")
+            return await super().step(action)
+
+    async with small_fleet(configured()) as fleet:
+        fleet.environment("env", make=lambda: Broken(3))
+        fleet.inference("inf")
+        await fleet.request("e")
+        assert (await fleet.result("e")).outcome == "env_failed"
+        recording = await recorded(fleet)
+    again = await replay_environment(recording, lambda: Broken(3), configuration=configuration_of(recording))
+    again.check()
+    mended = await replay_environment(recording, lambda: ScriptedEnvironment(3), configuration=configuration_of(recording))
+    assert mended.first is not None and "EpisodeFinished" in mended.first.message
