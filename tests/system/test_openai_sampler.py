@@ -9,9 +9,11 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.errors import UserError
-from schemas import PolicyPublished, SamplingSettings, VersionSpan
+from schemas import ChatMessage, PolicyPublished, SamplingSettings, VersionSpan
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
+from workers.cli.engines import opened_engine
 from workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from workers.inference.openai import OpenAISampler, pool
 from workers.inference.openai.answer import Answer
@@ -395,3 +397,44 @@ async def test_one_server_that_cannot_load_is_left_out_until_it_can(make_server:
         assert bad.asked == []
         bad.bad_folders = set()
         await until(lambda: bad.label == "fleetbus-1")
+
+
+# As the command line opens it
+
+
+async def test_the_engine_of_the_configuration_evaluates_on_a_text_server_with_the_model_s_own_tokens(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    server = make_server(dialects=[])
+    server.stop_after = 5
+    configuration = Configuration(
+        run=RunSettings(name="r", folder=str(tmp_path)),
+        inference=InferenceSettings(engine="openai", urls=f" {server.url}/v1/ ,", purpose="evaluate"),
+    )
+    with anyio.fail_after(LIMIT_SECONDS):
+        async with opened_engine(configuration, "inference-0") as (sampler, template), sampler.running():
+            ids = template.begin([ChatMessage(role="user", content="Read the price.")], [])
+            request = GenerationRequest(
+                cache_key="e",
+                ids=ids,
+                sampling=SamplingSettings(),
+                stop_ids=template.stop_ids,
+                max_tokens=32,
+                seed=1,
+                trained=False,
+            )
+            generation = await sampler.generate(request)
+    assert server.asked[-1]["prompt"] == "<|im_start|>user\nRead the price.<|im_end|>\n<|im_start|>assistant\n"
+    assert server.asked[-1]["stop"] == ["<|im_end|>"]
+    assert generation.ids[-1] in template.stop_ids
+    assert len(template.text(generation.ids)) == 4
+
+
+def test_urls_that_are_none_are_refused_in_one_line(tmp_path: Path) -> None:
+    async def open_engine() -> None:
+        inference = InferenceSettings(engine="openai", urls="localhost:8000")
+        async with opened_engine(Configuration(inference=inference), "inference-0"):
+            pytest.fail("it may not open")
+
+    with pytest.raises(UserError, match=r"http://host:8000"):
+        anyio.run(open_engine)
