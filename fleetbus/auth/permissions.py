@@ -26,7 +26,7 @@ USER_OF: dict[str, str] = {
 }
 """Which user a role or command is; whoever is not named here only looks, and is a ``monitor``."""
 
-NARROW_READERS = frozenset({"inference"})
+NARROW_READERS = frozenset({"inference", "gateway"})
 """Users that read the log by consumers with a filter alone: a batched direct get names its subjects where no permission sees
 them. Costs a few milliseconds where a history is rebuilt, and keeps tasks and their verifiers from them."""
 
@@ -183,12 +183,13 @@ def _recorder(run: _Run) -> Rights:
 
 
 def _gateway(run: _Run) -> Rights:
-    """Calls sessions for clients outside; sees nothing of the log."""
+    """Calls sessions for clients outside; sees nothing of the log but their journals, and the images that they show."""
     subjects = run.subjects
     said = run.worker("gateway", subjects.rpc("*", "*"), subjects.control("environment", "*"))
     return Rights(
-        publish=tuple(said),
+        publish=(*said, *run.read(subjects.session("*")), *run.take_objects()),
         subscribe=run.heard("gateway", subjects.heartbeat("environment", "*")),
+        deny=run.not_of_others(),
         answers=True,
     )
 
