@@ -126,7 +126,7 @@ class Counting(gymnasium.Env[Any, Any]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
     action_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
     observation_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
-    hanging, release = threading.Event(), threading.Event()
+    hanging, release, gone = threading.Event(), threading.Event(), threading.Event()
     closed = 0
 
     def __init__(self, render_mode: str | None = None) -> None:
@@ -143,6 +143,8 @@ class Counting(gymnasium.Env[Any, Any]):
 
     def close(self) -> None:
         type(self).closed += 1
+        if self.release.is_set():
+            self.gone.set()
 
 
 gymnasium.register("fleetbus-Counting-v0", entry_point=Counting, disable_env_checker=True)
@@ -175,6 +177,8 @@ async def test_a_step_that_hangs_is_left_behind_when_its_time_is_up() -> None:
         assert Counting.closed == closed, "nothing touches an environment that still computes"
     finally:
         Counting.release.set()
+    await anyio.to_thread.run_sync(Counting.gone.wait, 20)
+    assert Counting.closed == closed + 1, "its own thread closes it in the end"
 
 
 async def test_names_come_from_the_task_first_and_must_fit() -> None:

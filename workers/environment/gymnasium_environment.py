@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import io
 import math
+import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,10 @@ from workers.environment.text_actions import spoken_action
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
 """Packages that register ids, by how these begin."""
 _PLACEHOLDER = "<frame>"
+MAX_THREADS = 1024
+"""Of all these environments together: one each, and those that still run after their episode."""
+
+_threads = anyio.CapacityLimiter(MAX_THREADS)
 
 T = TypeVar("T")
 
@@ -57,6 +62,8 @@ class GymnasiumEnvironment:
         self._environment: gymnasium.Env[Any, Any] | None = None
         self._frames = False
         self._busy = False
+        self._left = False
+        self._computing = threading.Lock()
         self._names: tuple[str, ...] = ()
         self._rewards: list[float] = []
 
@@ -126,17 +133,37 @@ class GymnasiumEnvironment:
         return Verdict(reward=math.fsum(self._rewards))
 
     async def close(self) -> None:
-        """Close it, unless a step that was cut short still runs in its thread."""
+        """Close it; while a call that was cut short still runs in its thread, that thread does so at its end."""
+        self._left = True
+        await anyio.to_thread.run_sync(self._close_unless_computing, abandon_on_cancel=True, limiter=_threads)
+
+    def _close_unless_computing(self) -> None:
+        if self._computing.acquire(blocking=False):
+            try:
+                self._release()
+            finally:
+                self._computing.release()
+
+    def _release(self) -> None:
         environment, self._environment = self._environment, None
-        if environment is not None and not self._busy:
-            await anyio.to_thread.run_sync(environment.close, abandon_on_cancel=True)
+        if environment is not None:
+            environment.close()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking code; cancelling does not wait for it, and nothing else touches the environment then."""
         if self._busy:
             raise EnvironmentFailed("an earlier call of the environment still runs")
+
+        def compute() -> T:
+            with self._computing:
+                try:
+                    return work()
+                finally:
+                    if self._left:
+                        self._release()
+
         self._busy = True
-        result = await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+        result = await anyio.to_thread.run_sync(compute, abandon_on_cancel=True, limiter=_threads)
         self._busy = False
         return result
 
