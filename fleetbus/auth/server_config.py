@@ -14,6 +14,10 @@ from fleetbus.auth.permissions import Rights
 ANSWER_SECONDS = 60
 """How long a question may be answered; once."""
 
+GREETING_SECONDS = 2
+"""How long the server waits for a handshake before it greets in the clear. Its own choice, 50 ms, is too short for a client on
+a busy machine, who then hears a greeting where it expects a handshake."""
+
 
 def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], folder: PurePosixPath) -> str:
     """The text of the file. ``folder`` is where the server finds the certificates; there are no secrets in the text.
@@ -27,7 +31,7 @@ def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], 
         "tls {",
         f"  cert_file: {json.dumps(str(folder / 'server.pem'))}",
         f"  key_file: {json.dumps(str(folder / 'server-key.pem'))}",
-        "  handshake_first: auto",
+        f'  handshake_first: "{GREETING_SECONDS}s"',
         "  timeout: 5",
         "}",
         "authorization {",
