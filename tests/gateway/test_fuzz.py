@@ -1,0 +1,82 @@
+"""Bytes of any kind at the doors of the gateways: read, or refused with the typed error; never anything else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.environment.remote_gym_wire import decode_response
+from workers.gateway.gym_wire import WireError, read_request, write_answer
+from workers.gateway.openenv_app import _frame
+from workers.gateway.openenv_episode import FrameError, _action
+
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+HEADERS = st.sampled_from(
+    [
+        "",
+        "multipart/form-data",
+        "multipart/form-data; boundary=",
+        'multipart/form-data; boundary="gym_env_0123456789abcdef0123456789abcdef"',
+        "multipart/mixed; boundary=b",
+        "application/json",
+        "\x00;;=",
+    ]
+)
+
+
+@given(HEADERS, st.binary(max_size=2000))
+def test_any_body_is_read_or_refused(content_type: str, body: bytes) -> None:
+    try:
+        request = read_request(content_type, body)
+    except WireError:
+        return
+    assert isinstance(request.fields, dict) and request.key
+
+
+@given(st.binary(max_size=400), st.binary(max_size=400))
+def test_any_part_is_read_or_refused(head: bytes, payload: bytes) -> None:
+    body = b"--b\r\n" + head + b"\r\n\r\n" + payload + b"\r\n--b--\r\n"
+    try:
+        read_request("multipart/form-data; boundary=b", body)
+    except WireError:
+        pass
+
+
+@given(st.dictionaries(st.text(), st.text() | st.integers() | st.booleans()), st.lists(st.binary(min_size=1), max_size=3))
+def test_what_is_answered_can_be_read_back(fields: dict[str, Any], images: list[bytes]) -> None:
+    decoded = decode_response(*write_answer(fields, images))
+    assert list(decoded.images) == images
+    assert set(decoded.fields) == set(json.loads(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")))
+
+
+@given(st.text() | JSON.map(json.dumps) | st.none())
+def test_any_frame_is_read_or_refused(text: str | None) -> None:
+    try:
+        kind, _ = _frame(text)
+    except FrameError:
+        return
+    assert isinstance(kind, str)
+
+
+@given(st.dictionaries(st.sampled_from(["type", "text", "message", "tool_name", "arguments", "x"]), JSON))
+def test_any_action_is_read_or_refused(data: dict[str, Any]) -> None:
+    try:
+        text, calls = _action(data)
+    except FrameError:
+        return
+    assert isinstance(text, str) and isinstance(calls, tuple)
+
+
+@pytest.mark.parametrize("depth", [10, 100_000])
+def test_deep_nesting_is_no_way_in(depth: int) -> None:
+    with pytest.raises(FrameError):
+        _frame("[" * depth)
+    with pytest.raises(WireError):
+        read_request("application/json", b"[" * depth)
