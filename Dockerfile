@@ -89,3 +89,16 @@ ENTRYPOINT ["fleetbus", "learner"]
 
 FROM learner AS inference
 ENTRYPOINT ["fleetbus", "inference"]
+
+# For GPUs, with vLLM and the torch that it asks for. Needs the NVIDIA container toolkit to run.
+FROM base AS inference-vllm
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+RUN pip install '.[vllm]'
+COPY schemas schemas
+COPY fleetbus fleetbus
+COPY workers workers
+RUN pip install --no-deps .
+USER fleetbus
+WORKDIR /app
+ENTRYPOINT ["fleetbus", "inference", "--inference-engine", "vllm"]
