@@ -8,15 +8,19 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.trainer import TorchTrainer
 
@@ -126,6 +130,33 @@ def test_a_checkpoint_of_one_process_is_gone_on_from_by_two_and_the_other_way_ro
     (tmp_path / "again").mkdir()
     shutil.copytree(tmp_path / "two/checkpoint", tmp_path / "again/resume")
     assert_same(alone(folder, tmp_path / "again", settings), expected[2:])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServerProcess]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(run_server(tmp_path / "nats")) as server:
+        yield server
+
+
+def test_a_learner_under_torchrun_trains_a_fleet_to_its_end(tmp_path: Path, server: NatsServerProcess) -> None:
+    """Two processes share the starter policy; only the first of them is an actor on the bus."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+    program, options = [sys.executable, "-m", "workers.cli"], {"env": environment, "cwd": tmp_path}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    steps = ["--steps", "2", "--learner-groups", "2", "--learner-group-size", "4", "--evaluation-episodes", "0"]
+    common = ["--nats", server.url, "--run", "sharded"]
+    run = partial(subprocess.run, check=True, timeout=LIMIT_SECONDS, **options)
+    run([*program, "init", *common])
+    workers = [subprocess.Popen([*program, role, *common], **options) for role in ("environment", "inference")]  # type: ignore[call-overload]
+    try:
+        run([*torchrun, "workers.cli", "learner", *common, *steps])
+        run([*program, "audit", "sharded", "--nats", server.url])
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait(60)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / ".fleetbus/runs/sharded/model")
 
 
 def test_adapters_of_a_sharded_model_are_those_of_a_whole_one(folder: Path, tmp_path: Path) -> None:

@@ -124,6 +124,6 @@ def command(**values: Any) -> int:
 
     Install with `pip install 'fleetbus[torch]'`. It goes on from the run's last checkpoint. One per run: a second one takes
     over from the first. SIGTERM or Ctrl-C: store a checkpoint, then exit. A model too large for one process is sharded over
-    several: `torchrun --nproc-per-node N -m workers.cli learner ...`.
+    several: `torchrun --nproc-per-node N -m -- workers.cli learner ...`.
     """
     return run_role("learner", _load_work, values)
