@@ -85,7 +85,8 @@ class RecordingWriter:
 def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = False) -> Iterator[RecordingWriter]:
     """A recording at ``path`` for the length of the block; raises `UserError` if there is a file, or none can be made.
 
-    It gets its end when the block ends by itself; an error leaves it torn, and readable up to there.
+    It gets its end when the block ends by itself. An error leaves it torn, and readable up to there; bad input (`UserError`)
+    leaves no file.
     """
     try:
         file = path.open("wb" if overwrite else "xb")
@@ -96,7 +97,11 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
     with file:
         writer = RecordingWriter(file)
         writer.begin(header)
-        yield writer
+        try:
+            yield writer
+        except UserError:
+            path.unlink()
+            raise
         writer.finish()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,19 @@ def test_a_virtual_clock_waits_in_no_time(virtual_clock: Any) -> None:
     assert virtual_clock(sleep_a_day) == 86_400
 
 
-def test_the_example_in_the_readme_is_what_runs_here() -> None:
-    root = Path(__file__).parents[2]
-    assert 'replay("recordings/guessing.fbrec", environment=Guessing)' in (root / "README.md").read_text()
+def test_the_example_in_the_readme_passes_for_a_user_and_fails_when_the_environment_changes(tmp_path: Path) -> None:
+    here, root = Path(__file__).parent, Path(__file__).parents[2]
+    block = re.search(r"\$ cat test_guessing\.py\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert block is not None and len(block[1].strip().splitlines()) == 5
+    (tmp_path / "recordings").mkdir()
+    shutil.copy(here / "recordings" / "guessing.fbrec", tmp_path / "recordings")
+    (tmp_path / "test_guessing.py").write_text(block[1])
+    environment = (here / "guessing.py").read_text()
+    for source, code, said in (
+        (environment, 0, "1 passed"),
+        (environment.replace("worth {", "is {"), 1, "messages[0].content"),
+    ):
+        (tmp_path / "guessing.py").write_text(source)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "workers.pytest_plugin", "-p", "no:cacheprovider", str(tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False)
+        assert done.returncode == code and said in done.stdout, done.stdout + done.stderr

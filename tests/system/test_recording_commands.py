@@ -141,6 +141,20 @@ def test_secrets_of_the_environment_do_not_reach_the_file(
     assert b"very-private-value" in load_recording(kept).entries[0].payload and not load_recording(kept).header.redacted
 
 
+def test_an_archive_is_recorded_alone(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fleetbus.archive_writer import open_archive
+
+    monkeypatch.chdir(tmp_path)
+    entries = load_recording(GUESSING).entries
+    with open_archive(tmp_path / "archive", RUN) as archive:
+        archive.append(entries)
+    said(capsys, "record", RUN, "--archive", str(tmp_path / "archive"), "-o", "out.fbrec")
+    assert load_recording(tmp_path / "out.fbrec").entries == entries
+    wrong = said(capsys, "record", "other", "--archive", str(tmp_path / "archive"), "-o", "wrong.fbrec", code=2)
+    assert "archive of run small" in wrong and not (tmp_path / "wrong.fbrec").exists()
+    assert "differs in" in said(capsys, "replay", "out.fbrec", "--environment", "scripted", code=1)
+
+
 def test_episodes_are_listed_and_filtered(server: str, capsys: Any) -> None:
     rows = json.loads(said(capsys, "episodes", RUN, "--nats", server, "--json", "--limit", "0"))
     assert len(rows) == 33 and {row["outcome"] for row in rows} <= {"completed", "truncated"}
