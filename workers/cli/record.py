@@ -75,6 +75,7 @@ async def _record(
     weights: bool,
     keep_secrets: bool,
 ) -> dict[str, Any]:
+    from fleetbus.config.run_folder import run_folder
     from fleetbus.errors import UserError
     from fleetbus.recording.export import Export
     from fleetbus.recording.redaction import Redactor, environment_secrets
@@ -94,7 +95,8 @@ async def _record(
             await export.copy(published.noting(entries_of.entries()), progress=_progress(writer))
             if follow:
                 await _follow(export, entries_of, writer, published.last + 1)
-            files = await anyio.to_thread.run_sync(_add_weights, writer, published.uris) if weights else 0
+            folder = run_folder(configuration.run).weights
+            files = await anyio.to_thread.run_sync(_add_weights, writer, published.uris, folder) if weights else 0
             writer.flush()
     return {
         "file": str(output),
@@ -104,6 +106,7 @@ async def _record(
         "last_sequence": writer.last_sequence,
         "redacted_entries": redactor.redacted if redactor else 0,
         "weights_files": files,
+        "weights_missing": len(published.uris) - files if weights else 0,
         "torn_source": entries_of.torn,
     }
 
@@ -195,14 +198,16 @@ def _progress(writer: RecordingWriter) -> Callable[[int], None]:
     return show
 
 
-def _add_weights(writer: RecordingWriter, uris: list[str]) -> int:
+def _add_weights(writer: RecordingWriter, uris: list[str], folder: Path) -> int:
+    """Files where they were published, or else in the run's folder on this machine; returns how many were found."""
     from urllib.parse import unquote, urlsplit
 
     added = 0
     for uri in uris:
-        path = Path(unquote(urlsplit(uri).path))
-        if path.is_file():
-            writer.add_file(path.name, path)
+        published = Path(unquote(urlsplit(uri).path))
+        found = next((path for path in (published, folder / published.name) if path.is_file()), None)
+        if found is not None:
+            writer.add_file(found.name, found)
             added += 1
     return added
 
@@ -215,6 +220,8 @@ def _print(facts: dict[str, Any], output: Path, as_json: bool) -> None:
         return
     redacted = f", {facts['redacted_entries']} redacted" if facts["redacted_entries"] else ""
     files = f", {facts['weights_files']} weights files" if facts["weights_files"] else ""
+    if facts["weights_missing"]:
+        click.echo(f"fleetbus: {facts['weights_missing']} weights files are not on this machine and were left out", err=True)
     print(f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}: {output} ({facts['bytes'] / 1e6:.2f} MB)")
     if facts["torn_source"]:
         click.echo(f"fleetbus: {facts['torn_source']}", err=True)
