@@ -10,7 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("openenv_real.py")
-START_SECONDS = 120.0
 
 
 def openenv_python() -> Path | None:
@@ -20,18 +19,18 @@ def openenv_python() -> Path | None:
 
 
 @contextmanager
-def openenv_server(world: str, sessions: int, idle_seconds: float | None = None) -> Iterator[str]:
+def openenv_server(world: str, sessions: int, *, idle_seconds: float = 0, port: int = 0) -> Iterator[str]:
     """A server with that world ("echo" or "tools"); gives its address. It ends with this process at the latest."""
     python = openenv_python()
     assert python is not None, "there is no Python with openenv: run `just test-openenv`"
-    arguments = [world, str(sessions), *([] if idle_seconds is None else [str(idle_seconds)])]
+    arguments = [world, str(sessions), str(idle_seconds), str(port)]
     process = subprocess.Popen([python, SCRIPT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdin is not None
     try:
-        port = process.stdout.readline().strip()
-        assert port, f"the OpenEnv server ended with {process.wait(10)}"
-        yield f"http://127.0.0.1:{port}"
+        listening = process.stdout.readline().strip()
+        assert listening, f"the OpenEnv server ended with {process.wait(10)}"
+        yield f"http://127.0.0.1:{listening}"
     finally:
         process.kill()
         process.wait(30)

@@ -1,6 +1,7 @@
-"""A server of the real `openenv` package, for its own Python: ``python openenv_real.py echo|tools SESSIONS [IDLE_SECONDS]``.
+"""A server of the real `openenv` package, for its own Python: ``python openenv_real.py echo|tools SESSIONS IDLE_SECONDS PORT``.
 
-Prints the port it listens on. Not a part of fleetbus: `openenv` needs an older `mcp`, so it lives in an environment of its own.
+0 seconds: idle sessions are kept; port 0: any. Prints the port it listens on. Not a part of fleetbus: `openenv` needs an older
+`mcp`, so it lives in an environment of its own.
 """
 
 import os
@@ -121,9 +122,9 @@ def make_app(world: str, sessions: int, idle_seconds: float | None):
 def main() -> None:
     import uvicorn
 
-    world, sessions, *idle = sys.argv[1:]
-    app = make_app(world, int(sessions), float(idle[0]) if idle else None)
-    listener = socket.create_server(("127.0.0.1", 0))
+    world, sessions, idle_seconds, port = sys.argv[1:]
+    app = make_app(world, int(sessions), float(idle_seconds) or None)
+    listener = socket.create_server(("127.0.0.1", int(port)))
     print(listener.getsockname()[1], flush=True)
     threading.Thread(target=end_with_parent, daemon=True).start()
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -294,6 +295,14 @@ def test_a_bad_address_is_one_line_without_secrets(url: str) -> None:
         environment_factory(f"openenv:{url}", verifier=RecordingGrader())
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("workers.environment.openenv", "websockets"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "websockets", None)
+    with pytest.raises(UserError, match=r"needs websockets.*: pip install 'fleetbus\[openenv\]'"):
+        environment_factory("openenv:http://h", verifier=RecordingGrader())
 
 
 def test_the_text_field_is_the_only_required_text() -> None:

@@ -13,8 +13,11 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus.config.settings import EpisodeSettings, InferenceSettings, LimitSettings
 from schemas import Action, Task
 from tests.support.openenv_process import openenv_python, openenv_server
+from tests.support.small_fleet import configured, small_fleet
+from tests.support.talking_policy import TalkingSampler, TalkingTemplate
 from workers.environment.base import Start, Step, Verdict
 from workers.environment.openenv import OpenEnvEnvironment
 from workers.environment.openenv_client import ConnectionLost, ExecutionFailed, SessionFailed
@@ -166,6 +169,45 @@ async def test_defect_7_a_validator_that_raises_kills_the_session_here_that_is_a
     async with playing(echo) as (environment, _):
         with pytest.raises(ExecutionFailed, match="boom!"):
             await environment.step(say("boom"))
+
+
+async def test_a_server_that_is_killed_fails_its_episodes_and_the_run_goes_on_when_it_is_back() -> None:
+    begun, released = anyio.Event(), anyio.Event()
+    waiting = 0
+
+    def hold(world: str, turn: int) -> anyio.Event | None:
+        nonlocal waiting
+        waiting += turn == 1
+        if waiting == 4:
+            begun.set()
+        return released if turn == 1 else None
+
+    task = Task(key="t", prompt="WORLD=words")
+    settings = configured(
+        limits=LimitSettings(),
+        inference=InferenceSettings(slots=16, max_length=8192),
+        episode=EpisodeSettings(max_tokens=64, max_turns=5, max_episode_tokens=8192),
+    )
+    sampler = TalkingSampler({"words": ("one", "two", "stop")}, hold=hold)
+    with anyio.fail_after(250):
+        async with small_fleet(settings) as fleet:
+            with openenv_server("echo", 8) as url:
+                server = OpenEnvServer(url)
+                fleet.environment("environment-0", make=lambda: OpenEnvEnvironment(server, grader=None))  # type: ignore[arg-type]
+                fleet.inference("inference-0", sampler=sampler, template=TalkingTemplate())
+                for number in range(4):
+                    await fleet.request(f"before-{number}", task=task)
+                await begun.wait()
+            released.set()
+            died = await fleet.all_results(4)
+            with openenv_server("echo", 8, port=int(url.rpartition(":")[2])):
+                for number in range(4):
+                    await fleet.request(f"after-{number}", task=task)
+                every = await fleet.all_results(8)
+                await fleet.drained()
+    assert {(result.outcome, result.reward, result.error_class) for result in died} == {("env_failed", None, "ConnectionLost")}
+    survived = [result for result in every if result.episode_id.startswith("after")]
+    assert {(result.outcome, result.reward) for result in survived} == {("completed", 1.5)}
 
 
 async def test_a_reward_that_is_no_number_comes_as_null_and_gives_no_verdict(echo: str) -> None:
