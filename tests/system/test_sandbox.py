@@ -322,9 +322,10 @@ async def test_an_interpreter_that_cannot_start_is_an_error(watch: MemoryWatch, 
     await until(lambda: not children())
 
 
+@pytest.mark.parametrize("own_process", [0, 7])
 @pytest.mark.parametrize("machine", confine.ARCHITECTURES)
-def test_the_filter_of_system_calls_has_only_jumps_that_end_inside(machine: str) -> None:
-    program = confine.compile_filter(machine, own_process=7)
+def test_the_filter_of_system_calls_has_only_jumps_that_end_inside(machine: str, own_process: int) -> None:
+    program = confine.compile_filter(machine, own_process=own_process)
     instructions = [program[index : index + 8] for index in range(0, len(program), 8)]
     for index, instruction in enumerate(instructions):
         if instruction[0] & 7 == 5:

@@ -83,18 +83,16 @@ TO_OTHERS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "sigq
 
 
 _ANY_PROCESS = 0x7FFFFFF1
-_compiled: dict[bool, bytes] = {}
 
 
-def confine(limits: Mapping[str, int], *, user: int, alone: bool) -> None:
+def confine(limits: Mapping[str, int], *, user: int) -> None:
     """Set ``limits`` (names of `resource` without their prefix, to soft limits), then give up every right.
 
-    A process that is root becomes ``user``. ``alone``: it may neither make sockets nor signal any process but itself.
+    A process that is root becomes ``user``.
     """
     set_limits(limits)
     drop_privileges(user)
-    if sys.platform == "linux":
-        filter_calls(alone=alone)
+    forbid_calls()
 
 
 def set_limits(limits: Mapping[str, int]) -> None:
@@ -123,41 +121,44 @@ def drop_privileges(user: int) -> None:
         LIBRARY.prctl(SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def filter_calls(*, alone: bool) -> bool:
+def forbid_calls() -> bool:
     """Whether the system calls of `FORBIDDEN` are refused from now on, for this process and all that it starts."""
-    if os.uname().machine not in ARCHITECTURES:
+    return install(compile_filter(os.uname().machine))
+
+
+def reach_nobody() -> bool:
+    """Whether this process can from now on neither make sockets nor signal any process but itself."""
+    return install(_ALONE.replace(struct.pack("=I", _ANY_PROCESS), struct.pack("=I", os.getpid())))
+
+
+def install(program: bytes) -> bool:
+    if sys.platform != "linux" or not program:
         return False
-    prepare()
-    program = _compiled[alone].replace(struct.pack("=I", _ANY_PROCESS), struct.pack("=I", os.getpid()))
+    LIBRARY.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     return bool(LIBRARY.prctl(SET_SECCOMP, SECCOMP_FILTER, header, 0, 0) == 0)
 
 
-def prepare() -> None:
-    """Compile the filters, for a process that forks many that need them."""
-    machine = os.uname().machine
-    if machine in ARCHITECTURES and not _compiled:
-        _compiled[True] = compile_filter(machine, own_process=_ANY_PROCESS)
-        _compiled[False] = compile_filter(machine, own_process=0)
-
-
-def compile_filter(machine: str, *, own_process: int) -> bytes:
-    """The filter as classic BPF; ``own_process``, unless 0, is the only process that may be signalled."""
+def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
+    """A filter as classic BPF: of `FORBIDDEN`, or of sockets and of signals to any but ``own_process``. Empty for machines
+    whose numbers are not known here."""
+    if machine not in ARCHITECTURES:
+        return b""
     column = list(ARCHITECTURES).index(machine)
     allow, refuse, absent = ret(0x7FFF0000), ret(0x00050000 | PERMISSION), ret(0x00050000 | NO_SUCH_CALL)
     program = load(4) + jump_if(0x15, ARCHITECTURES[machine], 1, 0) + refuse + load(0)
     if machine == "x86_64":
         program += jump_if(0x35, X32, 0, 1) + refuse
-    forbidden = [numbers[column] for numbers in FORBIDDEN.values()]
     if own_process:
-        forbidden.append(SOCKET[column])
+        program += jump_if(0x15, SOCKET[column], 0, 1) + refuse
         for numbers in TO_OTHERS.values():
             # If it is this call: only to oneself. Threads have the process's own id, for there is but one.
             program += jump_if(0x15, numbers[column], 0, 4)
             program += load(16) + jump_if(0x15, own_process, 0, 1) + allow + refuse
-    for number in forbidden:
-        program += jump_if(0x15, number, 0, 1) + refuse
+        return program + allow
+    for numbers in FORBIDDEN.values():
+        program += jump_if(0x15, numbers[column], 0, 1) + refuse
     # The flags of clone3 are out of a filter's sight; libraries fall back to clone where there is no clone3.
     program += jump_if(0x15, CLONE3[column], 0, 1) + absent
     program += jump_if(0x15, CLONE[column], 0, 3) + load(16) + jump_if(0x45, NEW_NAMESPACES, 0, 1) + refuse
@@ -176,3 +177,7 @@ def jump_if(test: int, value: int, then: int, otherwise: int) -> bytes:
 
 def ret(action: int) -> bytes:
     return struct.pack("=HBBI", 0x06, 0, 0, action)
+
+
+_ALONE = compile_filter(os.uname().machine, own_process=_ANY_PROCESS)
+"""Compiled once, for processes that fork many that need it."""

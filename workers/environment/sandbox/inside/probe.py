@@ -26,7 +26,7 @@ def leaks() -> list[str]:
     if os.getppid() > 10 or os.getpid() > 10:
         found.append("processes of others")
     was_root = os.geteuid() == 0
-    confine.confine({"NPROC": 4}, user=int(sys.argv[2]), alone=False)
+    confine.confine({"NPROC": 4}, user=int(sys.argv[2]))
     if was_root and os.geteuid() != int(sys.argv[2]):
         found.append("no user of its own")
     if os.path.exists(sys.argv[1]):

@@ -44,7 +44,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGALRM, on_alarm)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     os.nice(NICENESS)
-    confine.confine(settings["limits"], user=settings["user"], alone=False)
+    confine.confine(settings["limits"], user=settings["user"])
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     output = sys.stdout, sys.stderr
