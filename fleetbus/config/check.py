@@ -21,6 +21,7 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(
             f"algorithm.credit = turn does not know learner.advantage = {learner.advantage}: choose grpo or dr_grpo"
         )
+    _check_trainer(configuration)
     if episode.max_episode_tokens > inference.max_length:
         raise UserError(
             f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_length = "
@@ -45,3 +46,16 @@ def _check_lanes(configuration: Configuration) -> None:
     ):
         if workers > lanes:
             raise UserError(f"{setting} = {workers} exceeds nats.lanes = {lanes}: raise nats.lanes, each worker holds one")
+
+
+def _check_trainer(configuration: Configuration) -> None:
+    algorithm, trainer, store = configuration.algorithm, configuration.trainer, configuration.weights.store
+    if trainer.packing and not trainer.token_budget:
+        raise UserError("trainer.packing needs trainer.token_budget: the tokens of one packed row")
+    if algorithm.correction_low > algorithm.correction_high:
+        raise UserError(
+            f"algorithm.correction_low = {algorithm.correction_low} exceeds algorithm.correction_high = "
+            f"{algorithm.correction_high}: every token would be dropped"
+        )
+    if store not in ("folder", "nats") and "://" not in store:
+        raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")

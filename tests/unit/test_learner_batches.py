@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fleetbus.config.check import check_configuration
-from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
+from fleetbus.config.settings import (
+    AlgorithmSettings,
+    Configuration,
+    EpisodeSettings,
+    LearnerSettings,
+    TrainerSettings,
+    WeightsSettings,
+)
 from fleetbus.core.groups import Group
 from fleetbus.errors import UserError
 from schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
@@ -111,4 +118,17 @@ def test_credit_per_turn_refuses_estimators_that_have_no_form_for_it() -> None:
     configuration = Configuration(learner=LearnerSettings(advantage="maxrl"), algorithm=AlgorithmSettings(credit="turn"))
 
     with pytest.raises(UserError, match=r"algorithm\.credit = turn .* choose grpo or dr_grpo"):
+        check_configuration(configuration)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "named"),
+    [
+        (Configuration(trainer=TrainerSettings(packing=True)), r"trainer\.token_budget"),
+        (Configuration(algorithm=AlgorithmSettings(correction_low=3.0)), r"algorithm\.correction_low = 3\.0 exceeds"),
+        (Configuration(weights=WeightsSettings(store="bucket")), r"weights\.store = bucket: it takes folder, nats, or a URL"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_before_anything_starts(configuration: Configuration, named: str) -> None:
+    with pytest.raises(UserError, match=named):
         check_configuration(configuration)
