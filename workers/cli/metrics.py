@@ -18,6 +18,8 @@ from workers.cli.options import load_settings
 from workers.cli.program import FINISHED
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
     from fleetbus.config.settings import Configuration
 
 DEFAULT_PORT = 9464
@@ -76,12 +78,12 @@ async def _export(
 
     run, state = configuration.run.name, FleetState(configuration.learner.steps)
     async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
+        await tasks.start(_obey, tasks.cancel_scope)
         with ExitStack() as stack:
             sinks = stack.enter_context(open_sinks(run=run, jsonl=jsonl, tensorboard=tensorboard, wandb=wandb))
             publish = _exposition(stack, run, host, port)
             watch = Watch(bus, Subjects(run), state)
             tasks.start_soon(watch.run)
-            tasks.start_soon(_obey, tasks.cancel_scope)
             written, followed = 0, -1
             while True:
                 await anyio.sleep(EVERY_SECONDS)
@@ -109,8 +111,9 @@ def _exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:
     return exposition.update
 
 
-async def _obey(scope: anyio.CancelScope) -> None:
+async def _obey(scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
         async for _ in signals:
             scope.cancel()
             return
