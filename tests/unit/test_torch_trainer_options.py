@@ -83,13 +83,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-def make_batch(folder: Path, *, count: int = 9, seed: int = 0, off_policy: float = 0.2) -> list[TrainingSequence]:
-    """One sampled turn each after prompts of their own; the model's log-probabilities, disturbed by ``off_policy``."""
+def make_batch(
+    folder: Path, *, count: int = 9, seed: int = 0, off_policy: float = 0.2, shared: bool = False
+) -> list[TrainingSequence]:
+    """One sampled turn each after prompts of their own, or one ``shared`` by all; the model's log-probabilities, disturbed by
+    ``off_policy``."""
     draw = np.random.default_rng(seed)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     batch = []
     for index in range(count):
         ids = draw.integers(3, VOCABULARY, PROMPT + int(draw.integers(5, 40))).astype(np.int32)
+        if shared:
+            ids[: PROMPT - 1] = np.arange(3, PROMPT + 2)
         mask = np.arange(len(ids)) >= PROMPT
         with torch.no_grad():
             logits = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0, :-1]
@@ -243,6 +248,14 @@ def test_bfloat16_computes_roughly_the_same_gradient_and_keeps_weights_in_float3
 
     assert 1e-5 < found < 0.1
     assert all(parameter.dtype == torch.float32 for parameter in lower._model.parameters())
+
+
+def test_a_shared_prefix_is_computed_in_the_same_precision_as_what_follows_it(folder: Path) -> None:
+    batch = make_batch(folder, shared=True)
+    lower = trainer(folder, precision="bfloat16")
+    assert lower._share
+
+    assert 1e-5 < distance(gradient(lower, batch), gradient(trainer(folder), batch)) < 0.1
 
 
 @pytest.mark.parametrize(

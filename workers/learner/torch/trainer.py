@@ -300,7 +300,11 @@ class TorchTrainer:
         device = self._model.device
         ids, masks = [sequence.ids for sequence in batch], [sequence.loss_mask for sequence in batch]
         length = shared_prefix(ids, masks) if self._share else 0
-        prefix = SharedPrefix(model, torch.from_numpy(ids[0][:length].astype(np.int64)).to(device)) if length else None
+        precision: torch.dtype = getattr(torch, self.settings.precision)
+        prefix = None
+        if length:
+            with torch.autocast(device.type, precision, enabled=precision != torch.float32):
+                prefix = SharedPrefix(model, torch.from_numpy(ids[0][:length].astype(np.int64)).to(device))
         for learns, among in self._parted(batch):
             found = micro_batches(
                 ids,
@@ -320,7 +324,7 @@ class TorchTrainer:
                         prefix=prefix,
                         temperature=tokens.temperature,
                         plain_head=self._plain_head,
-                        precision=getattr(torch, self.settings.precision),
+                        precision=precision,
                     )
                 yield Scored(micro_batch, tokens, scores, counts)
         if prefix is not None:
