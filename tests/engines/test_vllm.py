@@ -204,6 +204,36 @@ async def test_a_swap_in_mid_generation_drops_nothing_and_gives_a_span_by_versio
     assert 0 == first.start < first.stop == second.start < second.stop == 480
 
 
+async def waiting_turns_after_a_swap(sampler: Any, reference: Any, policy: PolicyPublished) -> list[float]:
+    """Differences of log-probabilities of turns that waited in the engine's queue while it was swapped, with cached prompts."""
+    requests = [asking(seed, length=300, temperature=0.0, tokens=64) for seed in range(12)]
+    await all_of(sampler, requests)
+    found: list[Any] = []
+
+    async def play() -> None:
+        found.extend(await all_of(sampler, requests * 4))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(play)
+        await anyio.sleep(0.05)
+        await sampler.load(policy)
+    expected = await all_of(await reference(policy), requests)
+    whole = [(ours, expected[index % 12]) for index, ours in enumerate(found) if len(ours.versions) == 1]
+    after = [(ours, theirs) for ours, theirs in whole if ours.versions[0].version == policy.version]
+    assert after, "every turn had begun before the swap"
+    return [difference(ours.logprobs, theirs.logprobs) for ours, theirs in after if ours.ids == theirs.ids] + [
+        1.0 for ours, theirs in after if ours.ids != theirs.ids
+    ]
+
+
+async def test_turns_that_wait_while_the_weights_are_swapped_do_not_meet_the_old_keys_and_values(
+    sampler: Any, reference: Any, publish: Any
+) -> None:
+    differences = await waiting_turns_after_a_swap(sampler, reference, publish(sampler.version + 1, seed=21))
+    print(f"{len(differences)} turns, differing by up to {max(differences):.2g}")
+    assert max(differences) < CLOSE
+
+
 def missing_half(tensors: dict[str, Any]) -> None:
     for name in sorted(tensors)[::2]:
         del tensors[name]

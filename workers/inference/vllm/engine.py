@@ -16,6 +16,9 @@ from fleetbus.errors import UserError
 CPU_CACHE_MIB = 512
 """Keys and values on a CPU unless configured: left alone, vLLM would take 92 % of the machine's memory."""
 
+STOP_SECONDS = 3.0
+"""For an engine's processes to end by themselves; under `up` a worker has a few seconds in all."""
+
 CPU_BATCH_TOKENS = 4096
 """Most prompt tokens of one step on a CPU, where prompts are never computed in parts."""
 
@@ -84,7 +87,7 @@ def start_engine(settings: EngineSettings) -> Any:
 
 def stop_engine(engine: Any) -> None:
     """End the engine and its processes; harmless on one that is dead."""
-    engine.shutdown(timeout=10.0)
+    engine.shutdown(timeout=STOP_SECONDS)
 
 
 def _first_line(error: Exception) -> str:

@@ -100,8 +100,12 @@ class VllmSampler:
         raise EngineFailed(f"the engine died {MAX_DEATHS} times with this request")
 
     async def load(self, policy: PolicyPublished) -> None:
-        """Check a version, then swap to it between tokens; turns in mid-generation go on with the keys and values that they
-        have. Raises `WeightsRejected`; the old version is back by then."""
+        """Check a version, then swap to it between tokens; what turns in mid-generation have so far is computed again under
+        the new weights. Raises `WeightsRejected`; the old version is back by then.
+
+        Turns that wait in vLLM's queue carry the salt of their time: only an empty cache keeps them from the keys and values
+        of the weights before, so the cache is emptied wholly, also of what is in use.
+        """
         async with self._loading:
             folder = await anyio.to_thread.run_sync(self._weights.prepare, policy)
             await self._alive.wait()
@@ -175,7 +179,8 @@ class VllmSampler:
                 await engine.pause_generation(mode="keep", clear_cache=False)
                 await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
                 self._salt = str(next(self._loads))
-                await engine.reset_prefix_cache()
+                if not await engine.reset_prefix_cache(reset_running_requests=True):
+                    raise EngineFailed("vllm did not give up the keys and values of its old weights")
                 await engine.update_weight_version(str(version))
         except BaseException:
             with anyio.move_on_after(CALL_SECONDS, shield=True), suppress(_dead_error()):
