@@ -105,7 +105,8 @@ class _ToolWorld(_EchoWorld):
 
     def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         if method == "tools/list":
-            return {"result": {"tools": TOOLS}}
+            error = {"code": -32603, "message": "the tools are gone"}
+            return {"error": error} if self._double.tools_fail else {"result": {"tools": TOOLS}}
         if method == "tools/call" and params["name"] == "add":
             return {"result": _result(params["arguments"]["a"] + params["arguments"]["b"])}
         return {"error": {"code": -32603, "message": f"Unknown tool: {params.get('name')!r}"}}
@@ -125,6 +126,7 @@ class OpenEnvDouble:
         self.turns = turns
         self.port = port
         self.schema = ECHO_SCHEMA
+        self.tools_fail = False
         self.active = 0
         self.most_active = 0
         self.opened = 0

@@ -120,6 +120,15 @@ async def test_a_task_s_verifier_may_call_tools_without_counting_as_a_step() -> 
         assert double.steps == 0
 
 
+async def test_tools_that_cannot_be_listed_are_a_failure_and_not_an_environment_without_tools() -> None:
+    async with openenv_double(world="tools") as double:
+        double.tools_fail = True
+        with pytest.raises(EnvironmentFailed, match="the tools are gone"):
+            async with playing(double):
+                pass
+        assert double.steps == 0
+
+
 async def test_an_action_with_several_fields_is_one_tool() -> None:
     async with openenv_double() as double:
         double.schema = MOVE_SCHEMA

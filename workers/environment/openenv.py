@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ACT = "act"
 """The tool that stands for an action with several fields."""
+METHOD_NOT_FOUND, NO_MCP = -32601, "does not support MCP"
+"""How a server says that an environment has no tools; any other error of a listing is a failure, not an answer."""
 _NOT_SHOWN = frozenset({"metadata", "done", "reward"})
 
 
@@ -116,6 +118,9 @@ class OpenEnvEnvironment:
             if not self._tools:
                 raise EnvironmentFailed(f"the OpenEnv environment of task {self._task.key} lists no tools")
             return
+        error = dict(listed["error"])
+        if error.get("code") != METHOD_NOT_FOUND and NO_MCP not in str(error.get("message", "")):
+            raise EnvironmentFailed(f"the OpenEnv environment cannot list its tools: {error.get('message')}")
         schema = await self._server.action_schema()
         self._field = text_field(schema)
         if not self._field:
