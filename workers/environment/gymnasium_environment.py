@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import io
 import math
+import os
 import threading
 import zlib
 from collections.abc import Callable
@@ -179,6 +180,7 @@ def _register(id: str, modules: Any) -> None:
         importlib.import_module(str(module))
     known = _MODULES.get(id.partition("-")[0].partition("/")[0])
     if known is not None and id not in gymnasium.registry:
+        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # it would greet on standard output
         with suppress(ModuleNotFoundError):
             gymnasium.register_envs(importlib.import_module(known))
 
