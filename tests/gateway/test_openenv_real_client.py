@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def play(url: str) -> dict[str, Any]:
-    python = openenv_python()
-    assert python is not None
-    played = await anyio.run_process([str(python), str(PLAYER), url])
+async def play(url: str, what: str = "play") -> dict[str, Any]:
+    played = await anyio.run_process([str(openenv_python()), str(PLAYER), url, what])
     return dict(json.loads(played.stdout))
 
 
@@ -53,3 +52,28 @@ async def test_more_real_clients_than_slots_wait_for_their_turn() -> None:
                 group.start_soon(one)
         assert [told["steps"] for told in played] == [3, 3, 3]
         assert here.world.opened == 3
+
+
+async def test_what_its_own_servers_get_wrong_goes_right_here() -> None:
+    async with gateway(seconds=150) as here:
+        told = await play(here.url, "defects")
+        assert "reset first" in told["early"], "a step before reset is refused"
+        assert "an action has a text" in told["bad action"], "a bad action is refused, and the session goes on"
+        assert told["steps"] == 2
+        assert told["metadata"] == {"score": "NaN"}, "what is no number is told"
+        assert "rewarded nan" in told["not a number"], "and is no reward"
+        assert here.world.steps == ["one", "two", "nan"]
+        await here.empty()
+
+
+async def test_a_client_that_stopped_answering_frees_its_slot() -> None:
+    async with gateway(slots=1, seconds=150) as here:
+        async with await anyio.open_process([str(openenv_python()), str(PLAYER), here.url, "wait"]) as client:
+            assert client.stdout is not None
+            assert (await client.stdout.receive()).startswith(b"begun")
+            client.send_signal(signal.SIGSTOP)
+            try:
+                await here.empty()
+                assert here.world.closed == 1
+            finally:
+                client.kill()
