@@ -16,6 +16,7 @@ import click
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
 from workers.cli.program import FINISHED
+from workers.cli.sources import monitor_address
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -52,6 +53,7 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
             import prometheus_client  # noqa: F401
         except ModuleNotFoundError as error:
             raise UserError("prometheus_client is not installed: pip install 'fleetbus[metrics]'") from error
+    chosen["monitor_url"] = chosen["monitor_url"] or monitor_address(configuration)
     work = partial(_export, configuration, port=port, until_finished=until_finished, **chosen)
     anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED

@@ -59,6 +59,18 @@ class Source:
                 yield entry
 
 
+def monitor_address(configuration: Configuration) -> str:
+    """Where the server that `up` started on this machine tells of itself, empty if nobody knows."""
+    import msgspec
+
+    from fleetbus.config.run_folder import run_folder
+
+    file = run_folder(configuration.run).server
+    if configuration.nats.url or not file.is_file():
+        return ""
+    return str(msgspec.json.decode(file.read_bytes()).get("monitor", ""))
+
+
 def is_recording(name: str | None) -> bool:
     """True if ``RUN|FILE`` names a file rather than a run."""
     return bool(name) and (Path(str(name)).is_file() or str(name).endswith(".fbrec"))

@@ -14,6 +14,7 @@ import click
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
 from workers.cli.program import FINISHED, INTERRUPTED
+from workers.cli.sources import monitor_address
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
@@ -28,7 +29,12 @@ FIRST_LOOK_SECONDS = 2.5
 @click.option("--once", is_flag=True, help="Show one picture and end")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON, one line per second (with --once: one)")
 @click.option("--stall", type=float, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")
-@click.option("--monitor-url", metavar="URL", default="", help="The server's monitoring address, for slow consumers")
+@click.option(
+    "--monitor-url",
+    metavar="URL",
+    default="",
+    help="The server's monitoring address, for slow consumers (default: that of `up`)",
+)
 @reach_options
 def command(run: str | None, once: bool, as_json: bool, stall: float, monitor_url: str, **values: Any) -> int:
     """A live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
@@ -37,6 +43,7 @@ def command(run: str | None, once: bool, as_json: bool, stall: float, monitor_ur
     stuck, and where; 2: bad input.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
+    monitor_url = monitor_url or monitor_address(configuration)
     work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, monitor_url=monitor_url)
     try:
         return anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})

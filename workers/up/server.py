@@ -22,10 +22,11 @@ from workers.up.restarts import RestartBudget
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """What FILE holds while the server runs."""
+    """What FILE holds while the server runs. ``monitor`` is where ``/varz`` and its like are, empty without monitoring."""
 
     url: str
     pid: int
+    monitor: str = ""
 
 
 async def hold_server(store: Path, port: int, file: Path, config: Path | None = None) -> int:
@@ -54,7 +55,7 @@ async def _until_told(scope: anyio.CancelScope) -> None:
 async def _keep_running(server: NatsServerProcess, file: Path) -> int:
     budget = RestartBudget()
     while True:
-        _tell(file, Address(url=server.url, pid=server.pid))
+        _tell(file, Address(url=server.url, pid=server.pid, monitor=server.monitor_url or ""))
         status = await server.wait()
         delay = budget.delay_after_crash(anyio.current_time())
         print(f"nats-server ended with status {status}", flush=True)  # noqa: T201
