@@ -233,6 +233,9 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
     precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computing; weights stay float32")] = (
         "float32"
     )
+    published_dtype: Annotated[
+        Literal["float32", "bfloat16"], Meta(description="Precision of published weights; bfloat16: half the bytes, few change")
+    ] = "float32"
     gradient_checkpointing: Annotated[bool, Meta(description="Compute activations again instead of keeping them")] = False
     lora_rank: Annotated[int, Meta(ge=0, description="Rank of LoRA adapters; 0: train all weights")] = 0
     lora_alpha: Annotated[float, Meta(gt=0, description="Scale of LoRA adapters, divided by their rank")] = 32.0

@@ -21,6 +21,7 @@ from workers.learner.torch.batches import cut, micro_batches, packed, padded
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.trainer import TorchTrainer
 from workers.weights import read_weights
+from workers.weights_delta import smaller
 
 VOCABULARY = 64
 PROMPT = 20
@@ -265,6 +266,37 @@ def test_the_learning_rate_follows_the_schedule(folder: Path, schedule: str, rat
     trained = trainer(folder, schedule=schedule, learning_rate=1.0, decayed_to=0.2, warmup_updates=0)
 
     assert [trained._schedule(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx(rates)
+
+
+def test_weights_published_in_bfloat16_are_rounded_and_a_checkpoint_is_not(folder: Path, tmp_path: Path) -> None:
+    batch = make_batch(folder)
+    settings = {"published_dtype": "bfloat16", "warmup_updates": 0}
+    straight = trainer(folder, **settings)
+    straight.train(batch, version=0, progress=0.0)
+    manifest = straight.save_weights(tmp_path / "weights")
+    straight.save_state(tmp_path / "state")
+
+    read = read_weights(tmp_path / "weights", manifest)
+    own = straight._model.state_dict()
+    assert {entry.dtype for entry in manifest} == {"BF16"}
+    assert "lm_head.weight" not in read, "tied weights travel once"
+    assert all(torch.equal(tensor, own[name].to(torch.bfloat16)) for name, tensor in read.items())
+    resumed = trainer(folder, **settings)
+    resumed.restore(tmp_path / "weights", tmp_path / "state")
+    assert all(torch.equal(tensor, own[name]) for name, tensor in resumed._model.state_dict().items())
+
+
+def test_a_small_step_changes_few_numbers_in_bfloat16(folder: Path, tmp_path: Path) -> None:
+    """What makes differences between versions worth publishing."""
+    slow = trainer(folder, published_dtype="bfloat16", learning_rate=1e-5, warmup_updates=0)
+    slow.save_weights(tmp_path / "v0.safetensors")
+    slow.train(make_batch(folder), version=0, progress=0.0)
+    slow.save_weights(tmp_path / "v1.safetensors")
+
+    delta = smaller(tmp_path / "v1.safetensors", base=tmp_path / "v0.safetensors", base_uri="v0")
+
+    assert delta.suffix == ".delta"
+    assert delta.stat().st_size < 0.5 * (tmp_path / "v1.safetensors").stat().st_size
 
 
 # KL to the start, KL in the reward

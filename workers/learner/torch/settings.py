@@ -25,7 +25,8 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     A forward pass takes at most ``micro_batch_size`` sequences and, with a ``token_budget``, so many tokens; ``packing`` puts
     sequences into one row up to the budget. Sequences over ``max_tokens`` are cut at their end. ``precision`` "bfloat16"
-    computes in that type while weights and optimizer stay in ``dtype``. ``lora_rank`` above 0 trains adapters of
+    computes in that type while weights and optimizer stay in ``dtype``. Weights are saved in ``published_dtype``; where that is
+    less than ``dtype``, the state of a checkpoint holds them too, as they are. ``lora_rank`` above 0 trains adapters of
     ``lora_targets`` only, scaled by ``lora_alpha / lora_rank``.
     """
 
@@ -60,6 +61,7 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     device: str = "cpu"
     dtype: str = "float32"
     precision: str = "float32"
+    published_dtype: str = "float32"
     gradient_checkpointing: bool = False
     lora_rank: int = 0
     lora_alpha: float = 32.0
@@ -86,6 +88,7 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
             ("schedule", SCHEDULES),
             ("dtype", ("float32", "bfloat16")),
             ("precision", ("float32", "bfloat16")),
+            ("published_dtype", ("float32", "bfloat16")),
         ):
             if getattr(self, name) not in allowed:
                 raise UserError(f"trainer setting {name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")

@@ -34,7 +34,7 @@ from workers.learner.torch.forward import Scores, SharedPrefix, can_pack, can_sh
 from workers.learner.torch.loss import Measured, SampledTokens, Totals, measured_loss
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.sharding import join_shards, local_device, sharded_as, whole
-from workers.weights import write_weights
+from workers.weights import unique_tensors, write_weights
 
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
 """Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
@@ -116,6 +116,9 @@ class TorchTrainer:
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `Trainer.save_weights`. Raises `OSError`."""
         tensors = self._weights()
+        if self._rounds:
+            # Tied weights are found by their memory, which a copy would not share.
+            tensors = {name: _rounded(tensor) for name, tensor in unique_tensors(tensors).items()}
         return write_weights(file, tensors) if self.shards.rank == 0 else ()
 
     def save_model(self, folder: Path) -> None:
@@ -147,6 +150,8 @@ class TorchTrainer:
         state: dict[str, Any] = {"optimizer": optimizer, "updates": self._updates}
         if self.settings.lora_rank:
             state["adapters"] = models.adapters(self._model)
+        elif self._rounds:
+            state["weights"] = {name: tensor.cpu() for name, tensor in models.whole_weights(self._model).items()}
         if self.shards.rank == 0:
             torch.save(state, file)
 
@@ -157,6 +162,7 @@ class TorchTrainer:
             self._restore_adapters(state, stored.get("adapters", {}))
         else:
             self._restore_weights(weights)
+            models.put_weights(self._model, stored.get("weights", {}))
         own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for index, values in stored["optimizer"]["state"].items():
             for name, value in values.items():
@@ -188,6 +194,11 @@ class TorchTrainer:
     def _is_wrapped(self) -> bool:
         """True if the model's own state is not what an engine loads."""
         return self.shards.world > 1 or self.settings.lora_rank > 0
+
+    @property
+    def _rounds(self) -> bool:
+        """True if what is published is less precise than what is trained."""
+        return self.settings.published_dtype == "bfloat16" and self.settings.dtype == "float32"
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return models.whole_weights(self._model) if self._is_wrapped else self._model.state_dict()
@@ -338,6 +349,10 @@ class TorchTrainer:
             (True, [index for index, still in enumerate(idle) if not still]),
             (False, [index for index, still in enumerate(idle) if still]),
         )
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def _together(known: list[torch.Tensor] | None, batch: MicroBatch) -> torch.Tensor | None:
