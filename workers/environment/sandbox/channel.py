@@ -19,6 +19,10 @@ class ChannelBroken(Exception):
     """The process sent something that is no frame, or nothing more."""
 
 
+class ChannelEnded(ChannelBroken):
+    """The process sends nothing more, most likely because it is gone."""
+
+
 class Channel:
     """The worker's end of a socket; it does not block. ``limit`` is the largest frame that is taken in, in bytes."""
 
@@ -42,7 +46,7 @@ class Channel:
             except BlockingIOError:
                 await anyio.wait_writable(self._socket)
             except OSError as error:
-                raise ChannelBroken(str(error)) from error
+                raise ChannelEnded(str(error)) from error
 
     async def receive(self) -> dict[str, Any]:
         """The next frame; raises `ChannelBroken` if there is none, or none that can be read."""
@@ -65,9 +69,9 @@ class Channel:
                 await anyio.wait_readable(self._socket)
                 continue
             except OSError as error:
-                raise ChannelBroken(str(error)) from error
+                raise ChannelEnded(str(error)) from error
             if not chunk:
-                raise ChannelBroken("it ended without an answer")
+                raise ChannelEnded("it ended without an answer")
             self.silent = False
             self._received += chunk
         data = bytes(self._received[:count])

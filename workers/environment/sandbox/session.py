@@ -18,7 +18,7 @@ import anyio
 import msgspec
 from anyio.abc import Process
 
-from workers.environment.sandbox.channel import Channel, ChannelBroken
+from workers.environment.sandbox.channel import Channel, ChannelBroken, ChannelEnded
 from workers.environment.sandbox.inside.confine import FIRST_USER
 from workers.environment.sandbox.isolation import INSIDE, Isolation, python_command
 from workers.environment.sandbox.memory import MemoryWatch
@@ -133,12 +133,14 @@ class SandboxSession:
                     exit_code = answer.get("exit_code")
                     if answer.get("number") == number and isinstance(exit_code, int):
                         return int(exit_code), ""
-                interpreter.kill()  # the code talks on a channel that is not its own
-                return KILLED, "exit"
-        except ChannelBroken:
+                raise ChannelBroken("too many answers")
+        except ChannelEnded:
             if self._ended:
                 return KILLED, self._ended
             return await interpreter.exit_code(), "exit"
+        except ChannelBroken:
+            interpreter.kill()  # the code talks on a channel that is not its own
+            return KILLED, "exit"
         return TIME_UP, "time"
 
     async def close(self) -> None:
