@@ -348,7 +348,9 @@ async def test_a_killed_worker_takes_its_verifications_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
         assert worker.stdout is not None
         with anyio.fail_after(20):
-            assert (await worker.stdout.receive()).startswith(b"asked")
+            said = b""
+            while b"asked" not in said:  # it may have said before how verifications are isolated here
+                said += await worker.stdout.receive()
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert len(processes) >= 2, "the warm process and one child"

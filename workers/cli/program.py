@@ -41,7 +41,7 @@ COMMANDS: dict[str, Entry] = {
     "tasks": Entry("Set up", "workers.cli.tasks", "Check tasks, and split them into training and held-out ones"),
     "new": Entry("Set up", "workers.cli.new", "Write a working environment of one's own, with its test"),
     "starter": Entry("Set up", "workers.cli.starter", "Build the starter policy, or say where it is"),
-    "top": Entry("Look", "workers.cli.top", "A run as a live table: workers, rates, reward, the log, what is stuck"),
+    "top": Entry("Look", "workers.cli.top", "A run as a live table: workers, rates, reward, what is stuck"),
     "metrics": Entry("Look", "workers.cli.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
     "sessions": Entry("Look", "workers.cli.sessions", "What every worker holds right now, oldest first"),
     "runs": Entry("Look", "workers.cli.runs", "The runs on this machine: list them, remove them"),
