@@ -310,9 +310,7 @@ def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pytest.Mon
         pytest.skip("Linux only")
     monkeypatch.setattr(module, "_bubblewrap", lambda *_, **__: ["/usr/bin/env"])
     monkeypatch.setattr(Isolation, "command", lambda self, program, **_: [*program])
-    leak = module._leak(Isolation(kind="bubblewrap", own_users=False))
-    assert "processes of others" in leak
-    assert "files of the host" in leak
+    assert "files of the host" in module._leak(Isolation(kind="bubblewrap", own_users=False))
 
 
 async def test_an_interpreter_that_cannot_start_is_an_error(watch: MemoryWatch, isolation: Isolation) -> None:
