@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.splits import key_hash, split_tasks
@@ -36,6 +36,7 @@ def test_the_hash_is_the_one_of_fleets_data_preparation() -> None:
     assert key_hash("task-001") == 0x9FD0C6AFB396CB2C / 2**64
 
 
+@settings(deadline=None)
 @given(keys=st.lists(st.text(max_size=8), unique=True, max_size=60), data=st.data())
 def test_order_does_not_matter_and_is_kept(keys: list[str], data: st.DataObject) -> None:
     tasks = [Task(key=key, env="a") for key in keys]
