@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 MAX_MESSAGE_BYTES = (1 << 20) - 4096
-"""Largest payload that is encoded or decoded, in bytes: the default ``max_payload`` of nats-server, which counts headers, too."""
+"""Largest payload that is encoded or decoded, in bytes: nats-server's default ``max_payload``, which counts headers too."""
 
 MAX_INLINE_BYTES = 256 << 10
 """Largest content, in bytes, that travels inside a message; anything larger travels as a reference."""

@@ -27,8 +27,8 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     environment: Annotated[
         str,
         Meta(
-            description="Environment: warehouse, mcp:module:factory, module:Class, ... (docs/environments.md); KEY=SPEC for the "
-            "tasks of one environment key; repeatable"
+            description="Environment: warehouse, mcp:module:factory, module:Class, ... (docs/environments.md); KEY=SPEC for "
+            "the tasks of one environment key; repeatable"
         ),
     ] = "warehouse"
     policy: Annotated[str, Meta(description="Name of the policy")] = "default"
