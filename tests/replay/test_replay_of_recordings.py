@@ -25,6 +25,11 @@ GUESSING = HERE / "recordings" / "guessing.fbrec"
 WAREHOUSE = HERE / "recordings" / "warehouse.fbrec"
 MODEL = HERE / "recordings" / "model"
 
+pytestmark = pytest.mark.timeout(300)
+
+SLOW_MACHINE_SECONDS = 200.0
+"""Patience where an engine or a trainer is loaded first."""
+
 OTHER_MACHINE = ("PolicyPublished.manifest", "StepTrained.metrics.loss", "StepTrained.metrics.grad_norm")
 """Another CPU adds up in another order: a recording from elsewhere cannot promise the last bit of its weights."""
 
@@ -126,7 +131,7 @@ def test_an_environment_that_hangs_is_found() -> None:
 
 def test_the_inference_role_replays_as_recorded() -> None:
     pytest.importorskip("torch")
-    report = replay_now(GUESSING, role="inference", model=MODEL)
+    report = replay_now(GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
     report.check()
     assert report.compared == {"Action": 66}
 
@@ -136,7 +141,7 @@ def test_a_changed_template_is_found_and_named(tmp_path: Path) -> None:
     changed = copy_of_model(tmp_path)
     file = changed / "chat_template.jinja"
     file.write_text(file.read_text().replace("{{ message.content }}", "{{ message.content }} "))
-    difference = differing(replay_now(GUESSING, role="inference", model=changed))
+    difference = differing(replay_now(GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=changed))
     assert difference.message.startswith("Action of turn 0 of episode ") and difference.field.startswith("prompt_delta")
 
 
@@ -144,14 +149,14 @@ def test_weights_that_do_not_fit_the_recording_are_not_replayed_as_if_they_did(t
     pytest.importorskip("torch")
     recording = load_recording(GUESSING)
     recording.files = dict.fromkeys(recording.files, b"no weights")
-    report = replay_now(recording, role="inference", model=MODEL)
+    report = replay_now(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
     assert not report.same and not report.compared
     assert any(reason.startswith("versions without weights") for reason in report.skipped)
 
 
 def test_the_learner_replays_as_recorded() -> None:
     pytest.importorskip("torch")
-    report = replay_now(GUESSING, role="learner", model=MODEL, ignored=OTHER_MACHINE)
+    report = replay_now(GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE)
     report.check()
     assert report.compared["StepTrained"] == 3 and report.compared["PolicyPublished"] == 4
 
@@ -164,7 +169,9 @@ def test_a_changed_advantage_is_found_and_named(monkeypatch: pytest.MonkeyPatch)
         return np.asarray(original(*arguments, **options)) * 1.01
 
     monkeypatch.setitem(advantages.ADVANTAGES, "grpo", changed)
-    difference = differing(replay_now(GUESSING, role="learner", model=MODEL, ignored=OTHER_MACHINE))
+    difference = differing(
+        replay_now(GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE)
+    )
     assert difference.message == "StepTrained step 1"
     assert difference.field.startswith("metrics.advantage_")
 

@@ -162,11 +162,19 @@ class _Director:
         return True
 
     async def _play_version(self, version: int, stories: list[Story]) -> None:
-        """All turns of this version whose turns before are in the log."""
+        """All turns of this version whose turns before are in the log; as many episodes at once as the worker has slots for the
+        shared lane, so that what is asked is being answered."""
+        slots = self._stage.configuration.inference.slots
+        limiter = anyio.CapacityLimiter(slots - slots // 2)
+
+        async def play(story: Story) -> None:
+            async with limiter:
+                await self._play(story, version)
+
         async with anyio.create_task_group() as group:
             for story in stories:
                 if story.episode_id not in self._stopped:
-                    group.start_soon(self._play, story, version)
+                    group.start_soon(play, story)
 
     async def _play(self, story: Story, version: int) -> None:
         start = self._next.get(story.episode_id, 0)
