@@ -43,8 +43,8 @@ def init(
 ) -> None:
     """Write into DIR an nkey per user, TLS certificates, and nats-server.conf with the least rights for each.
 
-    Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there stay,
-    the configuration is written anew: call it again to allow other runs. Needs `pip install 'fleetbus[auth]'`.
+    Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there
+    stay, the configuration is written anew: call it again to allow other runs. Needs `pip install 'fleetbus[auth]'`.
     """
     from fleetbus.auth.folder import AuthFolder, write_folder
     from fleetbus.bus.streams import plan_run
