@@ -18,6 +18,8 @@ from fleetbus.errors import UserError
 from schemas import ChatMessage, SamplingSettings, Subjects
 from workers.inference.base import GenerationRequest
 
+pytestmark = pytest.mark.timeout(180)
+
 ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 
 

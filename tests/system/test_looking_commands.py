@@ -17,6 +17,8 @@ from workers.cli.program import run_program
 GUESSING = Path(__file__).parents[1] / "replay" / "recordings" / "guessing.fbrec"
 RUN = "small"
 
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:

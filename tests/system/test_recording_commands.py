@@ -24,7 +24,9 @@ HERE = Path(__file__).parents[1] / "replay"
 GUESSING = HERE / "recordings" / "guessing.fbrec"
 RUN = "small"
 
-LIMIT_SECONDS = 50
+LIMIT_SECONDS = 100
+
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
