@@ -20,7 +20,8 @@ from workers.environment.remote_gym import RemoteGymEnvironment
 from workers.environment.remote_gym_client import ServerPool
 from workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
 from workers.gateway.gym_service import BaseGymHandler, GymService, build_gym_service
-from workers.gateway.serve import bound, serve
+from workers.gateway.serve import serve
+from workers.listening import bind
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ async def served(handler: Handler, **options: Any) -> AsyncIterator[Wire]:
 
 @asynccontextmanager
 async def running(application: Any) -> AsyncIterator[Wire]:
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     stop = anyio.Event()
     with anyio.fail_after(50):

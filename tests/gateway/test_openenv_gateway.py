@@ -19,7 +19,8 @@ from tests.support.small_fleet import Member, SmallFleet, configured, small_flee
 from workers.environment.base import Start, Step, Verdict
 from workers.environment.openenv_client import open_session
 from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-from workers.gateway.serve import bound, serve
+from workers.gateway.serve import serve
+from workers.listening import bind
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ async def gateway(*, slots: int = 4, seconds: float = 50, **settings: Any) -> As
     with anyio.fail_after(seconds):
         async with small_fleet(configuration) as fleet, anyio.create_task_group() as group:
             worker = fleet.environment("e1", make=world)
-            listener = bound("127.0.0.1", 0)
+            listener = bind("127.0.0.1", 0)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             application = OpenEnvGateway(lambda: sessions(fleet.bus, fleet.subjects), OpenEnvSettings(**settings)).application()
             stop, stopped = anyio.Event(), anyio.Event()

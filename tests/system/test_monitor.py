@@ -47,7 +47,8 @@ from workers.inference.worker import run_inference
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from workers.monitor.serve import bind, page_files, serve
+from workers.listening import bind
+from workers.monitor.serve import page_files, serve
 
 SUBJECTS = Subjects(RUN)
 

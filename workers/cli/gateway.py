@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     Entered = Callable[[], AbstractAsyncContextManager[SessionClient]]
 
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
 @click.group("gateway")
 def command() -> None:
     """Environments of the bus behind the protocols of other trainers, whose clients stay as they are."""
@@ -51,7 +48,9 @@ def gym(host: str, port: int, **values: Any) -> int:
     """
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
-    if host not in LOOPBACK and not given["api_key"]:
+    from workers.listening import is_loopback
+
+    if not is_loopback(host) and not given["api_key"]:
         raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
     return run_role("gateway", partial(_load_gym, host, port, given), values)
 
@@ -68,7 +67,9 @@ def openenv(host: str, port: int, capacity_timeout: float, open_to_others: bool,
 
     Over capacity a reset waits instead of failing; a bad action harms nothing; a client that is gone frees its slot.
     """
-    if host not in LOOPBACK and not open_to_others:
+    from workers.listening import is_loopback
+
+    if not is_loopback(host) and not open_to_others:
         raise UserError(f"--host {host} is open to others and the protocol has no key: add --open-to-others if that is meant")
     return run_role("gateway", partial(_load_openenv, host, port, capacity_timeout), values)
 
@@ -112,9 +113,10 @@ def _serving(host: str, port: int, application: Callable[[Entered], Any]) -> Wor
     from fleetbus.client.sessions import sessions
     from fleetbus.presence import Presence, present
     from schemas import Heartbeat, Subjects
-    from workers.gateway.serve import bound, serve
+    from workers.gateway.serve import serve
+    from workers.listening import bind, shown_host
 
-    listener = bound(host, port)
+    listener = bind(host, port)
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
         subjects = Subjects(configuration.run.name)
@@ -122,7 +124,7 @@ def _serving(host: str, port: int, application: Callable[[Entered], Any]) -> Wor
             bus, subjects, role="gateway", worker=name, beat=lambda: Heartbeat(role="gateway", worker=name), lane=None
         )
         async with present(presence, bus, None, slots=0):
-            structlog.get_logger().info("listening", url=f"http://{host}:{listener.getsockname()[1]}")
+            structlog.get_logger().info("listening", url=f"http://{shown_host(host)}:{listener.getsockname()[1]}")
             await serve(application(lambda: sessions(bus, subjects)), listener, drain)
 
     return work

@@ -42,7 +42,7 @@ def command(run: str | None, port: int, host: str, **values: Any) -> int:
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[monitor]'") from error
-    from workers.monitor.serve import bind
+    from workers.listening import bind
 
     configuration = load_settings({**values, "run__name": run}).configuration
     with bind(host, port) as bound:

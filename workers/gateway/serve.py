@@ -8,31 +8,16 @@ from typing import Any
 import anyio
 import uvicorn
 
-from fleetbus.errors import UserError
+from workers.listening import QuietServer
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that none is closed under a request."""
 
 GRACE_SECONDS = 10
-BACKLOG = 2048
 PING_SECONDS = 10.0
 """A WebSocket whose client does not answer a ping for this long is cut."""
 
 MAX_FRAME_BYTES = 16 << 20
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A listening socket; raises `UserError` when the port is taken or the host is none of this machine's."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
-    return listener
 
 
 async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *, connections: int = 4096) -> None:
@@ -50,7 +35,7 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         ws_max_size=MAX_FRAME_BYTES,
         server_header=False,
     )
-    server = _Server(configuration)
+    server = QuietServer(configuration)
     with listener:
         async with anyio.create_task_group() as group:
 
@@ -63,15 +48,3 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
             group.cancel_scope.cancel()
     if not server.started:
         raise RuntimeError("the application did not start")
-
-
-class _Server(uvicorn.Server):
-    """Signals are the command line's business."""
-
-    def install_signal_handlers(self) -> None:
-        return
-
-    def capture_signals(self) -> Any:
-        import contextlib
-
-        return contextlib.nullcontext()
