@@ -401,6 +401,25 @@ async def test_a_draining_worker_hands_its_sessions_over() -> None:
         assert first.opened == first.closed
 
 
+async def test_a_session_whose_worker_and_client_are_gone_gets_a_tombstone_and_one_that_lives_does_not() -> None:
+    async with ground(idle=100, episode=10_000) as here:
+        dying = here.worker("e1", World())
+        gone = here.client.session("gone", timeout=60)
+        await gone.make("open", task=TASK)
+        await gone.reset()
+        here.worker("e2", World())
+        dying.kill()
+        async with here.client.open(TASK, session="lives") as lives:
+            await lives.reset()
+            for _ in range(5):
+                await anyio.sleep(60)
+                await lives.state()
+            journal = await journal_of(here.fleet.bus, here.fleet.subjects, "gone")
+            assert journal.ended is not None and journal.ended.end == "orphaned"
+            assert (await journal_of(here.fleet.bus, here.fleet.subjects, "lives")).ended is None
+        assert (await here.ask(SessionCall(session="gone", call="state", key="late"))).end == "orphaned"
+
+
 async def test_a_call_made_while_the_server_is_away_is_answered_when_it_is_back() -> None:
     world = World()
     async with ground() as here:

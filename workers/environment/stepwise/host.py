@@ -22,6 +22,7 @@ from workers.environment.attempts import Crew
 from workers.environment.stages import Superseded
 from workers.environment.stepwise.hosted import HostedSession
 from workers.environment.stepwise.journal import append, journal_of
+from workers.environment.stepwise.orphans import OrphanSweep
 
 REAP_SECONDS = 1.0
 CALLS_PER_SLOT = 4
@@ -52,10 +53,13 @@ class SessionHost:
 
     async def run(self) -> None:
         """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere."""
-        async with self._crew.bus.serve(self._crew.subjects.rpc(self._crew.worker, "*")) as server:
+        crew = self._crew
+        sweep = OrphanSweep(crew.bus, crew.subjects, worker=crew.worker, limits=crew.limits)
+        async with crew.bus.serve(crew.subjects.rpc(crew.worker, "*")) as server:
             try:
                 async with anyio.create_task_group() as group:
                     group.start_soon(self._reap, group)
+                    group.start_soon(sweep.run)
                     while True:
                         request = await server.receive()
                         if self._calls >= CALLS_PER_SLOT * self._slots + 1:
