@@ -24,7 +24,9 @@ def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     options = [
         click.option("--nats", "nats__url", metavar="URL", help="Server to use (default: the run's own)"),
-        click.option("--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"),
+        click.option(
+            "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
+        ),
         click.option("--run-folder", "run__folder", metavar="TEXT", help="Folder that holds a folder per run"),
         click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings"),
     ]

@@ -60,7 +60,9 @@ class Run:
         self._asked_to_stop = anyio.Event()
         self._starting = anyio.CancelScope()
         self._roles: Fleet | None = None
-        self._server = Fleet([server_plan(folder, self._port, os.environ, configuration.nats.auth)], final="", report=display.line)
+        self._server = Fleet(
+            [server_plan(folder, self._port, os.environ, configuration.nats.auth)], final="", report=display.line
+        )
 
     async def run(self, progress: Progress) -> Ending:
         """Start, watch, stop; returns within 10 s of the first signal, at once after the second."""
