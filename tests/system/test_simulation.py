@@ -60,6 +60,12 @@ def test_forty_seeds_keep_all_invariants() -> None:
     assert failures(ORDINARY_SEEDS) == {}
 
 
+@pytest.mark.parametrize("seed", [736, 903])
+def test_seeds_that_failed_once_hold(seed: int) -> None:
+    """Both: a learner that began at the last step finished before it had read the results of what was still open."""
+    assert run_seed(seed).passed
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_thousand_seeds_keep_all_invariants() -> None:

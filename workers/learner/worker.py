@@ -185,12 +185,13 @@ class Learner:
         await self._finish()
 
     async def _finish(self) -> None:
-        self._pool.discard_all("training_finished")
         await self._ports.offload(self._trainer.save_model, self._folder.model)
         if self._configuration.evaluation.episodes:
             await self._unless_drained(self._evaluate_end)
         if self._drain.is_set():
             return
+        await self._catch_up()
+        self._pool.discard_all("training_finished")
         await self._train.append(
             TrainingFinished(
                 lineage=self._lineage,
@@ -199,6 +200,13 @@ class Learner:
                 excluded=tuple(self._pool.take_exclusions()),
             )
         )
+
+    async def _catch_up(self) -> None:
+        """Enter every result that stands in the log by now: whoever begins at the last step may not have read any yet."""
+        async for stored in self._bus.scan([self._subjects.episodes], start=self._ledger.floor):
+            entry = episode_entry(stored)
+            if isinstance(entry, EpisodeFinished) and entry.split == "train":
+                self._pool.finished(entry)
 
     async def _evaluate_end(self) -> None:
         async with anyio.create_task_group() as group:
