@@ -6,6 +6,7 @@ Fields of bytes that hold arrays (`schemas.tokens`) are compared as numbers, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -60,12 +61,23 @@ def first_difference(
     kind = type(recorded).__name__
     if type(replayed) is not type(recorded):
         return Found("type", kind, type(replayed).__name__)
+    return _comparison(kind, ignored, tolerance).structs("", recorded, replayed)
+
+
+@lru_cache(maxsize=64)
+def _comparison(kind: str, ignored: frozenset[str], tolerance: float) -> _Comparison:
     own = {name.partition(".")[2] for name in ignored if name.partition(".")[0] in (kind, "*")}
-    return _Comparison(VOLATILE.get(kind, frozenset()) | own, tolerance).structs("", recorded, replayed)
+    return _Comparison(VOLATILE.get(kind, frozenset()) | own, tolerance)
+
+
+@lru_cache(maxsize=256)
+def _fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Fields in the order in which a difference is named."""
+    return tuple(sorted(kind.__struct_fields__, key=lambda name: _CAUSES.get(name, len(_CAUSES))))
 
 
 class _Comparison:
-    def __init__(self, volatile: frozenset[str] | set[str], tolerance: float) -> None:
+    def __init__(self, volatile: frozenset[str], tolerance: float) -> None:
         self._volatile = volatile
         self._prefixes = [name[:-1] for name in volatile if name.endswith("*")]
         self._tolerance = tolerance
@@ -86,9 +98,13 @@ class _Comparison:
         return Found(path, _shown(recorded), _shown(replayed))
 
     def structs(self, path: str, recorded: msgspec.Struct, replayed: msgspec.Struct) -> Found | None:
-        fields = sorted(recorded.__struct_fields__, key=lambda name: _CAUSES.get(name, len(_CAUSES)))
-        pairs = ((name, getattr(recorded, name), getattr(replayed, name)) for name in fields)
-        return _first(self.values(f"{path}.{name}" if path else name, one, other) for name, one, other in pairs)
+        for name in _fields(type(recorded)):
+            one, other = getattr(recorded, name), getattr(replayed, name)
+            if one != other:
+                found = self.values(f"{path}.{name}" if path else name, one, other)
+                if found is not None:
+                    return found
+        return None
 
     def _mappings(self, path: str, recorded: dict[Any, Any], replayed: dict[Any, Any]) -> Found | None:
         absent = object()
@@ -106,11 +122,14 @@ class _Comparison:
         return None
 
     def _sequences(self, path: str, recorded: Sequence[Any], replayed: Sequence[Any]) -> Found | None:
-        pairs = enumerate(zip(recorded, replayed, strict=False))
-        found = _first(self.values(f"{path}[{index}]", one, other) for index, (one, other) in pairs)
-        if found is None and len(recorded) != len(replayed):
+        for index, (one, other) in enumerate(zip(recorded, replayed, strict=False)):
+            if one != other:
+                found = self.values(f"{path}[{index}]", one, other)
+                if found is not None:
+                    return found
+        if len(recorded) != len(replayed):
             return Found(f"{path} (length)", str(len(recorded)), str(len(replayed)))
-        return found
+        return None
 
     def _same(self, path: str, recorded: Any, replayed: Any) -> bool:
         if isinstance(recorded, float) and isinstance(replayed, (int, float)):
@@ -126,10 +145,6 @@ class _Comparison:
     def _is_volatile(self, path: str) -> bool:
         plain = _without_indices(path)
         return plain in self._volatile or any(plain.startswith(prefix) for prefix in self._prefixes)
-
-
-def _first(found: Any) -> Found | None:
-    return next((each for each in found if each is not None), None)
 
 
 def _without_indices(path: str) -> str:

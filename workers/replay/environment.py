@@ -114,16 +114,16 @@ class _Director:
         for story in self._stories.values():
             assert story.request is not None and story.request_entry is not None
             await self._pace.wait(story.request_entry)
-            await self._stage.feed(story.request_entry.subject, story.request, story.request_entry)
+            self._stage.feed(story.request_entry.subject, story.request, story.request_entry)
 
     async def _compare_all(self, group: anyio.abc.TaskGroup) -> None:
-        async with self._stage.published(COMPARED) as published:
+        with self._stage.published("obs", "episode", types=COMPARED) as published:
             while self._open:
-                with anyio.move_on_after(self._patience_seconds) as patience:
-                    entry, message = await published.receive()
-                if patience.cancelled_caught:
+                received = await published.receive(self._patience_seconds)
+                if received is None:
                     self._give_up()
                     return
+                entry, message = received
                 episode_id = entry.subject.rpartition(".")[2]
                 if episode_id in self._open:
                     await self._heard(self._stories[episode_id], entry, message, group)
@@ -170,7 +170,9 @@ class _Director:
     def _compared(self, story: Story, entry: Stored, recorded: Message, replayed: Message, sequence: int) -> Difference | None:
         kind = type(recorded).__name__
         self._report.compared[kind] += 1
-        found = first_difference(recorded, self._cleaned(entry, replayed), ignored=self._ignored)
+        found = first_difference(recorded, replayed, ignored=self._ignored)
+        if found is not None and self.redacted:  # what was taken out of the recorded one is no difference
+            found = first_difference(recorded, self._cleaned(entry, replayed), ignored=self._ignored)
         if found is None:
             return None
         what = f"{kind} of turn {recorded.turn}" if isinstance(recorded, Observation) else kind
@@ -178,8 +180,6 @@ class _Director:
 
     def _cleaned(self, entry: Stored, message: Message) -> Message:
         """What a recorder that redacts would have kept of it."""
-        if not self.redacted:
-            return message
         cleaned = self._redactor.clean(msgspec.structs.replace(entry, payload=encode(message)))
         return decode(type(message), cleaned.payload, subject=entry.subject)
 
@@ -220,7 +220,7 @@ class _Director:
     async def _act(self, observation: Observation, action: Action, recorded: Stored) -> None:
         await self._pace.wait(recorded)
         subject = self._stage.subjects.action(observation.environment_lane, observation.episode_id)
-        await self._stage.feed(subject, action, recorded)
+        self._stage.feed(subject, action, recorded)
 
     async def _cancel(self, episode_id: str) -> None:
         """Free the slot: the worker is told to end the episode."""

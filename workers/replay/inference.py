@@ -8,6 +8,8 @@ history.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -129,6 +131,7 @@ class _Director:
         self._answers: dict[tuple[str, int], Action] = {}
         self._next: dict[str, int] = {}
         self._stopped: set[str] = set()
+        self._due: dict[int, list[tuple[int, Story]]] = {}
 
     async def direct(
         self, versions: list[tuple[Stored, PolicyPublished]], stories: list[Story], weights: dict[str, Path]
@@ -137,9 +140,10 @@ class _Director:
             raise UserError("the recording has no published version of the policy: nothing can be sampled")
         async with anyio.create_task_group() as group:
             group.start_soon(self._listen)
+            self._due = {0: list(enumerate(stories))}
             for entry, published in versions:
                 if await self._load(entry, published, weights):
-                    await self._play_version(published.version, stories)
+                    await self._play_version(published.version)
             left = sum(len(story.turns) - self._next.get(story.episode_id, 0) for story in stories)
             if left:
                 self._report.skipped["turns whose version is not at hand, or after one that differs"] += left
@@ -151,7 +155,7 @@ class _Director:
         if name in weights:
             published = msgspec.structs.replace(published, uri=weights[name].absolute().as_uri())
         self._sampler.rejected = ""
-        await self._stage.feed(entry.subject, published, entry)
+        self._stage.feed(entry.subject, published, entry)
         if published.version <= self._sampler.version and self._next:
             return False
         with anyio.fail_after(self._patience_seconds):
@@ -161,58 +165,54 @@ class _Director:
             return False
         return True
 
-    async def _play_version(self, version: int, stories: list[Story]) -> None:
+    async def _play_version(self, version: int) -> None:
         """All turns of this version whose turns before are in the log; as many episodes at once as the worker has slots for the
         shared lane, so that what is asked is being answered."""
         slots = self._stage.configuration.inference.slots
-        limiter = anyio.CapacityLimiter(slots - slots // 2)
+        due = [story for newest in tuple(self._due) if newest <= version for story in self._due.pop(newest)]
+        waiting = deque(sorted(due, key=lambda numbered: numbered[0]))
 
-        async def play(story: Story) -> None:
-            async with limiter:
+        async def play() -> None:
+            while waiting:
+                number, story = waiting.popleft()
                 await self._play(story, version)
+                turn = self._next.get(story.episode_id, 0)
+                if story.episode_id not in self._stopped and turn < len(story.turns):
+                    self._due.setdefault(_newest_version(story.turns[turn]), []).append((number, story))
 
         async with anyio.create_task_group() as group:
-            for story in stories:
-                if story.episode_id not in self._stopped:
-                    group.start_soon(play, story)
+            for _ in range(min(len(waiting), slots - slots // 2)):
+                group.start_soon(play)
 
     async def _play(self, story: Story, version: int) -> None:
         start = self._next.get(story.episode_id, 0)
         for turn in range(start, len(story.turns)):
             asked = story.turns[turn]
-            if not self._is_due(asked, version):
+            if _newest_version(asked) > version:
                 return
             reason = _unrepeatable(story, asked)
             if turn == 0:
-                await self._claim(story)
+                self._claim(story)
             if reason:
                 self._report.skipped[reason] += 1
-                await self._give(asked)
+                self._give(asked)
             elif not await self._compare(story, asked):
                 self._stopped.add(story.episode_id)
                 return
             self._next[story.episode_id] = turn + 1
 
-    def _is_due(self, asked: Asked, version: int) -> bool:
-        """Its newest token is of this version; what has no tokens is due at once."""
-        if asked.action is None or not asked.action.versions:
-            return True
-        return asked.action.versions[-1].version <= version
-
-    async def _claim(self, story: Story) -> None:
+    def _claim(self, story: Story) -> None:
         """Histories are rebuilt from claims and Actions: one attempt stands for all that were."""
         claim = AttemptStarted(episode_id=story.episode_id, attempt=1, worker="recorded", nonce="recorded", lane=LANE)
         first = story.turns[0].observation_entry
-        await self._stage.feed(
-            self._stage.subjects.episode(story.episode_id), claim, msgspec.structs.replace(first, sequence=0)
-        )
+        self._stage.feed(self._stage.subjects.episode(story.episode_id), claim, msgspec.structs.replace(first, sequence=0))
 
-    async def _give(self, asked: Asked) -> None:
+    def _give(self, asked: Asked) -> None:
         """Put a recorded Action into the log as it was."""
         if asked.action is None or asked.action_entry is None:
             return
         action = msgspec.structs.replace(asked.action, attempt=1)
-        await self._stage.feed(self._stage.subjects.action(LANE, action.episode_id), action, asked.action_entry)
+        self._stage.feed(self._stage.subjects.action(LANE, action.episode_id), action, asked.action_entry)
 
     async def _compare(self, story: Story, asked: Asked) -> bool:
         """Ask again; True if the answer is the recorded one."""
@@ -220,7 +220,7 @@ class _Director:
         key = (story.episode_id, asked.observation.turn)
         answered = self._waiting[key] = anyio.Event()
         await self._pace.wait(asked.observation_entry)
-        await self._ask(asked)
+        self._ask(asked)
         with anyio.move_on_after(self._patience_seconds):
             await answered.wait()
         del self._waiting[key]
@@ -236,25 +236,24 @@ class _Director:
             self._report.differences.append(self._different(story, asked, *found))
         return found is None
 
-    async def _ask(self, asked: Asked) -> None:
+    def _ask(self, asked: Asked) -> None:
         observation = asked.observation
-        last = await self._stage.bus.last(self._stage.subjects.action(LANE, observation.episode_id))
         observation = msgspec.structs.replace(
             observation,
             attempt=1,
             hop=0,
             environment_lane=LANE,
-            action_sequence=last.sequence if last else 0,
+            action_sequence=self._stage.last_sequence_on(self._stage.subjects.action(LANE, observation.episode_id)),
             request_sequence=0,
             pinned_version=None,
         )
         subject = self._stage.subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
-        await self._stage.feed(subject, observation, asked.observation_entry)
+        self._stage.feed(subject, observation, asked.observation_entry)
 
     async def _listen(self) -> None:
-        async with self._stage.published((Action,)) as published:
-            while True:
-                _, message = await published.receive()
+        with self._stage.published("act", types=(Action,)) as published:
+            while (received := await published.receive(math.inf)) is not None:
+                _, message = received
                 assert isinstance(message, Action)
                 key = (message.episode_id, message.turn)
                 if message.worker == WORKER and key in self._waiting:
@@ -287,6 +286,11 @@ def _published(recording: Recording, policy: str) -> Iterable[tuple[Stored, Poli
                 continue
             if isinstance(message, PolicyPublished):
                 yield entry, message
+
+
+def _newest_version(asked: Asked) -> int:
+    """The version of its newest token, with which it is due; 0 for what has no tokens and is due at once."""
+    return asked.action.versions[-1].version if asked.action is not None and asked.action.versions else 0
 
 
 def _unrepeatable(story: Story, asked: Asked) -> str:

@@ -155,14 +155,13 @@ class _Director:
         return await run_in_thread(function, *arguments, **options)
 
     async def direct(self) -> None:
-        async with self._stage.published(COMPARED) as published:
+        with self._stage.published("task", "train", "policy", types=COMPARED) as published:
             while self._expected and not self._report.differences:
-                with anyio.move_on_after(self._patience_seconds) as patience:
-                    entry, message = await published.receive()
-                if patience.cancelled_caught:
+                received = await published.receive(self._patience_seconds)
+                if received is None:
                     self._give_up()
                     return
-                await self._heard(entry, message)
+                await self._heard(*received)
 
     async def _heard(self, entry: Stored, message: Message) -> None:
         key = _key(entry.subject, message)
@@ -209,11 +208,9 @@ class _Director:
         if story.result.split == "train":
             for turn in story.turns:
                 if turn.action is not None and turn.action_entry is not None:
-                    await self._stage.feed(turn.action_entry.subject, turn.action, turn.action_entry)
+                    self._stage.feed(turn.action_entry.subject, turn.action, turn.action_entry)
         positions = self._stage.positions
-        await self._stage.feed(
-            story.result_entry.subject, positions.translated(story.result, positions.new), story.result_entry
-        )
+        self._stage.feed(story.result_entry.subject, positions.translated(story.result, positions.new), story.result_entry)
 
     def _differ(self, key: Key, sequence: int, field: str, recorded: str, replayed: str) -> None:
         after = f"after {self._report.compared['StepTrained']} steps that were compared"

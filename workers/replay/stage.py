@@ -6,20 +6,31 @@ they are compared.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Bus, Reader, Stored
+from fleetbus.bus.base import Bus, Stored
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
+from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
 from fleetbus.recording import Recording
-from schemas import ActionReference, EpisodeFinished, MalformedMessage, Message, Subjects, encode
+from schemas import (
+    ActionReference,
+    AttemptReleased,
+    AttemptStarted,
+    EpisodeFinished,
+    MalformedMessage,
+    Message,
+    Subjects,
+    encode,
+)
 from schemas.message import decode_any
+from workers.replay.stage_bus import stage_bus
 
 WORKER = "replayed"
 """Name of the worker under test."""
@@ -75,20 +86,53 @@ class Pace:
 
 
 class Published:
-    """What comes into the log, as far as it is of the wanted types."""
+    """What comes into the log on subjects of some kinds, as far as it is of the wanted types.
 
-    def __init__(self, reader: Reader, types: tuple[type[Message], ...]) -> None:
-        self._reader = reader
+    It reads the stream itself: nothing of what nobody compares is decoded, and nothing waits while there is more to read.
+    """
+
+    def __init__(
+        self, stream: MemoryStream, subjects: Subjects, kinds: tuple[str, ...], types: tuple[type[Message], ...]
+    ) -> None:
+        self._stream = stream
+        self._beginnings = tuple(f"{subjects.log.removesuffix('>')}{kind}." for kind in kinds)
         self._types = types
+        self._decoded = (*types, *BESIDE) if "episode" in kinds else types
+        self._next = 1
+        self._wake = anyio.Event()
 
-    async def receive(self) -> tuple[Stored, Message]:
-        """The next one; waits without limit. Cancelling it loses nothing."""
-        while True:
-            entry = await self._reader.receive()
+    async def receive(self, patience_seconds: float) -> tuple[Stored, Message] | None:
+        """The next one, or None when there was none for so long. Cancelling it loses nothing."""
+        found = self._advance()
+        if found is None:
+            with anyio.move_on_after(patience_seconds):
+                while found is None:
+                    self._wake = anyio.Event()
+                    await self._wake.wait()
+                    found = self._advance()
+        return found
+
+    def on_stored(self, entry: Stored) -> None:
+        if not self._wake.is_set() and entry.subject.startswith(self._beginnings):
+            self._wake.set()
+
+    def _advance(self) -> tuple[Stored, Message] | None:
+        while self._next <= self._stream.last_sequence:
+            entry = self._stream.get(self._next)
+            self._next += 1
+            if entry is None or not entry.subject.startswith(self._beginnings):
+                continue
             try:
-                return entry, decode_any(self._types, entry.payload, subject=entry.subject)
+                message = decode_any(self._decoded, entry.payload, subject=entry.subject)
             except MalformedMessage:
                 continue
+            if isinstance(message, self._types):
+                return entry, message
+        return None
+
+
+BESIDE: tuple[type[Message], ...] = (AttemptStarted, AttemptReleased)
+"""What stands beside results, and is told from them more cheaply decoded than refused."""
 
 
 class Stage:
@@ -100,18 +144,31 @@ class Stage:
         self.configuration = configuration
         self.subjects = Subjects(configuration.run.name)
         self.positions = Positions()
+        self._log = server.stream_for(self.subjects.log.replace(">", "task"))
+        self._fed = 0
 
-    async def feed(self, subject: str, message: Message, recorded: Stored) -> int:
+    def feed(self, subject: str, message: Message, recorded: Stored) -> int:
         """Store an input, note its position and return it."""
-        sequence = (await self.bus.publish(subject, encode(message, subject=subject))).sequence
+        self._fed += 1
+        payload = encode(message, subject=subject)
+        sequence = self._log.store(subject, payload, f"fed-{self._fed}", None, self.server.now_ns()).sequence
         self.positions.note(recorded.sequence, sequence)
         return sequence
 
-    @asynccontextmanager
-    async def published(self, types: tuple[type[Message], ...]) -> AsyncIterator[Published]:
-        """Messages of these types as they come into the log."""
-        async with self.bus.read([self.subjects.log]) as reader:
-            yield Published(reader, types)
+    def last_sequence_on(self, subject: str) -> int:
+        """Position of the newest entry on that subject, 0 if there is none."""
+        last = self._log.last(subject)
+        return last.sequence if last is not None else 0
+
+    @contextmanager
+    def published(self, *kinds: str, types: tuple[type[Message], ...]) -> Iterator[Published]:
+        """Messages of these types as they come into the log on subjects of these kinds."""
+        published = Published(self._log, self.subjects, kinds, types)
+        self._log.on_stored[published] = published.on_stored
+        try:
+            yield published
+        finally:
+            del self._log.on_stored[published]
 
 
 Work = Callable[[Bus, anyio.Event], Awaitable[None]]
@@ -140,8 +197,7 @@ async def perform(stage: Stage, work: Work, direct: Callable[[], Awaitable[None]
     drain = anyio.Event()
 
     async def play() -> None:
-        async with stage.server.connect(stage.configuration.run.name, worker=WORKER) as bus:
-            await work(bus, drain)
+        await work(stage_bus(stage.server, stage.configuration.run.name, WORKER), drain)
 
     async with anyio.create_task_group() as group:
         group.start_soon(play)

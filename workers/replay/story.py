@@ -8,9 +8,11 @@ import msgspec
 
 from fleetbus.bus.base import Stored
 from fleetbus.core.history import Turn, fold_history
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decoded, episode_entry
 from fleetbus.logs import REDACTED
-from schemas import Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
+from schemas import Action, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
+
+_REDACTED = REDACTED.encode()
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,9 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def redacted(self) -> bool:
         """True if something that a worker reads was taken out of it."""
+        entries = [self.request_entry, *(entry for turn in self.turns for entry in (turn.observation_entry, turn.action_entry))]
+        if not any(_REDACTED in entry.payload for entry in entries if entry is not None):
+            return False
         texts: list[object] = [self.request, *(turn.observation.messages for turn in self.turns)]
         texts += [each for turn in self.turns if turn.action for each in (turn.action.text, turn.action.tool_calls)]
         return REDACTED in repr(texts)
@@ -53,8 +58,9 @@ def read_stories(entries: Iterable[Stored]) -> dict[str, Story]:
 
 def _story(episode_id: str, kinds: dict[str, list[Stored]]) -> Story:
     about = kinds.get("episode", [])
-    claims = [each for _, each in decoded(AttemptStarted, about, beside=(AttemptReleased, EpisodeFinished))]
-    results = decoded(EpisodeFinished, about, beside=(AttemptReleased, AttemptStarted))
+    told = [(entry, episode_entry(entry)) for entry in about]
+    claims = [each for _, each in told if isinstance(each, AttemptStarted)]
+    results = [(entry, each) for entry, each in told if isinstance(each, EpisodeFinished)]
     requests = decoded(EpisodeRequested, kinds.get("task", []))
     actions = decoded(Action, kinds.get("act", []))
     observations = decoded(Observation, kinds.get("obs", []))

@@ -1,0 +1,41 @@
+"""The bus of a worker under test: the in-memory one, of which nothing is ever cut, killed or lost.
+
+What remains of a publish is one step to the server and the storing itself, so a replay spends its time in the worker.
+"""
+
+from __future__ import annotations
+
+import anyio.lowlevel
+
+from fleetbus.bus.base import Published
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.memory_bus import HEADER_BYTES, MAX_PAYLOAD_BYTES, MemoryBus
+from fleetbus.bus.memory_link import Link
+from fleetbus.errors import BusError
+
+
+class StageBus(MemoryBus):
+    """`MemoryBus` without the faults that it can be told to make."""
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        message_id: str | None = None,
+        expected_last: int | None = None,
+        timeout: float = 30.0,
+    ) -> Published:
+        if len(payload) + HEADER_BYTES > MAX_PAYLOAD_BYTES:
+            raise BusError(f"{subject}: {len(payload)} bytes and headers exceed the server's limit of {MAX_PAYLOAD_BYTES}")
+        await anyio.lowlevel.checkpoint()
+        stream = self._server.stream_for(subject)
+        return stream.store(subject, payload, message_id or self._new_id(), expected_last, self._server.now_ns())
+
+    async def _reach(self, what: str) -> None:
+        await anyio.lowlevel.checkpoint()
+
+
+def stage_bus(server: MemoryServer, run: str, worker: str) -> StageBus:
+    """A client of ``server`` that stays connected for as long as it is used."""
+    return StageBus(server, Link(True), run, worker, 0)
