@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
@@ -117,9 +118,7 @@ class SessionClient:
     async def _ask(self, worker: str, call: SessionCall, *, until: float) -> SessionAnswer | None:
         """The answer of one worker, however long the call takes; None when it is gone."""
         waiting = min(QUEUE_SECONDS, max(until - anyio.current_time(), 0.0))
-        payload = encode(
-            SessionCall(**{name: getattr(call, name) for name in call.__struct_fields__} | {"wait_seconds": waiting})
-        )
+        payload = encode(msgspec.structs.replace(call, wait_seconds=waiting))
         subject = self.subjects.rpc(worker, call.session)
         while True:
             try:

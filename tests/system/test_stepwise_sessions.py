@@ -14,7 +14,7 @@ import trio.testing
 from fleetbus.audit import audit_run
 from fleetbus.client.sessions import Session, SessionClient, SessionFailed, SessionUnavailable, sessions
 from fleetbus.config.settings import EnvironmentSettings
-from schemas import Action, ChatMessage, SessionCall, Task
+from schemas import MAX_MESSAGE_BYTES, Action, ChatMessage, SessionCall, Task
 from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
 from workers.environment.base import Start, Step, Verdict
 from workers.environment.stepwise.journal import journal_of
@@ -418,6 +418,21 @@ async def test_a_session_whose_worker_and_client_are_gone_gets_a_tombstone_and_o
             assert journal.ended is not None and journal.ended.end == "orphaned"
             assert (await journal_of(here.fleet.bus, here.fleet.subjects, "lives")).ended is None
         assert (await here.ask(SessionCall(session="gone", call="state", key="late"))).end == "orphaned"
+
+
+async def test_what_is_too_large_for_the_log_ends_its_session_and_nobody_elses() -> None:
+    world = World()
+    async with ground() as here:
+        worker = here.worker("e1", world)
+        async with here.client.open(TASK) as other, here.client.open(TASK) as session:
+            await other.reset()
+            await session.reset()
+            with pytest.raises(SessionFailed) as failed:
+                await session.step("x" * (MAX_MESSAGE_BYTES - 200))
+            assert (failed.value.answer.end, failed.value.answer.error_class) == ("env_failed", "too_large")
+            assert said(await other.step("one")) == "1: one"
+        await here.empty(worker)
+        assert world.opened == world.closed
 
 
 async def test_a_call_made_while_the_server_is_away_is_answered_when_it_is_back() -> None:

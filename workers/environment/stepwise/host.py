@@ -20,7 +20,7 @@ from schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed
 from schemas.session import SessionEnd
 from workers.environment.attempts import Crew
 from workers.environment.stages import Superseded
-from workers.environment.stepwise.hosted import HostedSession
+from workers.environment.stepwise.hosted import STORE_SECONDS, HostedSession, NoRoom
 from workers.environment.stepwise.journal import append, journal_of
 from workers.environment.stepwise.orphans import OrphanSweep
 
@@ -88,7 +88,7 @@ class SessionHost:
                 await hosted.leave()
             else:
                 await hosted.end("lost", error_class="drained", error="its worker stopped")
-        except (Superseded, BusError) as error:
+        except (Superseded, NoRoom, BusError) as error:
             log.warning("session not handed back", session=session, reason=str(error))
         finally:
             self._forget(session)
@@ -166,19 +166,32 @@ class SessionHost:
                 return refused(call, "conflict", "open needs a task")
             attempt = journal.claim.attempt + 1 if journal.claim else 1
             claim = SessionClaimed(session=call.session, attempt=attempt, worker=crew.worker, nonce=crew.nonce(), task=task)
-            await append(crew.bus, crew.subjects, call.session, journal, claim)
+            with anyio.fail_after(STORE_SECONDS):
+                await append(crew.bus, crew.subjects, call.session, journal, claim)
             hosted = HostedSession(crew, journal, session=call.session)
             self._hosted[call.session] = hosted
             kept = True
             self._admitted.set()
-            await hosted.restore()
+            await self._restore(call.session, hosted)
             self._counters["sessions_opened" if attempt == 1 else "sessions_taken_over"] += 1
             return hosted
         except Superseded:
             return refused(call, "moved", "another worker took the session")
+        except (NoRoom, TimeoutError):
+            return refused(call, "log", "the log has no room for the claim")
+        except MalformedMessage as malformed:
+            return refused(call, "conflict", f"the task cannot be recorded: {malformed.reason}")
         finally:
             if not kept:
                 self._release()
+
+    async def _restore(self, session: str, hosted: HostedSession) -> None:
+        """A session that cannot be restored and recorded holds no slot here; it has closed its environment by then."""
+        try:
+            await hosted.restore()
+        except (Superseded, NoRoom):
+            self._forget(session, hosted)
+            raise
 
     async def _slot(self, wait_seconds: float) -> bool:
         """A slot within that time; those who wait are served in order of arrival."""
@@ -218,6 +231,6 @@ class SessionHost:
     async def _expire(self, session: str, hosted: HostedSession, end: SessionEnd) -> None:
         try:
             await hosted.end(end)
-        except (Superseded, BusError) as error:
+        except (Superseded, NoRoom, BusError) as error:
             log.warning("session not ended", session=session, reason=str(error))
         self._forget(session, hosted)

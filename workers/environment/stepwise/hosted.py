@@ -16,7 +16,7 @@ import structlog
 
 from fleetbus.core.journal import Journal, JournalEntry, refused
 from fleetbus.core.tool_calls import parse_tool_calls
-from schemas import Action, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
+from schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from schemas.session import SessionEnd
 from workers.environment.attempts import Crew
 from workers.environment.base import Environment
@@ -145,7 +145,11 @@ class HostedSession:
         except Superseded:
             await self.leave()
             return refused(call, "moved", "the session went to another worker")
-        except _NoRoom:
+        except MalformedMessage as malformed:  # nothing so large fits into the log: what was done cannot be recorded
+            words = malformed.reason
+            await self.end("env_failed", key=call.key, error_class="too_large", error=words)
+            return self._blank(call, end="env_failed", error_class="too_large", error=words)
+        except NoRoom:
             await self.leave()
             return refused(call, "log", "the log has no room: what was done is not recorded, and will be done again")
 
@@ -257,15 +261,15 @@ class HostedSession:
             log.warning("environment not closed cleanly", session=self._session, reason=ended.error)
 
     async def _store(self, entry: JournalEntry) -> None:
-        """Append to the journal; raises `Superseded` or `_NoRoom`, after which nothing of this session may be answered."""
+        """Append to the journal; raises `Superseded` or `NoRoom`, after which nothing of this session may be answered."""
         try:
             with anyio.fail_after(STORE_SECONDS):
                 await append(self._crew.bus, self._crew.subjects, self._session, self._journal, entry)
         except TimeoutError as error:
-            raise _NoRoom from error
+            raise NoRoom from error
 
 
-class _NoRoom(Exception):
+class NoRoom(Exception):
     """The log took nothing for too long."""
 
 
