@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
@@ -277,8 +278,8 @@ async def test_the_command_tells_its_address_and_stops_on_sigterm(tmp_path: Path
             process = await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.STDOUT, env=environment)
             async with process:
                 assert process.stdout is not None
-                line = (await process.stdout.receive()).decode()
-                address = re.fullmatch(rf"run {RUN}: (http://127\.0\.0\.1:\d+/)\n", line)
+                line = (await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 1000)).decode()
+                address = re.fullmatch(rf"run {RUN}: (http://127\.0\.0\.1:\d+/)", line)
                 assert address is not None, line
                 async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
                     assert (await client.get(f"{address[1]}api/overview")).json()["run"] == RUN

@@ -28,7 +28,11 @@ from fleetbus.errors import BusClosed, NotPermitted, UserError
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 3.0
-"""How long the first connect tries."""
+"""How long the first connect tries where nobody listens."""
+
+GREETING_LIMIT_SECONDS = 10.0
+"""How long it waits for somebody who listens and is slow to greet. A server that speaks TLS alone greets a client in the clear
+only after `fleetbus.auth.server_config.GREETING_SECONDS`."""
 
 WATCH_EVERY_SECONDS = 2.0
 ROUND_TRIP_LIMITS_SECONDS = (2.5, 0.5)
@@ -56,6 +60,7 @@ class Connection:
         self._crash: Exception | None = None
         self._forbidden: Exception | None = None
         self._inboxes = 0
+        self._opening, self._began = True, anyio.current_time()
         self.first_error: Exception | None = None
         self.open = False
         self.exchanges: Exchanges
@@ -63,7 +68,7 @@ class Connection:
 
     def start(self) -> None:
         """Begin to answer and to watch; call it once the wire is connected."""
-        self.open = True
+        self._opening, self.open = False, True
         self.exchanges = Exchanges(self.wire, self.inbox)
         self.api = JetStreamApi(self.exchanges)
         self.restored[self.exchanges] = self.exchanges.repeat_all
@@ -93,7 +98,11 @@ class Connection:
             self._events.set()
             if not self.open:
                 raise UserError("the NATS server refused the credentials: check the key or the user") from error
-        self.first_error = self.first_error or error
+        if self.first_error is None or isinstance(error, ssl.SSLError):
+            self.first_error = error
+        late = anyio.current_time() > self._began + PATIENCE_SECONDS
+        if self._opening and (isinstance(error, ssl.SSLError) or (late and not isinstance(error, TimeoutError))):
+            raise error
 
     async def on_disconnected(self) -> None:
         log.debug("nats: connection lost")
@@ -195,14 +204,14 @@ async def open_connection(
 async def _connect(connection: Connection, url: str, **options: Any) -> None:
     wire = connection.wire
     try:
-        with anyio.fail_after(PATIENCE_SECONDS):
+        with anyio.fail_after(max(PATIENCE_SECONDS, GREETING_LIMIT_SECONDS)):
             await wire.connect(
                 [each.strip() for each in url.split(",")],
                 error_cb=connection.on_error,
                 disconnected_cb=connection.on_disconnected,
                 reconnected_cb=connection.on_reconnected,
                 closed_cb=connection.on_closed,
-                connect_timeout=2,
+                connect_timeout=5,
                 reconnect_time_wait=random.uniform(*_RECONNECT_WAIT_SECONDS),
                 max_reconnect_attempts=-1,
                 ping_interval=5,
