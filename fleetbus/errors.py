@@ -20,7 +20,13 @@ class FleetbusError(Exception):
 
 
 class UserError(FleetbusError):
-    """Bad input. The message is one line that names what is wrong and what to do."""
+    """Bad input. The message is one line that names what is wrong and what to do.
+
+    Control characters in what it quotes are escaped: no line breaks, and nothing that a terminal would obey.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(part if part.isprintable() else repr(part)[1:-1] for part in message))
 
 
 class NotPermitted(UserError):

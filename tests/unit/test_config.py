@@ -169,6 +169,10 @@ def test_any_value_is_either_taken_or_refused_in_one_line(setting: object, value
         assert len(str(error).splitlines()) == 1
 
 
+def test_an_error_quotes_no_line_break_and_no_terminal_command() -> None:
+    assert str(UserError("store = a\rb\n\x1b[2Jä")) == r"store = a\rb\n\x1b[2Jä"
+
+
 def test_the_json_of_another_file_type_is_not_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no tables"):
         read_tables(write(tmp_path, "[1, 2]", "config.json"))

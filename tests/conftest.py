@@ -1,0 +1,14 @@
+"""Property tests draw the same examples in every run, so that a run that passed here passes elsewhere.
+
+``HYPOTHESIS_PROFILE=explore`` draws new ones each time, and more of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
