@@ -25,7 +25,7 @@ from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from schemas import Action, ChatMessage, Task, ToolSpec
 from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.sandbox import Ran, SandboxSession
-from workers.environment.verifier.base import Grader
+from workers.environment.verifier.base import Grader, grade
 
 TOOL = ToolSpec(
     name="python",
@@ -130,14 +130,7 @@ class CodingEnvironment:
 
     async def verify(self) -> Verdict:
         """The verdict of the task's verifier, which may run code of its own (see `call_tool`)."""
-        if self._task is None or not self._task.verifier:
-            return Verdict(reward=None, reason="the task has no verifier")
-        return await self._grader.verify(
-            self._task.verifier,
-            final_answer=self._answer,
-            conversation=[{"role": message.role, "content": message.content} for message in self._conversation],
-            tools=self,
-        )
+        return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         """For the verifier: ``python`` runs code in the episode's interpreter, ``python_fresh`` in one of its own, which the

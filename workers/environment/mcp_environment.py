@@ -32,7 +32,7 @@ from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.context_tools import ContextTools
 from workers.environment.mcp_connection import Connection, ToolResult
 from workers.environment.pictures import KeepPicture
-from workers.environment.verifier.base import Grader
+from workers.environment.verifier.base import Grader, grade, plain_text
 
 log = structlog.get_logger(__name__)
 
@@ -160,7 +160,7 @@ class McpEnvironment:
 
     async def _looked_back(self, context: ContextTools, calls: Sequence[ToolCall], *, done: bool) -> Step:
         """A call of a context tool is answered here and counts as none of the server's."""
-        messages = [(message.role, _plain(message.content)) for message in self._conversation]
+        messages = [(message.role, plain_text(message.content)) for message in self._conversation]
         call = calls[0]
         if context.is_large:  # looking through megabytes would hold up the other episodes
             result = await anyio.to_thread.run_sync(context.call, call.name, call.arguments, messages, abandon_on_cancel=True)
@@ -195,15 +195,7 @@ class McpEnvironment:
         }
 
     async def verify(self) -> Verdict:
-        """The verdict of the task's verifier; none if the task has no verifier."""
-        if self._task is None or not self._task.verifier:
-            return Verdict(reward=None, reason="the task has no verifier")
-        return await self._grader.verify(
-            self._task.verifier,
-            final_answer=self._answer,
-            conversation=[{"role": message.role, "content": _plain(message.content)} for message in self._conversation],
-            tools=self,
-        )
+        return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         """For the verifier: what a tool gives; raises `LookupError` with its text if it fails."""
@@ -222,13 +214,6 @@ class McpEnvironment:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
-
-
-def _plain(content: Content) -> str:
-    """The text of a message; a verifier is told of images, not shown them."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text if isinstance(part, Text) else "[image]" for part in content)
 
 
 def _result_text(result: ToolResult) -> str:

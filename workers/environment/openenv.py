@@ -34,7 +34,7 @@ from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.openenv_client import ActionRefused, Observed, OpenEnvSession
 from workers.environment.openenv_server import OpenEnvServer
 from workers.environment.text_actions import spoken_action
-from workers.environment.verifier.base import Grader
+from workers.environment.verifier.base import Grader, grade
 
 if TYPE_CHECKING:
     from workers.environment.mcp_environment import PromptStyle
@@ -215,12 +215,7 @@ class OpenEnvEnvironment:
     async def verify(self) -> Verdict:
         """The task's verifier if it has one, else the rewards of the steps; no verdict if the environment gave none."""
         if self._task.verifier:
-            return await self._grader.verify(
-                self._task.verifier,
-                final_answer=self._answer,
-                conversation=[{"role": message.role, "content": message.content} for message in self._conversation],
-                tools=self,
-            )
+            return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
         given = [reward for reward in self._rewards if reward is not None]
         if self._task.config.get("reward", "sum") == "last":
             given = given[-1:] if self._rewards and self._rewards[-1] is not None else []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from schemas import ChatMessage, Image, Task, Text
 from workers.environment.base import Verdict
 
 
@@ -39,3 +40,24 @@ class Grader(Protocol):
         It is called with those of ``env``, ``final_answer`` and ``conversation`` that it has parameters for. Anything but a
         finite number from it is no verdict, and is not an exception here.
         """
+
+
+async def grade(
+    grader: Grader, task: Task | None, *, final_answer: str | None, conversation: Iterable[ChatMessage], tools: VerifierTools
+) -> Verdict:
+    """The verdict of the task's verifier on an episode; no reward if the task has no verifier."""
+    if task is None or not task.verifier:
+        return Verdict(reward=None, reason="the task has no verifier")
+    return await grader.verify(
+        task.verifier,
+        final_answer=final_answer,
+        conversation=[{"role": message.role, "content": plain_text(message.content)} for message in conversation],
+        tools=tools,
+    )
+
+
+def plain_text(content: str | tuple[Text | Image, ...]) -> str:
+    """The text of a message, with a word for each image: code is told of images, not shown them."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text if isinstance(part, Text) else "[image]" for part in content)
