@@ -1,6 +1,6 @@
 """The contract: every message that travels between workers, and every subject that it travels on. Needs msgspec alone."""
 
-from schemas.action import Action, FinishReason, VersionSpan
+from schemas.action import Action, FinishReason, ShownImage, VersionSpan
 from schemas.chat import ChatMessage, Image, Text, ToolCall, ToolSpec
 from schemas.episode import (
     GRADED,
@@ -109,6 +109,7 @@ __all__ = [
     "SessionClaimed",
     "SessionEnded",
     "SessionRecorded",
+    "ShownImage",
     "Split",
     "StepTrained",
     "Subjects",

@@ -21,13 +21,22 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     stop: int
 
 
+class ShownImage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Ids ``[start, stop)`` of a prompt delta stand for the image ``object``, the SHA-256 (hex) of its bytes in the run's
+    object bucket."""
+
+    object: str
+    start: int
+    stop: int
+
+
 class Action(Message, frozen=True, kw_only=True):
     """Inference worker → environment worker, on ``act.<environment lane>.<episode>``, expecting the Observation's sequence.
 
     ``prompt_delta`` are the ids that this turn's messages became (little-endian ``u4``), ``sampled`` the ids that the policy
     sampled, ``logprobs`` one ``f4`` per sampled id under the sampling temperature. Trained on as they stand here.
     ``observation_sequence`` and ``hop`` say which delivery was answered. ``lane`` is the inference lane of ``worker``, where
-    the episode's next observation goes.
+    the episode's next observation goes. ``images`` are those that ``prompt_delta`` shows, in order.
     """
 
     episode_id: str
@@ -49,3 +58,4 @@ class Action(Message, frozen=True, kw_only=True):
     observation_sequence: int = 0
     seconds_queued: float = 0.0
     seconds_generating: float = 0.0
+    images: tuple[ShownImage, ...] = ()

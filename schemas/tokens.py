@@ -73,14 +73,17 @@ def token_count(data: bytes) -> int:
     return len(data) // TOKEN_BYTES
 
 
-def extend_history(history: bytes, prompt_delta: bytes, sampled: bytes) -> bytes:
+def extend_history(history: bytes, prompt_delta: bytes, sampled: bytes, images: Sequence[str] = ()) -> bytes:
     """Hash of a token history after one more turn: BLAKE2b-128 over the previous hash and the turn's packed ids.
 
-    ``history`` is `EMPTY_HISTORY` before the first turn; lengths are hashed too, so that turns cannot be shifted.
+    ``history`` is `EMPTY_HISTORY` before the first turn; lengths are hashed too, so that turns cannot be shifted. ``images``
+    are the names of those that the turn shows: the same ids stand for any image of one size.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(history)
     digest.update(len(prompt_delta).to_bytes(8, "little"))
     digest.update(prompt_delta)
     digest.update(sampled)
+    for image in images:
+        digest.update(b"image" + image.encode())
     return digest.digest()

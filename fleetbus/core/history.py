@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from schemas import Action, ActionReference, AttemptStarted
+from schemas import Action, ActionReference, AttemptStarted, ShownImage
 from schemas.tokens import EMPTY_HISTORY, extend_history, token_count, unpack_ids
 
 
@@ -48,7 +48,8 @@ def history_hash(turns: Iterable[Turn]) -> bytes:
     """The chained hash of a history, as Observations and Actions carry it."""
     digest = EMPTY_HISTORY
     for turn in turns:
-        digest = extend_history(digest, turn.action.prompt_delta, turn.action.sampled)
+        shown = [image.object for image in turn.action.images]
+        digest = extend_history(digest, turn.action.prompt_delta, turn.action.sampled, shown)
     return digest
 
 
@@ -59,6 +60,21 @@ def history_ids(turns: Iterable[Turn]) -> list[int]:
         ids += unpack_ids(turn.action.prompt_delta)
         ids += unpack_ids(turn.action.sampled)
     return ids
+
+
+def history_images(turns: Iterable[Turn]) -> list[ShownImage]:
+    """The images of a history in order, their places counted from its beginning."""
+    images: list[ShownImage] = []
+    length = 0
+    for turn in turns:
+        images += moved_images(turn.action.images, length)
+        length += token_count(turn.action.prompt_delta) + token_count(turn.action.sampled)
+    return images
+
+
+def moved_images(images: Iterable[ShownImage], by: int) -> list[ShownImage]:
+    """The same images with their places ``by`` tokens later."""
+    return [ShownImage(object=image.object, start=image.start + by, stop=image.stop + by) for image in images]
 
 
 def loss_mask(turns: Iterable[Turn]) -> list[bool]:

@@ -31,6 +31,7 @@ from schemas import (
     SessionClaimed,
     SessionEnded,
     SessionRecorded,
+    ShownImage,
     StepTrained,
     Task,
     TensorEntry,
@@ -167,6 +168,7 @@ _EXAMPLES: tuple[Message, ...] = (
         observation_sequence=1203,
         seconds_queued=0.125,
         seconds_generating=1.5,
+        images=(ShownImage(object="5" * 64, start=1, stop=3),),
     ),
     EpisodeFinished(
         episode_id="s3-g7-k2",

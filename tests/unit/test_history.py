@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.history import Turn, fold_history, history_hash, history_ids, loss_mask
-from schemas import Action, ActionReference, AttemptStarted
+from fleetbus.core.history import Turn, fold_history, history_hash, history_ids, history_images, loss_mask
+from schemas import Action, ActionReference, AttemptStarted, ShownImage
 from schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 
 
@@ -17,7 +17,13 @@ def claim(attempt: int, resumed_at: int = 0) -> AttemptStarted:
 
 
 def turn(
-    attempt: int, number: int, *, sampled: tuple[int, ...] = (7, 8), sequence: int = 0, delta: tuple[int, ...] = (1,)
+    attempt: int,
+    number: int,
+    *,
+    sampled: tuple[int, ...] = (7, 8),
+    sequence: int = 0,
+    delta: tuple[int, ...] = (1,),
+    images: tuple[ShownImage, ...] = (),
 ) -> Turn:
     action = Action(
         episode_id="e",
@@ -27,6 +33,7 @@ def turn(
         prompt_delta=pack_ids(delta),
         sampled=pack_ids(sampled),
         finish_reason="stop" if sampled else "failed",
+        images=images,
     )
     return Turn(sequence=sequence or 100 * attempt + number, lane=f"e{attempt}", action=action)
 
@@ -95,6 +102,17 @@ def test_ids_and_mask_alternate_between_prompt_and_sampled() -> None:
     history = [turn(1, 0, delta=(1, 2), sampled=(3,)), turn(1, 1, delta=(4,), sampled=(5, 6))]
     assert history_ids(history) == [1, 2, 3, 4, 5, 6]
     assert loss_mask(history) == [False, False, True, False, True, True]
+
+
+def test_images_of_later_turns_stand_where_their_tokens_stand_in_the_whole_history() -> None:
+    first, second = (ShownImage(object=name * 64, start=1, stop=3) for name in "ab")
+    history = [turn(1, 0, delta=(1, 2, 2), sampled=(3,), images=(first,)), turn(1, 1, delta=(4, 2, 2), images=(second,))]
+    assert history_images(history) == [first, ShownImage(object="b" * 64, start=5, stop=7)]
+
+
+def test_two_histories_of_the_same_ids_and_other_images_differ_in_their_hash() -> None:
+    shown = [turn(1, 0, images=(ShownImage(object=name * 64, start=0, stop=1),)) for name in "ab"]
+    assert len({history_hash([turn(1, 0)]), *(history_hash([each]) for each in shown)}) == 3
 
 
 def test_the_hash_of_nothing_is_the_empty_history() -> None:
