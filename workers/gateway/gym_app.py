@@ -19,13 +19,12 @@ from starlette.routing import Route
 
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
+from workers.gateway.bodies import MAX_BYTES, BodyRefused, read_body
 from workers.gateway.gym_calls import Answer, GymCalls, Refused
 from workers.gateway.gym_wire import Request, WireError, read_request, write_answer
 
 SERVICE = "gym-env-service"
 SWEEP_SECONDS = 5.0
-BODY_SECONDS = 30.0
-"""A body that takes longer to arrive is given up."""
 
 log = structlog.get_logger()
 
@@ -39,7 +38,7 @@ class GymSettings(msgspec.Struct, frozen=True, kw_only=True):
     admit_timeout: float = 5.0
     max_sessions: int = 0
     session_timeout: float = 3600.0
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = MAX_BYTES
     call_seconds: float = 110.0
     """Below the 120 s that clients of the protocol wait."""
 
@@ -125,12 +124,13 @@ class GymGateway:
         if not self._permitted(http):
             return _detail(401, "unauthorized")
         try:
-            request = read_request(http.headers.get("content-type", ""), await self._body(http))
+            body = await read_body(http, limit=self._settings.max_body_bytes)  # before admission: slow senders hold no place
+            request = read_request(http.headers.get("content-type", ""), body)
             async with self._admitted():
                 answer = await execute(request)
         except WireError as error:
             return _detail(400, str(error))
-        except Refused as refused:
+        except (Refused, BodyRefused) as refused:
             return _detail(refused.status, str(refused))
         except ClientDisconnect:
             return _detail(400, "the request was cut off")
@@ -154,20 +154,6 @@ class GymGateway:
             yield
         finally:
             self._admission.release()
-
-    async def _body(self, http: HttpRequest) -> bytes:
-        """The body, if it is small enough and comes in time; read before admission, so that a slow sender holds no slot."""
-        limit = self._settings.max_body_bytes
-        received = bytearray()
-        try:
-            with anyio.fail_after(BODY_SECONDS):
-                async for chunk in http.stream():
-                    received += chunk
-                    if len(received) > limit:
-                        raise Refused(413, f"a request may have {limit} bytes")
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-        return bytes(received)
 
     def _permitted(self, http: HttpRequest) -> bool:
         if not self._settings.api_key:

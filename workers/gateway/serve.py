@@ -6,8 +6,10 @@ import socket
 from typing import Any
 
 import anyio
+import msgspec
 import uvicorn
 
+from workers.connections import Bounds, bounded, room_for
 from workers.listening import QuietServer
 
 KEEP_ALIVE_SECONDS = 75
@@ -18,10 +20,13 @@ PING_SECONDS = 10.0
 """A WebSocket whose client does not answer a ping for this long is cut."""
 
 MAX_FRAME_BYTES = 16 << 20
+BOUNDS = Bounds()
 
 
-async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *, connections: int = 4096) -> None:
-    """Serve on a bound socket until ``stop``; the socket is closed at the end. Further connections than that get a 503."""
+async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *, bounds: Bounds = BOUNDS) -> None:
+    """Serve on a bound socket until ``stop``; the socket is closed at the end. Where all connections that ``bounds`` allows are
+    in use, a further one gets a 503."""
+    bounds = msgspec.structs.replace(bounds, connections=room_for(bounds.connections))
     configuration = uvicorn.Config(
         application,
         log_config=None,
@@ -29,7 +34,9 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         lifespan="on",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
-        limit_concurrency=connections,
+        http=bounded(bounds),
+        limit_concurrency=bounds.connections,
+        proxy_headers=False,
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,
         ws_max_size=MAX_FRAME_BYTES,
