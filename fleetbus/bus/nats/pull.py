@@ -26,6 +26,9 @@ SILENCE_SECONDS = 6.0
 """Without message or status for this long, the pull requests are taken for lost."""
 
 _BACKOFF_SECONDS = 0.25
+_FORGET_SECONDS = 2 * EXPIRES_SECONDS
+"""By then the server has answered a request or filled it; of one that it filled it says nothing."""
+
 _encode = msgspec.json.Encoder().encode
 
 OnMessage = Callable[[bytes, bytes, bytes], None]
@@ -47,7 +50,7 @@ class PullLine:
         self._subject = ""
         self._route = 0
         self._inbox = ""
-        self._requests: dict[bytes, int] = {}
+        self._requests: dict[bytes, tuple[int, float]] = {}
         self._count = 0
         self._planned: asyncio.Handle | None = None
         self.wanted = 0
@@ -105,11 +108,19 @@ class PullLine:
         self._count += 1
         batch, self.wanted = self.wanted, 0
         self.asked += batch
-        self._requests[b"%x" % self._count] = batch
         self.heard_at = self._loop.time()
+        self._forget_filled(self.heard_at - _FORGET_SECONDS)
+        self._requests[b"%x" % self._count] = (batch, self.heard_at)
         nanoseconds = 1_000_000_000
         question = {"batch": batch, "expires": int(EXPIRES_SECONDS * nanoseconds)}
         self._wire.send(publish_command(self._subject, f"{self._inbox}.{self._count:x}", _encode(question)))
+
+    def _forget_filled(self, before: float) -> None:
+        while self._requests:
+            oldest = next(iter(self._requests))
+            if self._requests[oldest][1] >= before:
+                return
+            del self._requests[oldest]
 
     def _on_wire(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         self.heard_at = self._loop.time()
@@ -128,7 +139,7 @@ class PullLine:
 
     def _on_status(self, request: bytes, headers: bytes) -> None:
         status = status_of(headers)
-        batch = self._requests.pop(request, 0)
+        batch, _ = self._requests.pop(request, (0, 0.0))
         unused = int(header_fields(headers).get("Nats-Pending-Messages", batch))
         unused = min(unused, self.asked)
         self.asked -= unused

@@ -1,0 +1,53 @@
+"""What the NATS wrapper remembers stays small, however long it works."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.bus.nats import connect, pull
+from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.bus.nats.puller import NatsSubscription
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run, tasks_consumer
+from schemas import Subjects
+
+RUN = "r"
+SUBJECTS = Subjects(RUN)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def declared(store: Path) -> AsyncIterator[NatsBus]:
+    with anyio.fail_after(50):
+        async with run_server(store) as server, connect(server.url, run=RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=1))
+            assert isinstance(bus, NatsBus)
+            yield bus
+
+
+async def test_a_puller_that_never_rests_forgets_the_requests_that_were_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server says nothing of a request that it filled, and with credits left at all times there is no clean slate."""
+    monkeypatch.setattr(pull, "_FORGET_SECONDS", 0.0)
+    async with declared(tmp_path) as bus, bus.pull(tasks_consumer("default"), credits=64) as subscription:
+        assert isinstance(subscription, NatsSubscription)
+        for number in range(400):
+            async with anyio.create_task_group() as group:
+                for index in range(5):
+                    group.start_soon(bus.publish, SUBJECTS.task("default", f"e{number}-{index}"), b"x")
+            for _ in range(5):
+                await (await subscription.receive()).ack()
+                subscription.grant()
+            assert subscription.credits == 64
+        assert subscription._line._count > 50, "too few requests to tell"
+        assert len(subscription._line._requests) <= 2
