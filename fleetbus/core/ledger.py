@@ -13,7 +13,7 @@ class Ledger:
     """Requests by log position."""
 
     def __init__(self, floor: int = 1, settled: Iterable[str] = ()) -> None:
-        self._start = floor
+        self._forgotten_below = 0
         self._settled = set(settled)
         self._asking: dict[str, int] = {}
         self._known = floor - 1
@@ -30,9 +30,9 @@ class Ledger:
 
     def requested(self, episode_id: str, sequence: int) -> bool:
         """Enter a request; False if it is settled or known already."""
-        self._asking.pop(episode_id, None)
+        asked = self._asking.pop(episode_id, None) is not None
         self._known = max(self._known, sequence)
-        if episode_id in self._sequences:
+        if episode_id in self._sequences or (sequence < self._forgotten_below and not asked):
             return False
         self._sequences[episode_id] = sequence
         if episode_id in self._settled:
@@ -47,6 +47,18 @@ class Ledger:
         del self._open[episode_id]
         self._settled.add(episode_id)
 
+    def forget_settled(self) -> None:
+        """Drop what is settled below the floor: nobody has to name it any more, and a run has millions of it."""
+        floor = self.floor
+        for episode in [episode for episode, sequence in self._sequences.items() if sequence < floor]:
+            del self._sequences[episode]
+            self._settled.discard(episode)
+        self._forgotten_below = max(self._forgotten_below, floor)
+
+    def __len__(self) -> int:
+        """Requests that are remembered."""
+        return len(self._sequences)
+
     def is_open(self, episode_id: str) -> bool:
         return episode_id in self._open
 
@@ -59,7 +71,7 @@ class Ledger:
         """Lowest log position that a request which is not settled has or may have; one after the last when all are."""
         if self._open or self._asking:
             return min((*self._open.values(), *self._asking.values()))
-        return max(self._sequences.values(), default=self._start - 1) + 1
+        return self._known + 1
 
     @property
     def settled_above(self) -> tuple[str, ...]:

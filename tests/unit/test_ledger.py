@@ -88,6 +88,32 @@ def test_the_floor_does_not_pass_a_request_whose_answer_is_late() -> None:
     assert ledger.floor == 31
 
 
+def test_a_month_of_settled_requests_is_forgotten_and_none_of_them_comes_back() -> None:
+    ledger = Ledger()
+    for sequence in range(1, 2_001, 2):
+        ledger.requested(f"e{sequence}", sequence)
+        ledger.settle(f"e{sequence}")
+        ledger.forget_settled()
+        assert len(ledger) == 0
+    ledger.requested("open", 2_000)
+    assert ledger.floor == 2_000
+    assert not ledger.requested("e1", 1)
+    assert ledger.open_ids == ("open",)
+
+
+def test_what_is_settled_above_the_floor_is_not_forgotten() -> None:
+    ledger = Ledger()
+    for episode, sequence in (("a", 10), ("b", 20), ("c", 30)):
+        ledger.requested(episode, sequence)
+    ledger.settle("a")
+    ledger.settle("c")
+    ledger.forget_settled()
+    assert (ledger.floor, ledger.settled_above, len(ledger)) == (20, ("c",), 2)
+    ledger.settle("b")
+    ledger.forget_settled()
+    assert (ledger.floor, ledger.settled_above, len(ledger)) == (31, (), 0)
+
+
 class Resumes(RuleBasedStateMachine):
     """A log of requests, some settled, with crashes in between, against a model that simply remembers everything.
 
@@ -129,6 +155,10 @@ class Resumes(RuleBasedStateMachine):
         episode = data.draw(st.sampled_from(sorted(set(self.log) - self.settled - set(self.unanswered))))
         self.settled.add(episode)
         self.ledger.settle(episode)
+
+    @rule()
+    def forget_settled(self) -> None:
+        self.ledger.forget_settled()
 
     @rule()
     def crash_and_resume(self) -> None:

@@ -311,6 +311,7 @@ class Learner:
             settled=self._ledger.settled_above,
             next_group=self._admission.next_group,
         )
+        self._ledger.forget_settled()
         await self._train.append(
             StepTrained(
                 lineage=self._lineage,
