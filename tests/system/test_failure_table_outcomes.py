@@ -1,0 +1,212 @@
+"""What happens when episodes, engines, environments or weights are bad: a recorded outcome, and the fleet goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from schemas import Action, ChatMessage, PolicyPublished, Task
+from tests.support.interrupted_fleet import PATIENT, BreakingSampler, at_least_ended, fleet_of, slow_sampler
+from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
+from workers.environment.base import EnvironmentFailed, Step, Verdict
+from workers.environment.scripted import ScriptedEnvironment
+from workers.inference.base import WeightsRejected
+from workers.inference.scripted import ScriptedSampler
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+# an episode that kills whoever runs it; an observation that kills the engine: after 3 tries a recorded outcome; the fleet lives
+
+
+class Deadly(ScriptedEnvironment):
+    """A task with ``deadly`` in its key kills its worker in the second turn."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        super().__init__()
+        self._kill = kill
+
+    async def open(self, task: Task) -> None:
+        self._is_deadly = "deadly" in task.key
+        await super().open(task)
+
+    async def step(self, action: Action) -> Step:
+        if self._is_deadly and action.turn == 1:
+            self._kill()
+            await anyio.sleep_forever()
+        return await super().step(action)
+
+
+def deadly_worker(fleet: SmallFleet, name: str) -> Member:
+    """A worker that its episodes may kill."""
+
+    def make() -> ScriptedEnvironment:
+        return Deadly(lambda: fleet.members[name].kill())
+
+    return fleet.environment(name, make=make)
+
+
+async def test_an_episode_that_kills_whoever_runs_it_is_recorded_as_lost_after_three_tries() -> None:
+    with anyio.fail_after(2000):
+        async with small_fleet(configured(limits=PATIENT)) as fleet:
+            fleet.inference("inference-0")
+            workers = [deadly_worker(fleet, f"environment-{index}") for index in range(3)]
+            await fleet.heard(*workers)
+            await fleet.request("deadly", task=Task(key="deadly"))
+            for deaths in (1, 2, 3):
+                await fleet.until(partial(at_least_ended, workers, deaths))
+                workers.append(deadly_worker(fleet, f"environment-{len(workers)}"))
+            result = await fleet.result("deadly")
+            assert (result.outcome, result.error_class, result.attempts, result.reward) == ("lost", "poison", 3, None)
+            await fleet.request("sound")
+            assert (await fleet.result("sound")).outcome == "completed"
+            await fleet.rests()
+
+
+async def test_what_runs_beside_an_episode_that_kills_its_worker_is_not_taken_for_another() -> None:
+    """One worker plays all of them, and loses all of them twice; then those that might be the cause run one by one."""
+    names = [f"neighbour-{index}" for index in range(7)]
+    with anyio.fail_after(2000):
+        async with small_fleet(configured(limits=PATIENT)) as fleet:
+            fleet.inference("inference-0", sampler=slow_sampler())
+            workers = [deadly_worker(fleet, "environment-0")]
+            await fleet.heard(*workers)
+            for name in [*names, "deadly"]:
+                await fleet.request(name, task=Task(key=name, prompt="play", config={"turns": 4}))
+            for deaths in (1, 2, 3):
+                await fleet.until(partial(at_least_ended, workers, deaths))
+                workers.append(deadly_worker(fleet, f"environment-{deaths}"))
+            results = {name: await fleet.result(name) for name in [*names, "deadly"]}
+            assert (results["deadly"].outcome, results["deadly"].error_class) == ("lost", "poison")
+            assert {results[name].outcome for name in names} == {"completed"}
+            assert min(results[name].attempts for name in names) == 3, "they were lost with it twice"
+            await fleet.rests()
+
+
+@pytest.mark.parametrize("gently", [False, True], ids=["the worker dies", "the worker says so"])
+async def test_an_observation_that_kills_the_engine_is_recorded_as_lost_after_its_hops(gently: bool) -> None:
+    with anyio.fail_after(2000):
+        async with small_fleet(configured(limits=PATIENT)) as fleet:
+            fleet.environment("environment-0")
+            samplers = [BreakingSampler("bad", gently=gently) for _ in range(8)]
+            engines = [fleet.inference(f"inference-{index}", sampler=samplers[index]) for index in range(2)]
+            await fleet.heard(*engines)
+            await fleet.request("bad", task=Task(key="task", prompt="bad"))
+            for deaths in (1, 2, 3, 4) if not gently else ():
+                await fleet.until(partial(at_least_ended, engines, deaths))
+                engines.append(fleet.inference(f"inference-{len(engines)}", sampler=samplers[len(engines)]))
+            result = await fleet.result("bad")
+            dead = [engine for engine in engines if engine.ended.is_set()]
+            assert [type(engine.failure()) for engine in dead] == [ZeroDivisionError] * (0 if gently else 4)
+            assert (result.outcome, result.error_class, result.reward) == ("lost", "poison_observation", None)
+            assert sum(sampler.tries for sampler in samplers) == 1 + fleet.configuration.environment.max_hops
+            await fleet.request("sound")
+            assert (await fleet.result("sound")).outcome == "completed"
+            await fleet.rests()
+
+
+# env hangs, env raises, verifier raises, tool unknown, malformed tool call, NaN reward, 10 MB observation: the outcome table
+
+
+class Trouble(ScriptedEnvironment):
+    """The trouble that the task's key names, in the second turn."""
+
+    async def open(self, task: Task) -> None:
+        self._trouble = task.key
+        await super().open(task)
+
+    async def step(self, action: Action) -> Step:
+        if action.turn == 1:
+            match self._trouble:
+                case "hangs":
+                    await anyio.sleep_forever()
+                case "raises":
+                    raise EnvironmentFailed("no more")
+                case "not a number":
+                    return Step(reward=math.nan)
+                case "ten megabytes":
+                    return Step(messages=(ChatMessage(role="user", content="x" * 10_000_000),))
+        return await super().step(action)
+
+    async def verify(self) -> Verdict:
+        if self._trouble == "verifier raises":
+            raise ZeroDivisionError
+        return await super().verify()
+
+    async def close(self) -> None:
+        if self._trouble == "close raises":
+            raise OSError("already gone")
+
+
+OUTCOMES = {
+    "hangs": "timeout",
+    "raises": "env_failed",
+    "verifier raises": "verifier_unknown",
+    "not a number": "verifier_unknown",
+    "ten megabytes": "truncated",
+    "close raises": "completed",
+    "nothing": "completed",
+}
+
+
+async def test_whatever_an_environment_does_there_is_an_outcome_and_the_fleet_goes_on() -> None:
+    """Tools unknown and calls malformed are in test_sessions_under_stress_tools.py."""
+    async with fleet_of(make=Trouble, environments=1) as fleet:
+        for index, trouble in enumerate([*OUTCOMES] * 3):
+            await fleet.request(f"e{index}", task=Task(key=trouble, prompt="play"))
+        results = await fleet.all_results(21)
+        assert Counter((result.task_key, result.outcome) for result in results) == dict.fromkeys(OUTCOMES.items(), 3)
+        assert all((result.reward is None) == (result.outcome not in ("completed", "truncated")) for result in results)
+
+
+# model emits garbage, engine dies, weights corrupt or of the wrong shape: version unchanged until good (see also *_engine.py)
+
+
+class Choosy(ScriptedSampler):
+    """Refuses versions whose file is called bad."""
+
+    async def load(self, policy: PolicyPublished) -> None:
+        if "bad" in policy.uri:
+            raise WeightsRejected(f"{policy.uri}: differs from the manifest's sha256")
+        await super().load(policy)
+
+
+async def test_a_bad_version_changes_nothing_until_a_good_one_comes() -> None:
+    with anyio.fail_after(100):
+        async with small_fleet() as fleet:
+            engine = fleet.inference("inference-0", sampler=Choosy())
+            fleet.environment("environment-0")
+            await fleet.heard(engine)
+            await fleet.publish_policy(1, uri="bad")
+            await fleet.request("before")
+            assert (await fleet.result("before")).policy_versions == (0,)
+            await fleet.until(lambda: fleet.beats[engine.name].counters.get("weights_rejected") == 1)
+            assert fleet.beats[engine.name].policy_version == 0
+            await fleet.publish_policy(2, uri="good")
+            await fleet.until(lambda: fleet.beats[engine.name].policy_version == 2)
+            await fleet.request("after")
+            assert (await fleet.result("after")).policy_versions == (2,)
+
+
+async def test_a_worker_whose_first_version_is_bad_takes_no_work_until_a_good_one_comes() -> None:
+    with anyio.fail_after(100):
+        async with small_fleet() as fleet:
+            await fleet.publish_policy(1, uri="bad")
+            engine = fleet.inference("inference-0", sampler=Choosy())
+            fleet.environment("environment-0")
+            await fleet.request()
+            await anyio.sleep(4)
+            assert fleet.beats[engine.name].in_flight == 0
+            assert not fleet.results["e"]
+            await fleet.publish_policy(2, uri="good")
+            assert (await fleet.result()).policy_versions == (2,)
