@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -128,19 +129,19 @@ def fields_of(response: httpx.Response) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def served(handler: Handler, **options: Any) -> AsyncIterator[Wire]:
-    async with running(GymService(handler, **options).build()) as wire:
+async def served(handler: Handler, *, seconds: float = 50, **options: Any) -> AsyncIterator[Wire]:
+    async with running(GymService(handler, **options).build(), seconds=seconds) as wire:
         yield wire
 
 
 @asynccontextmanager
-async def running(application: Any) -> AsyncIterator[Wire]:
+async def running(application: Any, *, seconds: float = 50, **serving: Any) -> AsyncIterator[Wire]:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     stop = anyio.Event()
-    with anyio.fail_after(50):
+    with anyio.fail_after(seconds):
         async with anyio.create_task_group() as group, httpx.AsyncClient() as client:
-            group.start_soon(serve, application, listener, stop)
+            group.start_soon(partial(serve, application, listener, stop, **serving))
             yield Wire(client, url)
             stop.set()
 

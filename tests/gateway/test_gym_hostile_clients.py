@@ -5,11 +5,14 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 import anyio
+import psutil
 import pytest
 
 from tests.gateway.test_gym_gateway import Handler, Wire, served
+from workers.connections import room_for
 
 IDLE_CONNECTIONS = 400
+THOUSANDS = 2500
 
 
 @pytest.fixture
@@ -31,6 +34,32 @@ async def test_hundreds_of_idle_connections_are_in_nobody_s_way() -> None:
     async with served(Handler()) as wire, AsyncExitStack() as stack:
         for _ in range(IDLE_CONNECTIONS):
             await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port_of(wire)))
+        await play(wire)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_thousands_of_idle_connections_are_in_nobody_s_way_and_go_when_they_go() -> None:
+    """Both ends are in this process: two files for each connection."""
+    assert room_for(2 * THOUSANDS) == 2 * THOUSANDS, "this machine allows too few open files"
+    process = psutil.Process()
+    async with served(Handler(), seconds=280) as wire:
+        await play(wire)
+        before = process.num_fds()
+        async with AsyncExitStack() as stack:
+            opening = anyio.CapacityLimiter(100)
+
+            async def idle() -> None:
+                async with opening:
+                    await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port_of(wire)))
+
+            async with anyio.create_task_group() as group:
+                for _ in range(THOUSANDS):
+                    group.start_soon(idle)
+            await play(wire)
+            assert process.num_fds() - before >= THOUSANDS
+        while process.num_fds() > before + 10:  # noqa: ASYNC110 - what the kernel still closes
+            await anyio.sleep(0.1)
         await play(wire)
 
 
