@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from workers.learner.base import Trainer
 WEIGHTS = "weights.safetensors"
 STATE = "trainer.state"
 INDEX = "checkpoint.json"
+
+_NAME = re.compile(r"(?P<part>\.?)l(?P<lineage>\d+)-(?P<step>\d{6,})(\.part)?")
 
 log = structlog.get_logger()
 
@@ -71,10 +74,16 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     return checkpoint
 
 
-def prune(folder: Path, keep: list[Path]) -> None:
-    """Remove all checkpoints but those in ``keep``."""
-    for path in folder.iterdir():
-        if path not in keep:
+def prune(folder: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest ``keep``, and what kills left half written.
+
+    Newest by lineage and step, as in the log: clocks and file times may go backwards.
+    """
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
+    kept = {path for _, _, path in whole[-keep:]}
+    for _, path in found:
+        if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 

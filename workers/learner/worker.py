@@ -345,8 +345,7 @@ class Learner:
                 floor=checkpoint.floor,
             )
         )
-        kept = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)[-self._settings.keep_checkpoints :]
-        await self._ports.offload(prune, folder, kept)
+        await self._ports.offload(prune, folder, self._settings.keep_checkpoints)
         self._unstored = None
         self._counters["seconds_checkpoint"] += anyio.current_time() - started
 

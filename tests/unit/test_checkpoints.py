@@ -1,0 +1,73 @@
+"""Checkpoints on the disk: the newest are kept whatever the clock says, and a torn one never passes for whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from schemas import TensorEntry
+from workers.learner.checkpoints import STATE, Checkpoint, prune, read_checkpoint, write_checkpoint
+from workers.learner.scripted import ScriptedTrainer
+
+
+def written(folder: Path, lineage: str, step: int, trainer: ScriptedTrainer | None = None) -> Path:
+    checkpoint = Checkpoint(lineage=lineage, step=step, version=step, floor=1, settled=(), next_group=0)
+    return write_checkpoint(folder, checkpoint, trainer or ScriptedTrainer())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_checkpoint_is_kept_though_the_clock_was_set_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        os.utime(written(tmp_path, "l1", step), (time.time() + 3600,) * 2)
+    written(tmp_path, "l1", 3)
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["l1-000002", "l1-000003"]
+
+
+def test_a_later_lineage_is_newer_whatever_its_step(tmp_path: Path) -> None:
+    for lineage, step in (("l2", 30), ("l10", 4), ("l9", 1_000_000)):
+        written(tmp_path, lineage, step)
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["l10-000004"]
+
+
+def test_what_a_kill_left_half_written_is_removed_and_takes_no_place(tmp_path: Path) -> None:
+    written(tmp_path, "l1", 1)
+    (tmp_path / ".l1-000002.part").mkdir()
+    (tmp_path / "notes").mkdir()
+    written(tmp_path, "l2", 2)
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["l1-000001", "l2-000002", "notes"]
+
+
+class FullDisk(ScriptedTrainer):
+    """The disk is full when the optimizer's state is written."""
+
+    def save_state(self, file: Path) -> None:
+        file.write_text("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        return super().save_weights(file)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_ones_before_and_none_of_its_name(tmp_path: Path) -> None:
+    before = written(tmp_path, "l1", 1)
+    with pytest.raises(OSError, match="No space left"):
+        written(tmp_path, "l1", 2, FullDisk())
+    assert read_checkpoint(before) is not None
+    assert not (tmp_path / "l1-000002").exists()
+
+
+def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path: Path) -> None:
+    path = written(tmp_path, "l1", 1)
+    assert read_checkpoint(path) is not None
+    (path / STATE).write_text("{ }")
+    assert read_checkpoint(path) is None
