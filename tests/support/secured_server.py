@@ -1,0 +1,63 @@
+"""A server with the keys, rights and TLS that `fleetbus auth init` writes, and connections to it as any user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from fleetbus.auth.access import access_for
+from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.streams import plan_run
+from schemas import Subjects
+from tests.support.small_fleet import LANES, RUN
+
+TRUST = "trust"
+"""The run that forbidden things are tried on."""
+
+SUBJECTS = Subjects(TRUST)
+LOG = f"fb_{TRUST}"
+
+
+class Secured:
+    """A server with the configuration that was written, and connections to it as any user."""
+
+    def __init__(self, folder: Path, server: NatsServerProcess, portal: BlockingPortal) -> None:
+        self.folder = folder
+        self.server = server
+        self.portal = portal
+
+    def connect(self, role: str, *, run: str = TRUST, worker: str = "") -> AbstractAsyncContextManager[Bus]:
+        access = access_for(role, str(self.folder))
+        return connect(self.server.url, run=run, role=role, worker=worker or f"{role}-1", **access)
+
+
+async def _declare(place: Secured) -> None:
+    async with place.connect("init") as bus:
+        await bus.declare(plan_run(TRUST, lanes=LANES, max_bytes=1 << 28))
+        for subject in (SUBJECTS.task("default", "e0"), SUBJECTS.episode("e0"), SUBJECTS.action("e0", "e0")):
+            await bus.publish(subject, b"an entry")
+
+
+async def scan(bus: Bus, subject: str) -> list[bytes]:
+    return [entry.payload async for entry in bus.scan([subject])]
+
+
+@contextmanager
+def secured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    """With the streams of `TRUST` declared and three entries in its log; `RUN` is allowed and not declared."""
+    folder, store = tmp_path_factory.mktemp("auth"), tmp_path_factory.mktemp("nats")
+    plans = [plan_run(run, lanes=LANES, max_bytes=1 << 28) for run in (TRUST, RUN)]
+    files = AuthFolder(folder)
+    write_folder(files, plans, hosts=["127.0.0.1"], days=1)
+    with start_blocking_portal() as portal:
+        with portal.wrap_async_context_manager(run_server(store, config=files.server_config)) as server:
+            place = Secured(folder, server, portal)
+            portal.call(_declare, place)
+            yield place

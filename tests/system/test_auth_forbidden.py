@@ -1,0 +1,189 @@
+"""What no user of a run may do but the one whose work it is: refused by a real server, and told by name."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+
+from fleetbus.auth.access import access_for
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.config.settings import RunSettings
+from fleetbus.errors import NotPermitted
+from schemas import MESSAGES, Heartbeat, MalformedMessage, WorkerFailed, decode
+from schemas.message import decode_any
+from tests.support.secured_server import LOG, SUBJECTS, TRUST, Secured, scan, secured_server
+from tests.support.small_fleet import configured
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
+    with secured_server(tmp_path_factory) as server:
+        yield server
+
+
+Operation = Callable[[Bus], Awaitable[object]]
+
+
+def publish(subject: str) -> Operation:
+    return lambda bus: bus.publish(subject, b"forged", timeout=20)
+
+
+def broadcast(subject: str) -> Operation:
+    async def operation(bus: Bus) -> None:
+        await bus.broadcast(subject, b"forged")
+        await anyio.sleep_forever()  # ended by the server's refusal
+
+    return operation
+
+
+def api(subject: str, question: object = None) -> Operation:
+    async def operation(bus: Bus) -> None:
+        assert isinstance(bus, NatsBus)
+        await bus._connection.api.ask(subject, question, timeout=20)
+
+    return operation
+
+
+def pull(consumer: str) -> Operation:
+    async def operation(bus: Bus) -> None:
+        async with bus.pull(consumer, credits=1) as subscription:
+            await subscription.receive()
+
+    return operation
+
+
+def listen(subject: str) -> Operation:
+    async def operation(bus: Bus) -> None:
+        async with bus.listen(subject) as listener:
+            await listener.receive()
+
+    return operation
+
+
+async def direct_history(bus: Bus) -> None:
+    from fleetbus.bus.nats.direct import get_histories
+
+    assert isinstance(bus, NatsBus)
+    await get_histories(bus._connection, LOG, [SUBJECTS.task("default", "e0")])
+
+
+SPY = {"stream_name": LOG, "config": {"name": "spy", "filter_subject": SUBJECTS.tasks(), "ack_policy": "none"}}
+FORBIDDEN: list[tuple[str, str, Operation]] = [
+    ("environment", "publishes a policy", publish(SUBJECTS.policy("default"))),
+    ("environment", "writes into the book of training", publish(SUBJECTS.train("default"))),
+    ("environment", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
+    ("environment", "acts for the policy", publish(SUBJECTS.action("e0", "e1"))),
+    ("environment", "takes observations", pull("obs_default_any")),
+    ("environment", "trims the log", lambda bus: bus.purge(SUBJECTS.log, below=2)),
+    ("environment", "takes an inference lane", publish(SUBJECTS.lane("inference", "i0"))),
+    ("inference", "reads tasks", lambda bus: scan(bus, SUBJECTS.tasks())),
+    ("inference", "reads the whole log", lambda bus: scan(bus, SUBJECTS.log)),
+    ("inference", "reads tasks by direct get", direct_history),
+    ("inference", "looks up one task", lambda bus: bus.last(SUBJECTS.task("default", "e0"))),
+    ("inference", "takes tasks", pull("task_default")),
+    ("inference", "grades episodes", publish(SUBJECTS.episode("e1"))),
+    ("inference", "makes observations", publish(SUBJECTS.observation("default", "any", "e1"))),
+    ("inference", "publishes a policy", publish(SUBJECTS.policy("default"))),
+    ("inference", "changes its own consumer", api(f"CONSUMER.CREATE.{LOG}.obs_default_any", SPY)),
+    ("learner", "acts for the policy", publish(SUBJECTS.action("e0", "e1"))),
+    ("learner", "takes tasks", pull("task_default")),
+    ("learner", "beats as an environment worker", broadcast(SUBJECTS.heartbeat("environment", "environment-1"))),
+    ("learner", "deletes the log", api(f"STREAM.DELETE.{LOG}")),
+    ("recorder", "publishes a policy", publish(SUBJECTS.policy("default"))),
+    ("recorder", "deletes consumers", api(f"CONSUMER.DELETE.{LOG}.task_default")),
+    ("monitor", "writes into the log", publish(SUBJECTS.life("monitor", "monitor-1"))),
+    ("monitor", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
+    ("monitor", "drains workers", broadcast(SUBJECTS.control("environment", "all"))),
+    ("monitor", "takes tasks", pull("task_default")),
+    ("monitor", "changes consumers", api(f"CONSUMER.CREATE.{LOG}.task_default.{SUBJECTS.tasks()}", SPY)),
+    ("monitor", "reads the learner's mail", listen("_INBOX_learner.>")),
+    ("gateway", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
+    ("gateway", "reads the log", lambda bus: scan(bus, SUBJECTS.log)),
+    ("inference", "replaces weights", publish(f"$O.fbweights_{TRUST}.M.bmFtZQ==")),
+    ("operator", "publishes a policy", publish(SUBJECTS.policy("default"))),
+    ("operator", "makes streams", api("STREAM.CREATE.mine", {"name": "mine", "subjects": ["mine"]})),
+]
+
+
+@pytest.mark.parametrize(
+    ("role", "operation"), [(role, op) for role, _, op in FORBIDDEN], ids=[f"{r} {w}" for r, w, _ in FORBIDDEN]
+)
+async def test_forbidden_is(secured: Secured, role: str, operation: Operation) -> None:
+    """The worker that tries ends with an error that names it, its user and the subject."""
+    with anyio.fail_after(50), pytest.raises(NotPermitted) as caught:
+        async with secured.connect(role, worker="w-17") as bus:
+            await operation(bus)
+    assert f"{TRUST} {role} w-17: the NATS server does not let the user {role} " in str(caught.value)
+
+
+async def test_what_a_reader_can_smuggle_into_the_log_is_no_message(secured: Secured) -> None:
+    """A question may name a subject of the log as the place for its answer; see docs/decisions/0080."""
+    from fleetbus.bus.nats.protocol import publish_command
+
+    creation = {"stream_name": LOG, "config": {"name": "own", "ack_policy": "none", "filter_subject": SUBJECTS.episode("e0")}}
+    questions = (f"STREAM.INFO.{LOG}", f"DIRECT.GET.{LOG}.{SUBJECTS.episode('e0')}", f"CONSUMER.MSG.NEXT.{LOG}.own")
+    with anyio.fail_after(50):
+        async with secured.connect("monitor") as bus:
+            assert isinstance(bus, NatsBus)
+            before = await bus.last_sequence()
+            await bus._connection.api.ask(f"CONSUMER.CREATE.{LOG}.own", creation)
+            for question in questions:
+                bus._connection.wire.send(publish_command(f"$JS.API.{question}", SUBJECTS.policy("forged"), b""))
+            async with bus.read([SUBJECTS.policy("forged")], start=before + 1) as reader:
+                smuggled = [await reader.receive()]
+                with anyio.move_on_after(1):
+                    smuggled.append(await reader.receive())
+    assert len(smuggled) == 1
+    with pytest.raises(MalformedMessage):
+        decode_any(MESSAGES, smuggled[0].payload)
+
+
+async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: Secured, tmp_path: Path) -> None:
+    """An environment worker whose key was mixed up with the recorder's: it may say who it is not, so its own words tell."""
+    from workers.environment.scripted import ScriptedEnvironment
+    from workers.environment.worker import run_environment
+
+    configuration = configured(run=RunSettings(name=TRUST, folder=str(tmp_path)))
+    error: BaseException | None = None
+    with anyio.fail_after(50):
+        try:
+            access = access_for("recorder", str(secured.folder))
+            async with connect(secured.server.url, run=TRUST, role="environment", worker="mixed-up", **access) as bus:
+                await run_environment(
+                    bus, configuration=configuration, name="mixed-up", drain=anyio.Event(), make=ScriptedEnvironment
+                )
+        except BaseException as caught:
+            error = caught
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, NotPermitted)
+    assert "environment mixed-up: the NATS server does not let the user recorder" in str(error)
+
+
+async def test_an_operation_that_is_refused_midway_stands_in_the_log_under_the_workers_name(secured: Secured) -> None:
+    from fleetbus.presence import Presence, present
+
+    with anyio.fail_after(50):
+        with pytest.RaisesGroup(NotPermitted):
+            async with secured.connect("environment", worker="env-9") as bus:
+                beat = Heartbeat(role="environment", worker="env-9")
+                presence = Presence(bus, SUBJECTS, role="environment", worker="env-9", beat=lambda: beat, lane=None)
+                async with present(presence, bus, None, slots=1):
+                    await bus.publish(SUBJECTS.policy("default"), b"forged", timeout=10)
+        async with secured.connect("monitor") as bus:
+            last = await bus.last(SUBJECTS.life("environment", "env-9"))
+    assert last is not None
+    failed = decode(WorkerFailed, last.payload)
+    assert (failed.worker, failed.error_class) == ("env-9", "NotPermitted")
+    assert SUBJECTS.policy("default") in failed.error

@@ -1,0 +1,126 @@
+"""Keys and certificates as `fleetbus auth init` writes them: who gets in, where they stand, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import msgspec
+import pytest
+
+from fleetbus.auth.access import access_for
+from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.auth.permissions import USERS
+from fleetbus.bus.nats import connect
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import RunSettings
+from fleetbus.errors import UserError
+from schemas import Heartbeat, encode
+from tests.support.secured_server import TRUST, Secured, secured_server
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
+    with secured_server(tmp_path_factory) as server:
+        yield server
+
+
+async def test_without_a_key_nobody_gets_in(secured: Secured) -> None:
+    access = access_for("monitor", str(secured.folder))
+    with pytest.raises(UserError, match="refused the credentials"):
+        async with connect(secured.server.url, run=TRUST, tls=access["tls"]):
+            raise AssertionError
+    with pytest.raises(UserError, match="speaks TLS: give --nats-auth"):
+        async with connect(secured.server.url, run=TRUST):
+            raise AssertionError
+
+
+async def test_a_key_of_another_fleet_is_refused_and_so_is_its_server(secured: Secured, tmp_path: Path) -> None:
+    write_folder(AuthFolder(tmp_path), [plan_run(TRUST)], hosts=["127.0.0.1"], days=1)
+    with pytest.raises(UserError, match="is not the one that was expected"):
+        async with connect(secured.server.url, run=TRUST, **access_for("monitor", str(tmp_path))):
+            raise AssertionError
+    (tmp_path / "ca.pem").write_bytes((secured.folder / "ca.pem").read_bytes())
+    with pytest.raises(UserError, match="refused the credentials"):
+        async with connect(secured.server.url, run=TRUST, **access_for("monitor", str(tmp_path))):
+            raise AssertionError
+
+
+async def test_a_client_with_keys_says_nothing_in_the_clear(secured: Secured) -> None:
+    """Whoever stands in for the server and claims to speak no TLS hears the beginning of a handshake and nothing else."""
+    heard = bytearray()
+
+    async def impostor(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.send(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
+            with anyio.move_on_after(5):
+                async for chunk in stream:
+                    heard.extend(chunk)
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, impostor)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        with pytest.raises(UserError):
+            async with connect(f"nats://127.0.0.1:{port}", run=TRUST, **access_for("monitor", str(secured.folder))):
+                raise AssertionError
+        tasks.cancel_scope.cancel()
+    assert heard[:1] == b"\x16"  # a TLS handshake record
+    assert b"CONNECT" not in heard and b"PUB" not in heard
+
+
+def test_secrets_are_readable_by_their_owner_alone_and_stand_in_no_other_file(secured: Secured) -> None:
+    secrets = [(secured.folder / f"{user}.nk").read_bytes() for user in USERS]
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in secured.folder.iterdir()} == {
+        **{f"{user}.nk": "0o600" for user in USERS},
+        "server-key.pem": "0o600",
+        "ca.pem": "0o644",
+        "server.pem": "0o644",
+        "nats-server.conf": "0o644",
+    }
+    files = [file for file in secured.folder.iterdir() if file.suffix != ".nk"]
+    assert [file.name for file in files for secret in secrets if secret in file.read_bytes()] == []
+    assert [secret for secret in secrets if secret in (secured.server.store / "nats-server.log").read_bytes()] == []
+
+
+def test_writing_again_keeps_keys_and_certificates_and_allows_the_new_run(tmp_path: Path) -> None:
+    folder = AuthFolder(tmp_path)
+    first = write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    second = write_folder(folder, [plan_run("a", lanes=1), plan_run("b", lanes=1)], hosts=["localhost"], days=1)
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert set(first.keys) == set(USERS) and first.certificates
+    assert second.keys == () and not second.certificates
+    assert [name for name in before if before[name] != after[name]] == ["nats-server.conf"]
+    assert b"fb.b.task.*.*" in after["nats-server.conf"] and b"fb.b.task.*.*" not in before["nats-server.conf"]
+
+
+def test_a_folder_that_lacks_something_is_refused_in_one_line_that_names_it(tmp_path: Path) -> None:
+    folder = AuthFolder(tmp_path)
+    with pytest.raises(UserError, match=r"no certificate authority at .*ca\.pem"):
+        access_for("monitor", str(tmp_path))
+    write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
+    folder.key("monitor").unlink()
+    with pytest.raises(UserError, match=r"no key of the user monitor at .*monitor\.nk"):
+        access_for("top", str(tmp_path))
+    folder.authority.unlink()
+    with pytest.raises(UserError, match=r"lacks ca\.pem"):
+        write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
+    secret = "S" + "A" * 20
+    folder.key("learner").write_text(secret)
+    folder.authority.write_text("x")
+    with pytest.raises(UserError, match="holds no nkey seed") as caught:
+        write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
+    assert secret not in str(caught.value)
+
+
+def test_without_a_folder_nothing_is_asked() -> None:
+    assert access_for("learner", "") == {}
+    assert msgspec.structs.asdict(RunSettings())["name"] == "default"
+    assert encode(Heartbeat(role="monitor", worker="m"))
