@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import anyio
 import psutil
+from anyio.abc import ByteReceiveStream
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 SHARED = ("nats-server", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Words in the command lines of processes that serve the whole test session."""
@@ -26,6 +28,14 @@ def _counts(child: psutil.Process) -> bool:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Processes of other processes end without an event that could be waited for here."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(40):
         while not condition():  # noqa: ASYNC110
             await anyio.sleep(0.01)
+
+
+async def until_said(output: ByteReceiveStream | None, words: bytes) -> None:
+    """Wait until a process has written ``words``, in however many pieces; all that it wrote until then is used up. Raises
+    `anyio.IncompleteRead` if its output ends before."""
+    assert output is not None, "the process was started without a pipe"
+    with anyio.fail_after(50):
+        await BufferedByteReceiveStream(output).receive_until(words, 1 << 20)

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings
 from schemas import Action, Task
-from tests.support.processes import children, until
-from workers.environment.base import Environment, EnvironmentFailed, Verdict
+from tests.support.processes import children, until, until_said
+from tests.support.tool_use import NoGrader
+from workers.environment.base import Environment, EnvironmentFailed
 from workers.environment.pool import ProcessPool
 from workers.environment.python_class import class_factory, device_names
 from workers.environment.specs import EnvironmentFactory, environment_factory
-from workers.environment.verifier import VerifierTools
 
 MODULE = '''
 import os
@@ -133,13 +133,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "own_classes", raising=False)
     yield importlib.import_module("own_classes")
     sys.modules.pop("own_classes", None)
-
-
-class NoGrader:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        raise AssertionError("nothing is graded here")
 
 
 def action(text: str) -> Action:
@@ -318,9 +311,7 @@ anyio.run(main)
 
 async def test_a_killed_worker_takes_its_processes_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
-        assert worker.stdout is not None
-        with anyio.fail_after(50):
-            assert (await worker.stdout.receive()).startswith(b"open")
+        await until_said(worker.stdout, b"open")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert processes

@@ -35,7 +35,7 @@ from tests.support.openenv_server import OpenEnvDouble, openenv_double
 from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
 from tests.support.talking_policy import TalkingSampler, TalkingTemplate
-from workers.environment.base import Verdict
+from tests.support.tool_use import AlwaysOne
 from workers.environment.by_task import environments_by_task
 from workers.environment.specs import EnvironmentFactory, environment_factory
 from workers.learner.curriculum import curriculum_from_file
@@ -61,14 +61,6 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def fleet_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_API_KEY", KEY)
-
-
-class AlwaysOne:
-    """A grader that needs no process."""
-
-    async def verify(self, *_: Any, **__: Any) -> Verdict:
-        await anyio.lowlevel.checkpoint()
-        return Verdict(reward=1.0)
 
 
 class Grounds:

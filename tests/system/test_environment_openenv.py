@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,9 +12,10 @@ import pytest
 
 from fleetbus.core.prompts import NO_CALL
 from fleetbus.errors import UserError
-from schemas import Action, Task, ToolCall
+from schemas import Task
 from tests.support.openenv_server import MOVE_SCHEMA, OpenEnvDouble, openenv_double
-from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from tests.support.tool_use import call, say, seen
+from workers.environment.base import EnvironmentFailed, Start, Verdict
 from workers.environment.openenv import OpenEnvEnvironment, text_field
 from workers.environment.openenv_client import (
     ActionRefused,
@@ -68,20 +68,6 @@ async def playing(
             yield environment, await environment.reset()
         finally:
             await environment.close()
-
-
-def say(text: str, *calls: ToolCall) -> Action:
-    return Action(episode_id="e", attempt=1, turn=0, text=text, tool_calls=calls)
-
-
-def call(name: str, **arguments: Any) -> Action:
-    return say(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>")
-
-
-def seen(step: Step) -> str:
-    (message,) = step.messages
-    assert isinstance(message.content, str)
-    return message.content
 
 
 async def test_a_text_world_is_played_by_text_and_graded_by_the_sum_of_its_rewards() -> None:

@@ -5,7 +5,6 @@ Opt-in (`just test-openenv`): `openenv` needs an older `mcp` and lives in an env
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,10 +13,11 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import EpisodeSettings, InferenceSettings, LimitSettings
-from schemas import Action, Task
+from schemas import Task
 from tests.support.openenv_process import openenv_python, openenv_server
 from tests.support.small_fleet import configured, small_fleet
 from tests.support.talking_policy import TalkingSampler, TalkingTemplate
+from tests.support.tool_use import call, say
 from workers.environment.base import Start, Step, Verdict
 from workers.environment.openenv import OpenEnvEnvironment
 from workers.environment.openenv_client import ConnectionLost, ExecutionFailed, SessionFailed
@@ -57,14 +57,6 @@ async def playing(server: OpenEnvServer | str, **task: Any) -> AsyncIterator[tup
             yield environment, await environment.reset()
         finally:
             await environment.close()
-
-
-def say(text: str) -> Action:
-    return Action(episode_id="e", attempt=1, turn=0, text=text)
-
-
-def call(name: str, **arguments: Any) -> Action:
-    return say(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>")
 
 
 def seen(step: Step) -> str:

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
-from schemas import Action, Image, Task, Text
+from schemas import Image, Task, Text
 from tests.support.remote_gym_server import RemoteGymDouble, png, remote_gym_double
+from tests.support.tool_use import say
 from workers.environment.base import EnvironmentFailed, Start, Verdict
 from workers.environment.pictures import Picture, with_pictures
 from workers.environment.remote_gym import RemoteGymEnvironment, remote_gym_factory
@@ -34,10 +35,6 @@ FAST = {"backoff": 0.01, "max_delay": 0.05, "timeout": 20.0}
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def say(text: str) -> Action:
-    return Action(episode_id="e", attempt=1, turn=0, text=text)
 
 
 def make_task(*doubles: RemoteGymDouble, **config: Any) -> Task:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -16,7 +15,7 @@ from fleetbus.config.settings import InferenceSettings
 from schemas import Action, PolicyPublished, SamplingSettings, TensorEntry
 from schemas.tokens import unpack_ids, unpack_logprobs
 from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
-from workers.environment.base import Verdict
+from tests.support.tool_use import AlwaysOne
 from workers.environment.specs import environment_factory
 from workers.environment.warehouse.tasks import warehouse_task
 from workers.inference.template import ChatTemplate
@@ -37,14 +36,6 @@ def anyio_backend() -> str:
 def tensors() -> Tensors:
     model = AutoModelForCausalLM.from_pretrained(starter_folder(), dtype=torch.float32, local_files_only=True)
     return dict(model.state_dict())
-
-
-class AlwaysOne:
-    """A grader that needs no process."""
-
-    async def verify(self, *_: Any, **__: Any) -> Verdict:
-        await anyio.lowlevel.checkpoint()
-        return Verdict(reward=1.0)
 
 
 def engine(fleet: SmallFleet, name: str) -> Member:

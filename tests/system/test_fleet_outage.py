@@ -14,10 +14,9 @@ from schemas import EpisodeFinished, Task
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serving
 from tests.support.small_fleet import SmallFleet, configured, small_fleet
-from workers.environment.base import Verdict
+from tests.support.tool_use import NoGrader
 from workers.environment.fleet import host as fleet_host
 from workers.environment.fleet.factory import fleet_factory
-from workers.environment.verifier import VerifierTools
 from workers.inference.scripted import ScriptedTemplate
 
 TASK = Task(key="t", env="shop", prompt="Play.", verifier="def verify(env): return 0.5")
@@ -27,13 +26,6 @@ PATIENT = LimitSettings(open=50, reset=50, tool_call=50, step=50, action=50, ver
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class NoGrader:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        raise AssertionError("the platform grades")
 
 
 class OneTool(ScriptedTemplate):

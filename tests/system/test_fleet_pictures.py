@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -17,11 +15,10 @@ from schemas import Action, Image, Task
 from tests.support.fleet_platform.instance import png
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serving
-from workers.environment.base import Verdict
+from tests.support.tool_use import NoGrader
 from workers.environment.picture_store import keep_pictures, keep_pictures_of
 from workers.environment.pictures import Picture
 from workers.environment.specs import environment_factory
-from workers.environment.verifier import VerifierTools
 from workers.weights_store import objects_of
 
 TASK = Task(key="click", env="shop", prompt="Click.", modality="computer_use")
@@ -31,13 +28,6 @@ CONFIGURATION = Configuration(run=RunSettings(name="pictures"))
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class NoGrader:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        raise AssertionError("nothing is graded here")
 
 
 async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(

@@ -14,11 +14,11 @@ from mcp_types import CallToolRequestParams, CallToolResult, ListToolsResult, Pa
 from fleetbus.config.settings import EnvironmentSettings, InferenceSettings
 from schemas import Action, Task
 from tests.support.small_fleet import configured, small_fleet
-from workers.environment.base import EnvironmentFailed, Verdict
+from tests.support.tool_use import AlwaysOne
+from workers.environment.base import EnvironmentFailed
 from workers.environment.context_tools import ContextTools
 from workers.environment.mcp_connection import DirectConnection, ToolResult
 from workers.environment.mcp_environment import McpEnvironment
-from workers.environment.verifier import VerifierTools
 from workers.inference.scripted import ScriptedTemplate
 
 ROWS = "\n".join(f"row {number}" for number in range(1, 2001))
@@ -28,14 +28,6 @@ TASK = Task(key="t", prompt="Find row 1234.", verifier="graded")
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class AlwaysOne:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        await anyio.lowlevel.checkpoint()
-        return Verdict(reward=1.0)
 
 
 def serve(*names: str) -> Server[Any]:

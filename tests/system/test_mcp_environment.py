@@ -1,14 +1,12 @@
-"""Episodes over MCP: servers in process and servers that others wrote, over stdio; and what is left when things go wrong."""
+"""Episodes over MCP with servers in this process: prompts, observations, images, verdicts, and how tools fail."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -25,14 +23,13 @@ from mcp_types import (
 )
 
 from fleetbus.core.prompts import NO_CALL
-from schemas import Action, Image, Task, Text, ToolCall, encode
-from tests.support.processes import children, until
-from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command, open_server
+from schemas import Action, Image, Task, Text, ToolCall
+from tests.support.tool_use import call, say, seen
+from workers.environment.base import EnvironmentFailed, Start, Verdict
+from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
 from workers.environment.mcp_connection import Connection, DirectConnection
 from workers.environment.mcp_environment import McpEnvironment
 from workers.environment.pictures import Picture
-from workers.environment.specs import environment_factory
 from workers.environment.verifier import VerifierTools
 
 TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_variables={"REGION": "EU"})
@@ -109,28 +106,12 @@ def make_environment(connect: Callable[[Task], Connection], **given: Any) -> Mcp
 
 @asynccontextmanager
 async def playing(environment: McpEnvironment, task: Task = TASK) -> AsyncIterator[Start]:
-    with anyio.fail_after(20):
+    with anyio.fail_after(50):
         await environment.open(task)
         try:
             yield await environment.reset()
         finally:
             await environment.close()
-
-
-def say(text: str) -> Action:
-    return Action(episode_id="e", attempt=1, turn=0, text=text)
-
-
-def call(tool: str, /, **arguments: Any) -> Action:
-    return say("<tool_call>" + json.dumps({"name": tool, "arguments": arguments}) + "</tool_call>")
-
-
-def seen(step: Step) -> str:
-    (message,) = step.messages
-    assert message.role == "user"
-    assert isinstance(message.content, str)
-    assert encode(Action(episode_id="e", attempt=1, turn=0, text=message.content[:1000]))
-    return message.content
 
 
 async def test_every_page_of_tools_is_read_and_told_once() -> None:
@@ -276,9 +257,10 @@ async def test_an_unfinished_episode_has_no_answer_and_a_task_without_verifier_n
 async def test_a_hung_call_is_cancelled_in_the_tool_itself() -> None:
     toolbox = Toolbox()
     async with playing(environment := make_environment(direct(toolbox.serve()))):
-        with anyio.move_on_after(0.05) as scope:
-            await environment.step(call("hang"))
-        assert scope.cancelled_caught
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(environment.step, call("hang"))
+            await toolbox.started.wait()
+            tasks.cancel_scope.cancel()
         assert toolbox.cancelled.is_set()
         assert seen(await environment.step(call("echo"))) == "Tool result:\n{}"
     assert toolbox.closed == 1
@@ -341,182 +323,3 @@ async def test_a_high_level_server_and_its_lifespan_live_as_long_as_the_episode(
             assert seen(failed).startswith("Error: ")
             assert events == ["begin"]
         assert events == ["begin", "end"]
-
-
-def command(*arguments: str) -> str:
-    return "stdio:" + " ".join([sys.executable, *arguments])
-
-
-@asynccontextmanager
-async def playing_spec(spec: str) -> AsyncIterator[McpEnvironment]:
-    factory = environment_factory(spec, verifier=RecordingGrader())
-    async with factory.running():
-        environment = factory()
-        assert isinstance(environment, McpEnvironment)
-        assert not environment.replayable
-        async with playing(environment):
-            yield environment
-        assert not children(), "a closed episode leaves no process"
-
-
-async def test_the_time_server_of_others_is_played() -> None:
-    async with playing_spec(command("-m", "mcp_server_time")) as environment:
-        time = await environment.step(call("get_current_time", timezone="Europe/Berlin"))
-        assert json.loads(seen(time).removeprefix("Tool result:\n"))["timezone"] == "Europe/Berlin"
-        failed = await environment.step(call("get_current_time", timezone="Mars"))
-        assert seen(failed).startswith("Error: ")
-        assert (failed.tool_calls, failed.tool_errors) == (1, 1)
-        converted = await environment.step(
-            call("convert_time", source_timezone="UTC", time="12:00", target_timezone="Asia/Tokyo")
-        )
-        assert "+9.0h" in seen(converted)
-
-
-async def test_the_git_server_of_others_is_played(tmp_path: Path) -> None:
-    await anyio.run_process(["git", "init", "-q", str(tmp_path)])
-    async with playing_spec(command("-m", "mcp_server_git", "--repository", str(tmp_path))) as environment:
-        assert "No commits yet" in seen(await environment.step(call("git_status", repo_path=str(tmp_path))))
-        (tmp_path / "new.txt").write_text("x")
-        assert "new.txt" in seen(await environment.step(call("git_status", repo_path=str(tmp_path))))
-        assert seen(await environment.step(call("git_log", repo_path="/nowhere"))).startswith("Error: ")
-
-
-SERVER = """
-import json, os, sys
-
-def answer(method, params):
-    if method == "initialize":
-        info = {"name": "bad", "version": "1"}
-        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
-    if method == "tools/list":
-        return {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in ("pid", "die", "hang")]}
-    if method == "tools/call" and params["name"] == "die":
-        os._exit(1)
-    if method == "tools/call" and params["name"] == "pid":
-        return {"content": [{"type": "text", "text": str(os.getpid())}]}
-
-for line in sys.stdin:
-    message = json.loads(line)
-    method = message.get("method")
-    if "id" not in message or message.get("params", {}).get("name") == "hang":
-        continue
-    result = answer(method, message.get("params"))
-    outcome = {"result": result} if result else {"error": {"code": -32601, "message": "Method not found"}}
-    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **outcome}), flush=True)
-"""
-"""A server without the SDK, so that it starts at once: the old handshake, a tool that dies and one that never answers."""
-
-
-@pytest.fixture
-def bad_server(tmp_path: Path) -> str:
-    (tmp_path / "bad.py").write_text(SERVER)
-    return command(str(tmp_path / "bad.py"))
-
-
-async def test_a_server_that_dies_in_a_call_fails_the_episode(bad_server: str) -> None:
-    async with playing_spec(bad_server) as environment:
-        with pytest.raises(EnvironmentFailed, match="died"):
-            await environment.step(call("die"))
-        with pytest.raises(EnvironmentFailed):
-            await environment.step(call("pid"))
-
-
-async def test_a_hung_call_is_cancelled_and_the_server_goes_on(bad_server: str) -> None:
-    async with playing_spec(bad_server) as environment:
-        with anyio.move_on_after(0.2) as scope:
-            await environment.step(call("hang"))
-        assert scope.cancelled_caught
-        assert seen(await environment.step(call("pid"))).startswith("Tool result:\n")
-
-
-async def test_episodes_have_processes_of_their_own(bad_server: str) -> None:
-    factory = environment_factory(bad_server, verifier=RecordingGrader())
-    async with factory.running():
-        first, second = factory(), factory()
-        await first.open(TASK)
-        await second.open(TASK)
-        assert seen(await first.step(call("pid"))) != seen(await second.step(call("pid")))
-        await first.close()
-        await first.close()
-        assert seen(await second.step(call("pid"))).startswith("Tool result:\n")
-        await second.close()
-        assert not children()
-
-
-async def test_opening_and_closing_may_happen_in_different_tasks(bad_server: str) -> None:
-    factory = environment_factory(bad_server, verifier=RecordingGrader())
-    async with factory.running():
-        environment = factory()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(environment.open, TASK)
-        with anyio.fail_after(10):
-            await environment.step(call("pid"))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(environment.close)
-        assert not children()
-
-
-async def test_a_cancelled_open_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
-    factory = environment_factory(command(str(tmp_path / "mute.py")), verifier=RecordingGrader())
-    async with factory.running():
-        environment = factory()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(environment.open, TASK)
-            await until(lambda: bool(children()))
-            tasks.cancel_scope.cancel()
-        with anyio.fail_after(10):
-            await environment.close()
-        assert not children()
-
-
-async def test_a_host_that_is_cancelled_while_a_server_starts_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
-    factory = environment_factory(command(str(tmp_path / "mute.py")), verifier=RecordingGrader())
-    with anyio.fail_after(10), anyio.CancelScope() as scope:
-        async with factory.running(), anyio.create_task_group() as tasks:
-            tasks.start_soon(factory().open, TASK)
-            await until(lambda: bool(children()))
-            scope.cancel()
-    assert not children()
-
-
-async def test_open_says_why_a_server_does_not_start(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("raise SystemExit('no license')")
-    factory = environment_factory(command(str(tmp_path / "broken.py")), verifier=RecordingGrader())
-    async with factory.running():
-        environment = factory()
-        with anyio.fail_after(10), pytest.raises(EnvironmentFailed, match="no license"):
-            await environment.open(TASK)
-        await environment.close()
-        assert not children()
-
-
-async def test_a_cancelled_close_still_ends_the_server(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text(SERVER)
-    host = ConnectionHost()
-    async with host.running():
-        connection = ClientConnection(partial(open_command, [sys.executable, str(tmp_path / "bad.py")]), host)
-        await connection.open()
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await connection.close()
-        await until(lambda: not children())
-
-
-async def test_the_end_of_the_host_closes_what_is_still_open(bad_server: str) -> None:
-    factory = environment_factory(bad_server, verifier=RecordingGrader())
-    with anyio.fail_after(20):
-        async with factory.running():
-            environment = factory()
-            await environment.open(TASK)
-            assert children()
-        assert not children()
-        await environment.close()
-
-
-async def test_opening_outside_of_running_is_refused(bad_server: str) -> None:
-    environment = environment_factory(bad_server, verifier=RecordingGrader())()
-    with pytest.raises(RuntimeError, match="running"):
-        await environment.open(TASK)
-    await environment.close()

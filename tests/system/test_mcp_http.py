@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,13 +15,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from fleetbus.config.settings import Configuration, LimitSettings
 from fleetbus.errors import UserError
-from schemas import Action, Task
+from schemas import Task
 from tests.support.http_server import serving
-from workers.environment.base import EnvironmentFailed, Step, Verdict
+from tests.support.tool_use import NoGrader, call, seen
+from workers.environment.base import EnvironmentFailed
 from workers.environment.mcp_connection import ServerGone
 from workers.environment.mcp_environment import McpEnvironment
 from workers.environment.specs import environment_factory
-from workers.environment.verifier import VerifierTools
 
 TASK = Task(key="t", prompt="Do it.")
 
@@ -30,13 +29,6 @@ TASK = Task(key="t", prompt="Do it.")
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class NoGrader:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        raise AssertionError("nothing is graded here")
 
 
 class Toolbox:
@@ -103,17 +95,6 @@ async def refused(spec: str) -> str:
                 await environment.open(TASK)
             await environment.close()
     return str(caught.value)
-
-
-def call(tool: str, /, **arguments: Any) -> Action:
-    text = "<tool_call>" + json.dumps({"name": tool, "arguments": arguments}) + "</tool_call>"
-    return Action(episode_id="e", attempt=1, turn=0, text=text)
-
-
-def seen(step: Step) -> str:
-    (message,) = step.messages
-    assert isinstance(message.content, str)
-    return message.content
 
 
 async def test_a_server_at_a_url_is_played() -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import psutil
 import pytest
 
 from fleetbus.config.settings import Configuration, LimitSettings
-from schemas import Action, Task
+from schemas import Task
 from tests.support.processes import children, until
-from workers.environment.base import Environment, EnvironmentFailed, Step, Verdict
+from tests.support.tool_use import NoGrader, call
+from workers.environment.base import Environment, EnvironmentFailed, Step
 from workers.environment.specs import EnvironmentFactory, environment_factory
-from workers.environment.verifier import VerifierTools
 
 SERVER = """
 import json, os, sys
@@ -67,13 +65,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class NoGrader:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        raise AssertionError("nothing is graded here")
-
-
 def game(folder: Path, *, tool: str = "new_game", call_seconds: float = 60.0) -> EnvironmentFactory:
     spec = f"stdio+reset={tool}:{sys.executable} {folder / 'game.py'}"
     return environment_factory(
@@ -86,11 +77,6 @@ async def opened(factory: EnvironmentFactory, seed: int | None = None) -> Enviro
     with anyio.fail_after(30):
         await environment.open(Task(key="t", prompt="p", seed=seed))
     return environment
-
-
-def call(tool: str) -> Action:
-    text = "<tool_call>" + json.dumps({"name": tool, "arguments": {}}) + "</tool_call>"
-    return Action(episode_id="e", attempt=1, turn=0, text=text)
 
 
 def seen(step: Step) -> str:

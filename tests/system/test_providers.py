@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -21,8 +21,9 @@ import pytest
 from fleetbus.config.settings import Configuration, LimitSettings, RunSettings
 from fleetbus.errors import UserError
 from schemas import Action, Task, ToolCall
-from tests.support.processes import children, until
-from workers.environment.base import EnvironmentFailed, Verdict
+from tests.support.processes import children, until, until_said
+from tests.support.tool_use import NoGrader
+from workers.environment.base import EnvironmentFailed
 from workers.environment.providers.base import (
     Labels,
     Server,
@@ -34,7 +35,6 @@ from workers.environment.providers.base import (
 from workers.environment.providers.kubernetes import KubernetesProvider
 from workers.environment.providers.process import ProcessProvider
 from workers.environment.specs import EnvironmentFactory, environment_factory
-from workers.environment.verifier import VerifierTools
 
 SERVER = Path(__file__).parents[1] / "support" / "served_environment.py"
 GONE = "somewhere_999999999_1"
@@ -43,13 +43,6 @@ GONE = "somewhere_999999999_1"
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class NoGrader:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        raise AssertionError("nothing is graded here")
 
 
 def labels(*, owner: str | None = None, seconds: int = 600) -> Labels:
@@ -131,9 +124,7 @@ anyio.run(main)
 
 async def test_a_killed_worker_takes_its_servers_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
-        assert worker.stdout is not None
-        with anyio.fail_after(55):
-            assert (await worker.stdout.receive()).startswith(b"ready")
+        await until_said(worker.stdout, b"ready")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert processes

@@ -18,6 +18,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from schemas import Subjects
+from tests.support.processes import until_said
 from workers.cli.program import run_program
 
 HERE = Path(__file__).parents[1] / "replay"
@@ -98,8 +99,7 @@ def test_a_log_is_followed_until_sigterm(server: str, tmp_path: Path) -> None:
             process = await anyio.open_process(command, stderr=subprocess.PIPE)
             try:
                 with anyio.fail_after(LIMIT_SECONDS):
-                    assert process.stderr is not None
-                    assert b"following" in await process.stderr.receive()
+                    await until_said(process.stderr, b"following")
                     await bus.publish(subjects.episode("after"), b"y")
                     while len(load_recording(file).entries) < 2:  # noqa: ASYNC110
                         await anyio.sleep(0.1)

@@ -13,7 +13,7 @@ import anyio
 import psutil
 import pytest
 
-from tests.support.processes import children, until
+from tests.support.processes import children, until, until_said
 from workers.environment.sandbox import (
     Isolation,
     IsolationUnavailable,
@@ -287,9 +287,7 @@ anyio.run(main)
 async def test_a_killed_worker_takes_its_sandboxes_with_it(isolation: Isolation) -> None:
     code = WORKER.format(kind=isolation.kind)
     async with await anyio.open_process([sys.executable, "-c", code], stderr=None) as worker:
-        assert worker.stdout is not None
-        with anyio.fail_after(40):
-            assert (await worker.stdout.receive()).startswith(b"running")
+        await until_said(worker.stdout, b"running")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert processes

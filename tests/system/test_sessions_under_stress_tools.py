@@ -12,7 +12,7 @@ import trio.testing
 from fleetbus.config.settings import InferenceSettings
 from schemas import ChatMessage, EpisodeFinished, ToolSpec, VersionSpan
 from tests.support.small_fleet import configured, small_fleet
-from workers.environment.base import Verdict
+from tests.support.tool_use import AlwaysOne
 from workers.environment.specs import environment_factory
 from workers.environment.warehouse.tasks import warehouse_task
 from workers.inference.base import Generation, GenerationRequest
@@ -58,14 +58,6 @@ class SpokenTemplate(ScriptedTemplate):
 
     def text(self, ids: Sequence[int]) -> str:
         return bytes(one - FIRST_BYTE for one in ids).decode("utf-8", "replace")
-
-
-class AlwaysOne:
-    """A grader that needs no process."""
-
-    async def verify(self, *_: Any, **__: Any) -> Verdict:
-        await anyio.lowlevel.checkpoint()
-        return Verdict(reward=1.0)
 
 
 async def answers_to(*lines: bytes) -> tuple[EpisodeFinished, list[str]]:

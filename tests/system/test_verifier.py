@@ -13,7 +13,7 @@ import anyio
 import psutil
 import pytest
 
-from tests.support.processes import children, until
+from tests.support.processes import children, until, until_said
 from workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
 from workers.environment.verifier import Verifier, VerifierLimits
 
@@ -346,11 +346,7 @@ anyio.run(main)
 
 async def test_a_killed_worker_takes_its_verifications_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
-        assert worker.stdout is not None
-        with anyio.fail_after(20):
-            said = b""
-            while b"asked" not in said:  # it may have said before how verifications are isolated here
-                said += await worker.stdout.receive()
+        await until_said(worker.stdout, b"asked")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert len(processes) >= 2, "the warm process and one child"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from schemas import Action
+from tests.support.tool_use import say, tool_call
 from workers.environment.mcp_connection import DirectConnection, ToolResult
 from workers.environment.specs import environment_factory
 from workers.environment.verifier import Verifier
@@ -124,14 +124,6 @@ def test_an_endless_query_is_cut_and_the_next_one_works() -> None:
     server.close()
 
 
-def say(text: str, turn: int = 0) -> Action:
-    return Action(episode_id="e", attempt=1, turn=turn, text=text)
-
-
-def tool_call(tool: str, /, **arguments: Any) -> str:
-    return "<tool_call>" + json.dumps({"name": tool, "arguments": arguments}) + "</tool_call>"
-
-
 @pytest.mark.parametrize(("offset", "reward"), [(0, 1.0), (1, 0.0)])
 async def test_an_episode_is_played_and_graded(offset: int, reward: float) -> None:
     verifier = Verifier()
@@ -146,9 +138,9 @@ async def test_an_episode_is_played_and_graded(offset: int, reward: float) -> No
         found = await environment.step(say(tool_call("find_item", name=WAREHOUSE.name)))
         item = next(item for item in WAREHOUSE.items if item.name == WAREHOUSE.name)
         assert found.messages[0].content == f'Tool result:\n{{"id": {item.id}}}'
-        read = await environment.step(say(tool_call("get_field", id=item.id, field=WAREHOUSE.field), 1))
+        read = await environment.step(say(tool_call("get_field", id=item.id, field=WAREHOUSE.field), turn=1))
         assert read.messages[0].content == f'Tool result:\n{{"{WAREHOUSE.field}": {WAREHOUSE.answer}}}'
-        last = await environment.step(say(f"{WAREHOUSE.answer + offset} <done>", 2))
+        last = await environment.step(say(f"{WAREHOUSE.answer + offset} <done>", turn=2))
         assert (last.terminated, last.messages) == (True, ())
         verdict = await environment.verify()
         assert verdict.reward == reward, verdict.reason

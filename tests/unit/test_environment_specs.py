@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fleetbus.errors import UserError
 from schemas import Action, Task
+from tests.support.tool_use import NoGrader
 from workers.environment.base import Verdict
 from workers.environment.scripted import ScriptedEnvironment
 from workers.environment.specs import environment_factory
-from workers.environment.verifier import VerifierTools
-
-
-class NoGrader:
-    async def verify(
-        self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
-    ) -> Verdict:
-        raise AssertionError("nothing is graded here")
-
 
 MODULE = """
 from workers.environment.scripted import ScriptedEnvironment
