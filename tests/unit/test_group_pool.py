@@ -7,7 +7,8 @@ from typing import Literal
 import pytest
 
 from fleetbus.core.ledger import Ledger
-from schemas import ActionReference, EpisodeFinished
+from schemas import MAX_MESSAGE_BYTES, ActionReference, EpisodeFinished, Exclusion, Outcome, StepTrained, encode
+from workers.learner import pool
 from workers.learner.measures import measure_groups
 from workers.learner.pool import GroupPool
 
@@ -28,14 +29,21 @@ class World:
                 self.pool.expect(f"{group}-{index}", group)
                 self.pool.requested(f"{group}-{index}", self._position)
 
-    def finish(self, group: str, *, versions: tuple[int, ...] = (0,), rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+    def finish(
+        self,
+        group: str,
+        *,
+        versions: tuple[int, ...] = (0,),
+        rewards: tuple[float, float] = (0.0, 1.0),
+        outcome: Outcome = "completed",
+    ) -> None:
         for index, reward in enumerate(rewards):
             self.pool.finished(
                 EpisodeFinished(
                     episode_id=f"{group}-{index}",
                     group_id=group,
                     attempt=1,
-                    outcome="completed",
+                    outcome=outcome,
                     worker="w",
                     reward=reward,
                     request_sequence=index + 1,
@@ -170,3 +178,41 @@ def test_groups_that_are_in_time_are_trained_oldest_first_whatever_the_policy(la
     world.finish("a", versions=(0,))
 
     assert [group.group_id for group in world.pool.take(2, 1)] == ["a", "b"]
+
+
+def test_one_entry_tells_of_no_more_exclusions_than_it_holds_and_the_others_stay_unsettled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "EXCLUSIONS_PER_ENTRY", 3)
+    world = World("drop")
+    world.ask("a", "b", "c")
+    for group in ("a", "b", "c"):
+        world.finish(group)
+    world.pool.discard_all("training_finished")
+    ledger = world.pool._ledger
+    told = [len(world.pool.take_exclusions()) for _ in range(3)]
+    assert told == [3, 3, 0]
+    assert (ledger.open_ids, ledger.floor) == ((), 7)
+
+
+def test_a_full_entry_of_the_book_can_be_encoded() -> None:
+    excluded = tuple(
+        Exclusion(episode_id=f"g12345678-{index:06d}", reason="verifier_unknown") for index in range(pool.EXCLUSIONS_PER_ENTRY)
+    )
+    episodes = tuple(f"g12345678-{index:06d}" for index in range(4096))
+    step = StepTrained(lineage="l1000", step=10**6, version=10**6, episodes=episodes, excluded=excluded)
+    assert len(encode(step)) < MAX_MESSAGE_BYTES
+
+
+def test_groups_that_fail_in_rounds_make_the_next_wait_until_one_can_be_used() -> None:
+    world = World("drop")
+    pauses = []
+    for number in range(40):
+        world.ask(f"g{number}")
+        world.finish(f"g{number}", rewards=(float("nan"), 1.0), outcome="env_failed")
+        pauses.append(world.pool.pause_seconds(4))
+    assert pauses[:9] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert pauses[-1] == pool.LONGEST_PAUSE_SECONDS
+    world.ask("good")
+    world.finish("good")
+    assert world.pool.pause_seconds(4) == 0

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import anyio
+import structlog
 
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.capacity import groups_to_admit
@@ -13,6 +14,8 @@ from fleetbus.requests import Requests
 from schemas import EpisodeRequested
 from workers.learner.curriculum import Curriculum
 from workers.learner.pool import GroupPool
+
+log = structlog.get_logger()
 
 
 class Admission:
@@ -64,10 +67,21 @@ class Admission:
                 await changed.wait()
                 continue
             for _ in range(allowed):
+                await self._pause()
                 await self._requests.wait_for_room()
                 group_id = f"g{self.next_group:06d}"
                 self.next_group += 1
                 await self._request(group_id, range(self._settings.group_size))
+
+    async def _pause(self) -> None:
+        """After rounds of groups without any use, one group at a time, until one can be used again."""
+        at_a_time = (1 + self._settings.max_staleness) * self._settings.groups
+        pause_seconds = self._pool.pause_seconds(at_a_time)
+        if pause_seconds:
+            log.warning("admission pauses: no group of the last rounds had enough verdicts", seconds=pause_seconds)
+        with anyio.move_on_after(pause_seconds):
+            while self._pool.pause_seconds(at_a_time):
+                await self._pool.changed.wait()
 
     def _allowed(self) -> int:
         """None while the version of the last step is on its way: begun with the one before, they would soon be too stale."""

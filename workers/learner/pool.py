@@ -15,6 +15,11 @@ from fleetbus.core.ledger import Ledger
 from fleetbus.core.shaping import says_nothing
 from schemas import EpisodeFinished, Exclusion
 
+EXCLUSIONS_PER_ENTRY = 16_384
+"""What one entry of the book takes; a message holds some 40,000. The others wait for the next one, unsettled until then."""
+
+LONGEST_PAUSE_SECONDS = 60.0
+
 
 class GroupPool:
     """Admitted groups by id. ``settled`` decides what counts; a result of an unknown episode is none of ours.
@@ -39,6 +44,7 @@ class GroupPool:
         self._late = late
         self._replace_flat = replace_flat
         self._replaced = 0
+        self._failures = 0
         self._begun: dict[str, int] = {}
         self._completed: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
@@ -99,9 +105,17 @@ class GroupPool:
             self._judge(group)
         self._wake()
 
+    def pause_seconds(self, at_a_time: int) -> float:
+        """How long to wait before the next group is asked for: 0 unless one round after the other of ``at_a_time`` groups
+        failed. Whatever the environments depend on is down then, and failures would fill the log."""
+        rounds = min(self._failures // at_a_time, 10)
+        return min(2.0 ** (rounds - 1), LONGEST_PAUSE_SECONDS) if rounds else 0.0
+
     def _judge(self, group: Group) -> None:
         """Discard a complete group that no batch can use."""
-        if len(group.graded) < self._minimum:
+        too_small = len(group.graded) < self._minimum
+        self._failures = self._failures + 1 if too_small else 0
+        if too_small:
             self._discard(group, "group_too_small")
         elif self._replaced < self._replace_flat and says_nothing([float(result.reward or 0.0) for result in group.graded]):
             self._replaced += 1
@@ -129,12 +143,13 @@ class GroupPool:
         return complete < len(due) and complete < count
 
     def settle(self, groups: list[Group]) -> tuple[list[str], list[Exclusion]]:
-        """The groups are trained: ids that were, and everything excluded since the last call (these groups' own included)."""
+        """The groups are trained: ids that were, and what was excluded since the last call (these groups' own included), as
+        far as one entry can tell."""
         trained = [result.episode_id for group in groups for result in group.graded]
-        excluded = self._excluded + [exclusion for group in groups for exclusion in group.excluded]
-        self._excluded = []
-        for episode_id in trained + [exclusion.episode_id for group in groups for exclusion in group.excluded]:
+        self._excluded = [exclusion for group in groups for exclusion in group.excluded] + self._excluded
+        for episode_id in trained:
             self._settle(episode_id)
+        excluded = self.take_exclusions()
         for group in groups:
             self._remove(group)
         self._replaced = 0
@@ -147,15 +162,14 @@ class GroupPool:
             self._discard(group, reason)
 
     def take_exclusions(self) -> list[Exclusion]:
-        """Everything excluded that no step has recorded yet."""
-        excluded, self._excluded = self._excluded, []
+        """What was excluded and no entry has recorded yet, as much as one entry can tell; settled from now on."""
+        excluded, self._excluded = self._excluded[:EXCLUSIONS_PER_ENTRY], self._excluded[EXCLUSIONS_PER_ENTRY:]
+        for exclusion in excluded:
+            self._settle(exclusion.episode_id)
         return excluded
 
     def _discard(self, group: Group, reason: str) -> None:
-        exclusions = group.discard(reason)
-        self._excluded += exclusions
-        for exclusion in exclusions:
-            self._settle(exclusion.episode_id)
+        self._excluded += group.discard(reason)
         self._remove(group)
         self._wake()
 

@@ -41,7 +41,7 @@ from workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune, write
 from workers.learner.curriculum import Curriculum
 from workers.learner.evaluation import Evaluations
 from workers.learner.measures import measure_advantages, measure_groups
-from workers.learner.pool import GroupPool
+from workers.learner.pool import EXCLUSIONS_PER_ENTRY, GroupPool
 from workers.learner.publication import Publication
 from workers.weights_store import open_store
 
@@ -192,14 +192,13 @@ class Learner:
             return
         await self._catch_up()
         self._pool.discard_all("training_finished")
-        await self._train.append(
-            TrainingFinished(
-                lineage=self._lineage,
-                step=self._step,
-                version=self._publication.version,
-                excluded=tuple(self._pool.take_exclusions()),
+        while True:
+            excluded = tuple(self._pool.take_exclusions())
+            await self._train.append(
+                TrainingFinished(lineage=self._lineage, step=self._step, version=self._publication.version, excluded=excluded)
             )
-        )
+            if len(excluded) < EXCLUSIONS_PER_ENTRY:
+                return
 
     async def _catch_up(self) -> None:
         """Enter every result that stands in the log by now: whoever begins at the last step may not have read any yet."""
