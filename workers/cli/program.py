@@ -43,6 +43,7 @@ COMMANDS: dict[str, Entry] = {
     "starter": Entry("Set up", "workers.cli.starter", "Build the starter policy, or say where it is"),
     "top": Entry("Look", "workers.cli.top", "A run as a live table: workers, rates, reward, what is stuck"),
     "metrics": Entry("Look", "workers.cli.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
+    "trace": Entry("Look", "workers.cli.trace", "Episodes as OpenTelemetry traces, derived from the log"),
     "sessions": Entry("Look", "workers.cli.sessions", "What every worker holds right now, oldest first"),
     "runs": Entry("Look", "workers.cli.runs", "The runs on this machine: list them, remove them"),
     "monitor": Entry("Look", "workers.cli.monitor", "A web page about a run: workers, curves, groups, episodes"),
