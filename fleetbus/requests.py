@@ -13,10 +13,12 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.episodes import RETRY_SECONDS, read_standing, store_result
-from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
+_UNKNOWN = 0
+"""The position of a request that is being stored."""
 
 log = structlog.get_logger()
 
@@ -36,11 +38,16 @@ class Requests:
     async def wait_for_room(self) -> None:
         """Return once the log has room for new work."""
         while True:
-            used, limit = await self._bus.usage()
-            self.full = bool(limit) and used >= limit * self._configuration.nats.admission
-            if not self.full:
-                return
-            log.warning("admission waits: the log is full", used_bytes=used, limit_bytes=limit)
+            try:
+                used, limit = await self._bus.usage()
+            except RequestUnanswered as unanswered:
+                log.warning("the log is asked again later", reason=str(unanswered))
+            else:
+                was_full, self.full = self.full, bool(limit) and used >= limit * self._configuration.nats.admission
+                if not self.full:
+                    return
+                if not was_full:
+                    log.warning("admission waits: the log is full", used_bytes=used, limit_bytes=limit)
             await anyio.sleep(RETRY_SECONDS)
 
     def make(
@@ -89,23 +96,27 @@ class Requests:
         """
         subject = self._subjects.task(self._configuration.run.pool, request.episode_id)
         payload = encode(request, subject=subject)
-        result = None
+        self.remember(request, _UNKNOWN)  # its result may be read before it is known to be stored
         while True:
             try:
-                sequence = (await self._bus.publish(subject, payload, expected_last=0)).sequence
+                sequence, result = await self._stored(subject, payload, request.episode_id)
                 break
-            except SequenceConflict:
-                stored = await self._bus.last(subject)
-                assert stored is not None
-                sequence = stored.sequence
-                result = (await read_standing(self._bus, self._subjects, request.episode_id)).result
-                break
-            except (LogFull, PublishUnanswered) as error:
+            except (LogFull, PublishUnanswered, RequestUnanswered) as error:
                 log.warning("request is tried again", episode=request.episode_id, reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
-        if result is None:
+        if result is not None:
+            self.answered(request.episode_id)
+        elif request.episode_id in self._open:
             self.remember(request, sequence)
         return sequence, result
+
+    async def _stored(self, subject: str, payload: bytes, episode_id: str) -> tuple[int, EpisodeFinished | None]:
+        try:
+            return (await self._bus.publish(subject, payload, expected_last=0)).sequence, None
+        except SequenceConflict:
+            stored = await self._bus.last(subject)
+            assert stored is not None
+            return stored.sequence, (await read_standing(self._bus, self._subjects, episode_id)).result
 
     def remember(self, request: EpisodeRequested, sequence: int) -> None:
         """Watch a request until `answered`."""
@@ -120,12 +131,16 @@ class Requests:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             latest_ns = self._bus.now_ns() - int(self._configuration.limits.grace * 1e9)
             for request, sequence in tuple(self._open.values()):
-                if request.deadline_ns < latest_ns:
-                    await self._close(request, sequence)
+                if request.deadline_ns < latest_ns and sequence != _UNKNOWN:
+                    try:
+                        await self._close(request, sequence)
+                    except RequestUnanswered as unanswered:
+                        log.warning("request is closed later", episode=request.episode_id, reason=str(unanswered))
 
     async def _close(self, request: EpisodeRequested, sequence: int) -> None:
         standing = await read_standing(self._bus, self._subjects, request.episode_id)
         if standing.result is not None:
+            self.answered(request.episode_id)
             return
         result = EpisodeFinished(
             episode_id=request.episode_id,
@@ -142,4 +157,5 @@ class Requests:
             error="the deadline passed and no worker stored a result",
             attempts=standing.attempts,
         )
-        await store_result(self._bus, self._subjects, result, expected_last=standing.last_sequence)
+        if await store_result(self._bus, self._subjects, result, expected_last=standing.last_sequence) != "superseded":
+            self.answered(request.episode_id)

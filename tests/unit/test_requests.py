@@ -1,0 +1,163 @@
+"""Requests are remembered until they are answered and no longer, and nothing that the server does ends whoever asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+import structlog
+import trio.testing
+
+from fleetbus.bus.memory import Faults, MemoryBus, MemoryServer
+from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
+from fleetbus.episodes import read_standing
+from fleetbus.requests import Requests
+from schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+
+SUBJECTS = Subjects("r")
+LIMITS = LimitSettings(episode=60, grace=10)
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class LostAnswer(Faults):
+    """The first request is stored, and nobody is told."""
+
+    told = False
+
+    def publishing(self, worker: str, subject: str) -> PublishFault:
+        lost = subject.startswith(SUBJECTS.task("default", "e")) and not self.told
+        self.told = self.told or lost
+        return PublishFault(lost="answer") if lost else NO_PUBLISH_FAULT
+
+
+class World:
+    def __init__(self, server: MemoryServer, bus: MemoryBus) -> None:
+        self.server = server
+        self.bus = bus
+        configuration = Configuration(run=RunSettings(name="r"), limits=LIMITS, nats=NatsSettings(admission=0.5))
+        self.requests = Requests(bus, SUBJECTS, configuration=configuration, worker="learner")
+
+    def request(self, episode_id: str = "e") -> EpisodeRequested:
+        return self.requests.make(
+            Task(key="t", prompt="play"), episode_id=episode_id, group_id="g", sample_index=0, group_size=1, split="train",
+            lineage="l1", version=0,
+        )  # fmt: skip
+
+    @property
+    def remembered(self) -> int:
+        return len(self.requests._open)
+
+
+@asynccontextmanager
+async def world(faults: Faults | None = None, *, max_bytes: int = 1 << 20) -> AsyncIterator[World]:
+    server = MemoryServer(faults=faults)
+    with anyio.fail_after(9000):
+        async with server.connect("r", worker="learner") as bus:
+            await bus.declare(plan_run("r", lanes=1, max_bytes=max_bytes))
+            yield World(server, bus)
+
+
+def finished(request: EpisodeRequested) -> EpisodeFinished:
+    return EpisodeFinished(episode_id=request.episode_id, group_id="g", attempt=1, outcome="completed", worker="w", reward=1.0)
+
+
+async def test_a_request_that_is_answered_before_its_author_knows_that_it_is_stored_is_not_remembered() -> None:
+    async with world(LostAnswer()) as here:
+        request = here.request()
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.requests.publish, request)
+            await anyio.sleep(1)
+            here.requests.answered(request.episode_id)
+        assert here.remembered == 0
+
+
+async def test_a_request_is_remembered_until_it_is_answered() -> None:
+    async with world() as here:
+        request = here.request()
+        await here.requests.publish(request)
+        assert here.remembered == 1
+        here.requests.answered(request.episode_id)
+        assert here.remembered == 0
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_what_expired_gets_a_result_once_and_is_forgotten(answered: bool) -> None:
+    async with world() as here:
+        request = here.request()
+        await here.requests.publish(request)
+        if answered:
+            await here.bus.publish(SUBJECTS.episode("e"), encode(finished(request)), expected_last=0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.requests.close_expired)
+            await anyio.sleep(300)
+            group.cancel_scope.cancel()
+        standing = await read_standing(here.bus, SUBJECTS, "e")
+        assert standing.result is not None
+        assert standing.result.outcome == ("completed" if answered else "timeout")
+        assert here.remembered == 0
+
+
+async def test_a_server_that_is_away_when_requests_expire_ends_nobody() -> None:
+    async with world() as here:
+        await here.requests.publish(here.request())
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.requests.close_expired)
+            here.server.kill()
+            await anyio.sleep(7200)
+            here.server.restart()
+            await anyio.sleep(120)
+            group.cancel_scope.cancel()
+        standing = await read_standing(here.bus, SUBJECTS, "e")
+        assert standing.result is not None
+        assert standing.result.outcome == "timeout"
+
+
+async def test_a_server_that_is_away_while_the_log_is_full_ends_nobody_and_one_line_says_that_it_is_full() -> None:
+    async with world(max_bytes=4096) as here:
+        for number in range(9):
+            await here.bus.publish(SUBJECTS.life("learner", f"w{number}"), b"x" * 250)
+        with structlog.testing.capture_logs() as lines:
+            async with anyio.create_task_group() as group:
+                group.start_soon(here.requests.wait_for_room)
+                await anyio.sleep(60)
+                assert here.requests.full
+                here.server.kill()
+                await anyio.sleep(3600)
+                here.server.restart()
+                await anyio.sleep(60)
+                await here.bus.purge(SUBJECTS.life("learner", "*"), below=9)
+        assert not here.requests.full
+        assert [line["event"] for line in lines].count("admission waits: the log is full") == 1
+
+
+async def test_a_server_that_is_away_when_a_request_was_there_before_ends_nobody() -> None:
+    async with world() as here:
+        request, publish = here.request(), here.bus.publish
+        await here.requests.publish(request)
+        outages = [100.0]
+
+        async def refused(*args: Any, **options: Any) -> Any:
+            try:
+                return await publish(*args, **options)
+            finally:
+                if outages:
+                    here.server.kill()
+                    group.start_soon(come_back, outages.pop())
+
+        async def come_back(seconds: float) -> None:
+            await anyio.sleep(seconds)
+            here.server.restart()
+
+        here.bus.publish = refused  # type: ignore[method-assign]
+        async with anyio.create_task_group() as group:
+            assert await here.requests.publish(request) == (1, None)
+        assert here.remembered == 1
