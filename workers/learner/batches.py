@@ -22,8 +22,8 @@ from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
 from fleetbus.core.shaping import overlong_penalty
 from fleetbus.core.turn_credit import turn_advantages, turn_returns
-from fleetbus.episodes import decoded
-from fleetbus.errors import UserError
+from fleetbus.episodes import RETRY_SECONDS, decoded
+from fleetbus.errors import RequestUnanswered, UserError
 from fleetbus.ports import Ports
 from schemas import Action, EpisodeFinished, Subjects
 from workers.learner.base import TrainingSequence
@@ -126,7 +126,7 @@ async def read_actions(
     async def read(result: EpisodeFinished) -> None:
         lanes = sorted({reference.lane for reference in result.actions})
         async with limiter:
-            found = await bus.history([subjects.action(lane, result.episode_id) for lane in lanes])
+            found = await _history(bus, [subjects.action(lane, result.episode_id) for lane in lanes])
         entries.update((entry.sequence, entry) for entry in found)
 
     async with anyio.create_task_group() as group:
@@ -139,6 +139,16 @@ async def read_actions(
         entries |= await ports.offload(archived_entries, archive, missing, run=subjects.run)
     actions = {entry.sequence: action for entry, action in decoded(Action, [entries[key] for key in wanted & set(entries)])}
     return {result.episode_id: _actions_of(result, actions, archive) for result in results}
+
+
+async def _history(bus: Bus, subjects: list[str]) -> list[Stored]:
+    """However long the server is away: the batch is complete, and nobody else would train it."""
+    while True:
+        try:
+            return await bus.history(subjects)
+        except RequestUnanswered as unanswered:
+            log.warning("the log is asked again later", reason=str(unanswered))
+            await anyio.sleep(RETRY_SECONDS)
 
 
 def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive: Path | None) -> list[Action]:

@@ -10,7 +10,7 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.episodes import decoded
-from fleetbus.errors import FleetbusError, LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.errors import FleetbusError, LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from schemas import CheckpointStored, EvaluationFinished, LineageStarted, Message, StepTrained, TrainingFinished, encode
 
 RETRY_SECONDS = 1.0
@@ -73,12 +73,17 @@ class Chain:
             try:
                 self.last = (await self._bus.publish(self._subject, payload, expected_last=self.last)).sequence
                 return self.last
-            except SequenceConflict as conflict:
-                self.last = await self._own_entry(payload, conflict)
-                return self.last
+            except SequenceConflict as refused:
+                conflict = refused
             except (LogFull, PublishUnanswered) as error:
                 log.warning("entry is tried again", subject=self._subject, reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                self.last = await self._own_entry(payload, conflict)
+                return self.last
+            except RequestUnanswered as unanswered:
+                log.warning("refused entry is looked up later", subject=self._subject, reason=str(unanswered))
 
     async def _own_entry(self, payload: bytes, conflict: SequenceConflict) -> int:
         """A refusal may be one's own first try, whose answer was lost."""
