@@ -7,7 +7,6 @@ kept by its hash. Everything here blocks: callers use a thread.
 from __future__ import annotations
 
 import io
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,6 +21,8 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from schemas import ShownImage
+from workers.images.folders import has_vision
+from workers.images.reading import ImageUnreadable
 
 MAX_PIXELS = 64_000_000
 """Larger images are refused: a small file may unpack to any size."""
@@ -29,10 +30,6 @@ MAX_PIXELS = 64_000_000
 KEPT_BYTES = 256 << 20
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-
-
-class ImageUnreadable(Exception):
-    """The bytes are no image that this model's processor takes. One line."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +65,6 @@ def expanded(ids: Sequence[int], image_token_id: int, images: Sequence[Seen]) ->
         shown.append(ShownImage(object=seen.name, start=len(result), stop=len(result) + len(seen.ids)))
         result += seen.ids
     return result, shown
-
-
-def has_vision(folder: Path) -> bool:
-    """True if a model folder's configuration has a vision tower; a folder that cannot be read has none."""
-    try:
-        configuration = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(configuration, dict) and isinstance(configuration.get("vision_config"), dict)
 
 
 class ImageProcessor:
@@ -139,6 +127,8 @@ def opened_image(name: str, data: bytes) -> Any:
 def _open_processor(folder: Path) -> Any:
     from transformers import AutoProcessor
 
+    if not has_vision(folder):
+        raise UserError(f"{folder}: this model reads text only: its config.json has no vision_config")
     try:
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, ImportError, TypeError, KeyError) as error:

@@ -28,8 +28,22 @@ MAX_IMAGE_BYTES = 64 << 20
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-class ImageMissing(Exception):
-    """The bucket has no such image, and never will: waiting does not help. One line."""
+class ImageFailed(Exception):
+    """No try will ever show this image to a model; one line says why. ``error_class`` is how it is recorded."""
+
+    error_class = "image_failed"
+
+
+class ImageMissing(ImageFailed):
+    """The bucket has no such image."""
+
+    error_class = "image_missing"
+
+
+class ImageUnreadable(ImageFailed):
+    """The bytes are no image that the model's processor takes."""
+
+    error_class = "image_unreadable"
 
 
 class ImageUnread(Exception):

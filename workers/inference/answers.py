@@ -15,13 +15,24 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, Delivery
+from fleetbus.core.history import moved_images
 from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.episodes import RETRY_SECONDS, decoded
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
-from schemas import Action, MalformedMessage, Observation, Subjects, decode, encode
+from schemas import Action, MalformedMessage, Observation, ShownImage, Subjects, decode, encode
 from schemas.tokens import extend_history, pack_ids, pack_logprobs
-from workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, Sampler, Template
+from workers.images.reading import ImageFailed, ImageUnread
+from workers.inference.base import (
+    EngineFailed,
+    Generation,
+    GenerationRequest,
+    Images,
+    PromptDelta,
+    RequestRefused,
+    Sampler,
+    Template,
+)
 from workers.inference.histories import Histories, History, HistoryMismatch, StaleObservation
 
 VERSION_POLL_SECONDS = 0.05
@@ -49,6 +60,7 @@ class Answers:
         max_tries: int,
         leases: Leases,
         counters: defaultdict[str, float],
+        images: Images | None = None,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -56,6 +68,7 @@ class Answers:
         self._lane = lane
         self._sampler = sampler
         self._template = template
+        self._images = images
         self._max_length = max_length
         self._max_tries = max_tries
         self._leases = leases
@@ -141,34 +154,42 @@ class Answers:
             return self._failed(observation, "version_gone", str(gone))
         except RequestRefused as refused:
             return self._failed(observation, "engine_refused", str(refused))
+        except ImageFailed as failed:
+            return self._failed(observation, failed.error_class, str(failed))
+        except ImageUnread as unread:
+            raise EngineFailed(str(unread)) from unread
 
     async def _sampled(self, observation: Observation, history: History) -> Action:
         received = anyio.current_time()
         try:
-            delta = self._delta(observation, history)
+            delta = await self._delta(observation, history)
+        except (ImageFailed, ImageUnread):
+            raise
         except Exception as error:  # a template is a model's own code, and may fail in any way on what it is shown
             return self._failed(observation, "template_failed", f"{type(error).__name__}: {error}")
         ids = history.ids
-        ids += delta
-        room = min(observation.tokens_left - len(delta), self._max_length - len(ids), observation.sampling.max_tokens)
+        images = (*history.images, *moved_images(delta.images, len(ids)))
+        ids += delta.ids
+        room = min(observation.tokens_left - len(delta.ids), self._max_length - len(ids), observation.sampling.max_tokens)
         if room < 1:
             return self._action(observation, finish_reason="length", history_hash=observation.history_hash)
         if observation.request_sequence > self._coming:
             await self._settled.wait()
         await self._version(observation.pinned_version)
         started = anyio.current_time()
-        generation = await self._sampler.generate(self._request(observation, ids, room))
-        prompt_delta, sampled = pack_ids(delta), pack_ids(generation.ids)
-        digest = extend_history(observation.history_hash, prompt_delta, sampled)
+        generation = await self._sampler.generate(await self._request(observation, ids, images, room))
+        prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
+        digest = extend_history(observation.history_hash, prompt_delta, sampled, [image.object for image in delta.images])
         ids += generation.ids
-        self._histories.keep(observation.episode_id, History(digest=digest, ids=ids))
-        self._count(generation, len(delta))
+        self._histories.keep(observation.episode_id, History(digest=digest, ids=ids, images=images))
+        self._count(generation, len(delta.ids))
         text = self._template.text(generation.ids)
         return self._action(
             observation,
             text=text,
             tool_calls=parse_tool_calls(text).calls,
             prompt_delta=prompt_delta,
+            images=delta.images,
             sampled=sampled,
             logprobs=pack_logprobs(generation.logprobs),
             finish_reason=generation.finish_reason,
@@ -178,13 +199,17 @@ class Answers:
             seconds_generating=round(anyio.current_time() - started, 6),
         )
 
-    def _delta(self, observation: Observation, history: History) -> list[int]:
+    async def _delta(self, observation: Observation, history: History) -> PromptDelta:
         """The ids that this turn's messages become."""
         if observation.history_hash:
-            return self._template.proceed(history.ids[-1:], observation.messages)
-        return self._template.begin(observation.messages, observation.tools)
+            ids = self._template.proceed(history.ids[-1:], observation.messages)
+        else:
+            ids = self._template.begin(observation.messages, observation.tools)
+        return PromptDelta(ids=ids) if self._images is None else await self._images.expand(ids, observation.messages)
 
-    def _request(self, observation: Observation, ids: list[int], room: int) -> GenerationRequest:
+    async def _request(
+        self, observation: Observation, ids: list[int], images: tuple[ShownImage, ...], room: int
+    ) -> GenerationRequest:
         stops = (self._template.ids_of(token) for token in observation.sampling.stop)
         return GenerationRequest(
             cache_key=observation.episode_id,
@@ -194,6 +219,7 @@ class Answers:
             max_tokens=room,
             seed=turn_seed(observation),
             trained=observation.pinned_version is None,
+            images=await self._images.placed(images) if self._images is not None and images else (),
         )
 
     async def _version(self, pinned: int | None) -> None:

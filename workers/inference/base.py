@@ -8,14 +8,17 @@ from typing import Protocol
 
 import msgspec
 
-from schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ToolSpec, VersionSpan
+from schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ShownImage, ToolSpec, VersionSpan
+from workers.images.placed import PlacedImage
 from workers.weights import WeightsRejected
 
 __all__ = [
     "EngineFailed",
     "Generation",
     "GenerationRequest",
+    "Images",
     "Measured",
+    "PromptDelta",
     "RequestRefused",
     "Sampler",
     "Template",
@@ -29,6 +32,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``cache_key`` names the episode, so that keys and values of its history may be kept between turns. ``seed`` makes the
     sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1. ``trained``
     is False where nothing will ever be trained on the answer (evaluation): an engine without log-probabilities may answer.
+    ``images`` are those that ``ids`` show, in order; only engines that see are handed any.
     """
 
     cache_key: str
@@ -38,6 +42,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     seed: int
     trained: bool = True
+    images: tuple[PlacedImage, ...] = ()
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,3 +110,22 @@ class Template(Protocol):
 
     def ids_of(self, token: str) -> int | None:
         """The id of a token by its string, None if the vocabulary has no such single token."""
+
+
+class PromptDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The ids that a turn's messages become, and the images that they show, their places counted within ``ids``."""
+
+    ids: list[int]
+    images: tuple[ShownImage, ...] = ()
+
+
+class Images(Protocol):
+    """The images that observations name, for a model that sees. Each call raises `workers.images.reading.ImageFailed` for what
+    will never be seen, and `workers.images.reading.ImageUnread` for what cannot be fetched now."""
+
+    async def expand(self, ids: list[int], messages: Sequence[ChatMessage]) -> PromptDelta:
+        """``ids`` of ``messages``, with the tokens of each image where the template wrote one image token. Raises `ValueError`
+        if those are not as many as the images."""
+
+    async def placed(self, images: Sequence[ShownImage]) -> tuple[PlacedImage, ...]:
+        """The images of a whole history with their bytes."""

@@ -12,9 +12,9 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.history import history_hash, history_ids
+from fleetbus.core.history import history_hash, history_ids, history_images
 from fleetbus.episodes import read_standing, read_turns
-from schemas import Observation, Subjects
+from schemas import Observation, ShownImage, Subjects
 from schemas.tokens import EMPTY_HISTORY
 
 REBUILD_TRIES = 2
@@ -32,10 +32,12 @@ class StaleObservation(Exception):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """All token ids of an episode so far. Whoever took it may extend ``ids``: it is no longer kept."""
+    """All token ids of an episode so far, and the images that they show. Whoever took it may extend ``ids``: it is no longer
+    kept."""
 
     digest: bytes
     ids: list[int]
+    images: tuple[ShownImage, ...] = ()
 
 
 class Histories:
@@ -69,7 +71,8 @@ class Histories:
             turns = (await read_turns(self._bus, self._subjects, episode, standing))[: observation.turn]
             if history_hash(turns) == observation.history_hash:
                 self.rebuilt += 1
-                return History(digest=observation.history_hash, ids=history_ids(turns))
+                images = tuple(history_images(turns))
+                return History(digest=observation.history_hash, ids=history_ids(turns), images=images)
         raise HistoryMismatch(f"turn {observation.turn} of {episode} stands on a history that the log does not contain")
 
     def keep(self, episode_id: str, history: History) -> None:

@@ -109,17 +109,20 @@ class ChatTemplate:
         following = self._following([self._plain(message) for message in messages])
         return tuple(self._encode_text(following[following.index(self._turn_end) :]))
 
-    def _following(self, messages: list[dict[str, str]]) -> str:
+    def _following(self, messages: list[dict[str, Any]]) -> str:
         """What the template writes after an assistant's words when ``messages`` follow, up to the assistant's next words."""
         _, found, following = self._render([*_BASE, *messages]).partition(_ANSWER)
         if not found:
             raise UserError(f"{self._folder}: the chat template does not repeat what the assistant said")
         return following
 
-    def _plain(self, message: ChatMessage) -> dict[str, str]:
+    def _plain(self, message: ChatMessage) -> dict[str, Any]:
         content = message.content if isinstance(message.content, str) else self._joined(message.content)
-        content = self._control.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", content)
-        return {"role": message.role, "content": content}
+        return {"role": message.role, "content": self._broken(content)}
+
+    def _broken(self, text: str) -> str:
+        """The text without special tokens."""
+        return self._control.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
 
     def _joined(self, parts: Sequence[object]) -> str:
         texts = [part.text for part in parts if isinstance(part, Text)]
@@ -127,7 +130,7 @@ class ChatTemplate:
             raise UserError(f"{self._folder}: this model reads text only, and a message has an image")
         return "".join(texts)
 
-    def _render(self, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None = None) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -164,7 +167,7 @@ class ChatTemplate:
         else:
             self._joins_system = True
 
-    def _check_opening(self, opening: list[dict[str, str]]) -> None:
+    def _check_opening(self, opening: list[dict[str, Any]]) -> None:
         question = {"role": "user", "content": "And then?"}
         begun = self._render(opening)
         whole = self._render([*opening, _BASE[1], question, _BASE[1], question])
@@ -196,7 +199,7 @@ class ChatTemplate:
         thought = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
         return _THOUGHT not in self._render([_BASE[0], thought, _BASE[0]])
 
-    def _accepts(self, messages: list[dict[str, str]]) -> bool:
+    def _accepts(self, messages: list[dict[str, Any]]) -> bool:
         try:
             self._render(messages)
         except UserError:
@@ -204,11 +207,14 @@ class ChatTemplate:
         return True
 
 
-def _joined_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _joined_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A leading system message as the beginning of the user message after it."""
     if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
         return messages
-    content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+    system, first = messages[0]["content"], messages[1]["content"]
+    if not isinstance(first, str):  # parts, where images are shown
+        return [{"role": "user", "content": [{"type": "text", "text": f"{system}\n\n"}, *first]}, *messages[2:]]
+    content = f"{system}\n\n{first}"
     return [{"role": "user", "content": content}, *messages[2:]]
 
 

@@ -25,7 +25,7 @@ from fleetbus.presence import Presence, present
 from fleetbus.slots import Slots
 from schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
 from workers.inference.answers import Answers
-from workers.inference.base import Sampler, Template, WeightsRejected
+from workers.inference.base import Images, Sampler, Template, WeightsRejected
 
 RELOAD_SECONDS = 5.0
 """Until a version that was rejected is tried again: its file may have been on its way."""
@@ -50,6 +50,7 @@ class InferenceWorker:
         sampler: Sampler,
         template: Template,
         fetch: Fetch | None = None,
+        images: Images | None = None,
     ) -> None:
         self._bus = bus
         self._fetch = fetch
@@ -74,6 +75,7 @@ class InferenceWorker:
             max_tries=configuration.environment.max_hops,
             leases=self._leases,
             counters=self._counters,
+            images=images,
         )
         self._slots = Slots(bus, self._answers.answer)
         self._ready = anyio.Event()
@@ -189,13 +191,23 @@ async def run_inference(
     template: Template,
     ports: Ports | None = None,
     fetch: Fetch | None = None,
+    images: Images | None = None,
 ) -> None:
-    """An inference worker from claiming a lane to its goodbye. ``fetch`` makes a published version a local file first."""
+    """An inference worker from claiming a lane to its goodbye. ``fetch`` makes a published version a local file first;
+    ``images`` shows what observations refer to, to a model that sees."""
     subjects = Subjects(configuration.run.name)
     nonce = (ports or Ports()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
     lane = await claim_lane(bus, subjects, role="inference", names=lanes, worker=name, nonce=nonce)
     worker = InferenceWorker(
-        bus, configuration=configuration, name=name, drain=drain, lane=lane, sampler=sampler, template=template, fetch=fetch
+        bus,
+        configuration=configuration,
+        name=name,
+        drain=drain,
+        lane=lane,
+        sampler=sampler,
+        template=template,
+        fetch=fetch,
+        images=images,
     )
     await worker.run()

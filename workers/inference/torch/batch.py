@@ -18,11 +18,15 @@ from workers.inference.torch.slots import SlotCache
 
 @dataclass(frozen=True)
 class Extra:
-    """Tokens of ``row`` at positions ``start``, ``start`` + 1, ... before the one that the row feeds; never empty."""
+    """Tokens of ``row`` at positions ``start``, ``start`` + 1, ... before the one that the row feeds; never empty.
+
+    Negative ids are embeddings of ``images``, as `workers.images.embedding` codes them; only a model that sees is given any.
+    """
 
     row: int
     start: int
     ids: Ids
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class Engine:
         self._tokens[row], self._positions[row] = turn.ids[-1], length - 1
         self._stats["cached_tokens"] += covered
         self._stats["prefill_tokens"] += length - covered
-        return Extra(row, covered, turn.ids[covered:-1]) if covered < length - 1 else None
+        return Extra(row, covered, turn.ids[covered:-1], turn.images) if covered < length - 1 else None
 
     def _restore(self, row: int, turn: Turn, kept: Kept | None, covered: int) -> None:
         """Copy the first ``covered`` tokens into a slot, except for what it already holds of the reference prompt."""

@@ -130,12 +130,16 @@ class GenericRunner:
         for layer in self._layers:
             layer.place = place
         return module(
-            input_ids=tokens,
+            **self._inputs(tokens),
             attention_mask=self._mask(place),
             position_ids=place.positions,
             past_key_values=self._cache,
             use_cache=True,
         )
+
+    def _inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the model is told of tokens int64 [b, q]."""
+        return {"input_ids": tokens}
 
     def _mask(self, place: Place) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive masks [b, 1, q, longest]: one for all layers, or by kind where a model's layers differ in kind."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -18,7 +18,8 @@ import torch
 
 from fleetbus.errors import UserError
 from schemas import PolicyPublished
-from workers.inference.base import EngineFailed, Generation, GenerationRequest
+from workers.images.folders import has_vision
+from workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
 from workers.inference.torch.batch import Runner
 from workers.inference.torch.compact import compact_runner
 from workers.inference.torch.doorbell import Doorbell
@@ -27,6 +28,10 @@ from workers.inference.torch.generic import GenericRunner
 from workers.inference.torch.kept import KeptStates
 from workers.inference.torch.turn import Errand, Swap, Turn
 from workers.weights import WeightsRejected, check_names, read_weights
+
+if TYPE_CHECKING:
+    from workers.images.processing import ImageProcessor
+    from workers.inference.torch.seeing import Eyes
 
 SWITCH_SECONDS = 0.0001
 """How long a busy event loop keeps the interpreter lock from the engine's thread. With Python's 5 ms, an engine that needs the
@@ -39,7 +44,8 @@ class TorchSampler:
     ``slots`` turns are sampled at once and ``max_waiting`` more may wait; histories end at ``max_length`` tokens, or where the
     model's positions end, with finish reason ``length``. Keys and values of ``kept_histories`` episodes and ``kept_prompts``
     prompts are kept between turns, in at most ``kept_bytes`` and a quarter of it. ``compact`` False forces transformers' own
-    forward call. Raises `UserError` if the folder holds no model that can run here.
+    forward call. With ``processor``, that of the folder, the model is shown images. Raises `UserError` if the folder holds no
+    model that can run here.
     """
 
     def __init__(
@@ -57,13 +63,22 @@ class TorchSampler:
         max_waiting: int = 1024,
         compact: bool = True,
         version: int = 0,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self.version = version
         self.slots = slots
         self._threads = threads
-        model = _open_model(folder, device, dtype)
-        self._max_length = min(max_length, _positions(model, max_length))
-        self._runner = _runner(model, slots, self._max_length, compact)
+        if processor is not None:
+            from workers.inference.torch import seeing
+
+            model = seeing.open_model(folder, device, dtype, processor)
+            self._max_length = min(max_length, _positions(model, max_length))
+            self._runner: Runner = seeing.SeeingRunner(model, slots=slots, max_length=self._max_length)
+            self._eyes: Eyes | None = seeing.Eyes(processor)
+        else:
+            model = _open_model(folder, device, dtype)
+            self._max_length = min(max_length, _positions(model, max_length))
+            self._runner, self._eyes = _runner(model, slots, self._max_length, compact), None
         self._kept = KeptStates(histories=kept_histories, prompts=kept_prompts, limit_bytes=kept_bytes)
         self._engine: Engine | None = None
         self._room = anyio.Semaphore(slots + max_waiting)
@@ -110,6 +125,8 @@ class TorchSampler:
         Cancelling frees its place at the next token. Raises `EngineFailed`.
         """
         turn = Turn(request, self._max_length)
+        if request.images:
+            await self._show(turn)
         self._check(turn)
         if turn.limit < 1:
             return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
@@ -142,9 +159,15 @@ class TorchSampler:
         if errand.failure is not None:
             raise EngineFailed(errand.failure)
 
+    async def _show(self, turn: Turn) -> None:
+        """Code the images of a turn into its ids. Raises `RequestRefused`."""
+        if self._eyes is None:
+            raise RequestRefused("this model reads text only, and its prompt has an image")
+        turn.ids, turn.images = await self._eyes.shown(turn.ids, turn.request.images)
+
     def _check(self, turn: Turn) -> None:
         """Ids that the model does not have would fail everybody's step."""
-        if not len(turn.ids) or turn.ids.min() < 0 or turn.ids.max() >= self._runner.vocabulary:
+        if not len(turn.ids) or min(turn.request.ids) < 0 or turn.ids[-1] < 0 or turn.ids.max() >= self._runner.vocabulary:
             raise EngineFailed(f"a history must be of ids below {self._runner.vocabulary}, and not empty")
 
     def _prepare(self, policy: PolicyPublished) -> Any:
@@ -184,6 +207,8 @@ def _open_model(folder: Path, device: str, dtype: torch.dtype) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
+        if has_vision(folder):
+            raise UserError(f"{folder} holds an image-text model: set environment.images = true to train it") from error
         raise UserError(f"{folder}: no causal language model can be loaded: {str(error).splitlines()[0]}") from error
     return model.to(device).eval().requires_grad_(False)
 

@@ -39,6 +39,8 @@ class Turn(Errand):
         super().__init__()
         self.request = request
         self.ids: Ids = np.array(request.ids, dtype=np.int64)
+        self.images: tuple[Any, ...] = ()
+        """The images that negative ids stand for, processed for the model; see `workers.images.embedding`."""
         self.temperature = request.sampling.temperature
         self.top_p = request.sampling.top_p
         self.stop_ids = request.stop_ids
