@@ -17,13 +17,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.support.trainable_model import VOCABULARY, make_sequence
 from workers.learner.base import TrainingSequence
 from workers.learner.torch.following import LeadingTrainer, follow
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.trainer import TorchTrainer
 
 PROMPT = 12
-VOCABULARY = 64
 CHECKPOINT_AFTER = 2
 STEPS = 3
 
@@ -38,15 +38,8 @@ def _sequence(draw: np.random.Generator, index: int) -> TrainingSequence:
     ids = draw.integers(3, VOCABULARY, PROMPT + int(draw.integers(4, 20))).astype(np.int32)
     mask = np.arange(len(ids)) >= PROMPT
     advantage = draw.normal() if index != 3 else 0.0
-    return TrainingSequence(
-        episode_id=f"e{index}",
-        group_id="g",
-        ids=ids,
-        loss_mask=mask,
-        logprobs=np.where(mask, -4.0 + 0.1 * draw.normal(size=len(ids)), 0).astype(np.float32),
-        advantages=np.where(mask, advantage, 0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-    )
+    logprobs = -4.0 + 0.1 * draw.normal(size=len(ids))
+    return make_sequence(index, ids, mask, logprobs=logprobs, advantage=advantage, version=0)
 
 
 def train(trainer: TorchTrainer | LeadingTrainer, out: Path) -> None:

@@ -18,9 +18,10 @@ import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from tests.support.trainable_model import make_model
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.trainer import TorchTrainer
 
@@ -40,24 +41,7 @@ def load_script() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model"), spread=0.0)
 
 
 def sharded(folder: Path, out: Path, settings: TorchTrainerSettings) -> list[dict[str, float]]:

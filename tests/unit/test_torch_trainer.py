@@ -5,59 +5,40 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GenerationConfig,
-    GPT2Config,
-    LlamaConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig, LlamaConfig
 
 from fleetbus.errors import UserError
+from tests.support.trainable_model import (
+    CONFIGS,
+    LAYERS,
+    SIZES,
+    VOCABULARY,
+    distance,
+    gradient,
+    make_model,
+    make_sequence,
+    model_logprobs,
+    one_thread,
+)
 from workers.learner.base import TrainingSequence
 from workers.learner.torch.batches import micro_batches, shared_prefix
 from workers.learner.torch.forward import can_share, head_is_plain
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.trainer import TorchTrainer
 
-VOCABULARY = 64
 PREFIX = 24
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def quiet():
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
-    model.save_pretrained(folder)
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"kept": true}')
     (folder / "chat_template.jinja").write_text("template")
     return folder
@@ -74,20 +55,18 @@ def make_batch(folder, *, count=10, seed=0, off_policy=0.0, temperature=1.0, ver
         ids = np.concatenate([prefix, draw.integers(3, VOCABULARY, length)]).astype(np.int32)
         mask = np.zeros(len(ids), np.bool_)
         mask[PREFIX + 4 : PREFIX + 9] = mask[PREFIX + 12 :] = True
-        with torch.no_grad():
-            logits = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0] / temperature
-        logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, torch.from_numpy(ids[1:, None].astype(np.int64)))[:, 0]
-        logprobs = np.concatenate([[0.0], logprobs.numpy() + off_policy * draw.normal(size=len(ids) - 1)])
+        logprobs = np.concatenate([[0.0], model_logprobs(model, ids, temperature)])
+        logprobs[1:] += off_policy * draw.normal(size=len(ids) - 1)
         advantage = draw.normal() if advantages is None else advantages[index]
         batch.append(
-            TrainingSequence(
-                episode_id=f"e{index}",
-                group_id=f"g{index // 2}",
-                ids=ids,
-                loss_mask=mask,
-                logprobs=np.where(mask, logprobs, 0).astype(np.float32),
-                advantages=np.where(mask, advantage, 0).astype(np.float32),
-                versions=np.where(mask, version, -1).astype(np.int32),
+            make_sequence(
+                index,
+                ids,
+                mask,
+                logprobs=logprobs,
+                advantage=advantage,
+                group=f"g{index // 2}",
+                version=version,
                 temperature=temperature,
             )
         )
@@ -97,24 +76,6 @@ def make_batch(folder, *, count=10, seed=0, off_policy=0.0, temperature=1.0, ver
 def weights(trainer, tmp_path, name="weights.safetensors"):
     trainer.save_weights(tmp_path / name)
     return (tmp_path / name).read_bytes()
-
-
-def gradient(trainer, batch):
-    """The gradient of one call, taken where the optimizer would use it, before clipping."""
-    taken = {}
-    step = trainer._optimizer.step
-    trainer._optimizer.step = lambda: taken.update(
-        {name: parameter.grad.clone() for name, parameter in trainer._model.named_parameters()}
-    )
-    trainer.train(batch, version=3, progress=0.0)
-    trainer._optimizer.step = step
-    return taken
-
-
-def distance(first, second):
-    """Norm of the difference of two gradients, relative to the second."""
-    difference = sum(float((first[name] - second[name]).norm() ** 2) for name in second)
-    return math.sqrt(difference / sum(float(value.norm() ** 2) for value in second.values()))
 
 
 SMALL = {"gradient_norm": 1e9, "micro_batch_size": 4}
@@ -142,23 +103,15 @@ def test_the_gradient_is_that_of_plain_forward_passes_over_whole_sequences(folde
     assert distance(shared, plain_gradient(folder, batch)) <= 1e-5
 
 
-SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
-LAYERS = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
+MORE = {**SIZES, "bos_token_id": 1, "num_key_value_heads": 1, "head_dim": 16}
 
 
 @pytest.mark.parametrize(
     ("config", "shares", "plain_head"),
     [
-        (LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=False), True, True),
-        (GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=2, n_positions=128), True, True),
-        (Gemma2Config(**SIZES, **LAYERS, sliding_window=8, query_pre_attn_scalar=16), False, False),
+        (LlamaConfig(**MORE, **LAYERS, tie_word_embeddings=False), True, True),
+        (CONFIGS["gpt2"], True, True),
+        (Gemma2Config(**MORE, **LAYERS, sliding_window=8, query_pre_attn_scalar=16), False, False),
     ],
     ids=["llama", "gpt2", "gemma2: windows, soft caps"],
 )

@@ -10,11 +10,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
 from fleetbus.core.corrections import kl_k1, kl_penalty
 from fleetbus.errors import UserError
+from tests.support.trainable_model import (
+    CONFIGS,
+    VOCABULARY,
+    distance,
+    gradient,
+    make_model,
+    make_sequence,
+    model_logprobs,
+    one_thread,
+)
 from workers.cli.learner import _trainer_settings
 from workers.learner.base import TrainingSequence
 from workers.learner.torch.batches import cut, micro_batches, packed, padded
@@ -23,65 +33,18 @@ from workers.learner.torch.trainer import TorchTrainer
 from workers.weights import read_weights
 from workers.weights_delta import smaller
 
-VOCABULARY = 64
 PROMPT = 20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-CONFIGS = {
-    "qwen3": Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=None,
-    ),
-    "llama": LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=1,
-    ),
-    "gpt2": GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=512, pad_token_id=0, eos_token_id=2, bos_token_id=1
-    ),
-}
-
-
-def make_model(folder: Path, kind: str) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+def quiet() -> Any:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3")
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def make_batch(
@@ -97,42 +60,10 @@ def make_batch(
         if shared:
             ids[: PROMPT - 1] = np.arange(3, PROMPT + 2)
         mask = np.arange(len(ids)) >= PROMPT
-        with torch.no_grad():
-            logits = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0, :-1]
-        found = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(ids[1:, None].astype(np.int64)))[:, 0].numpy()
-        logprobs = np.concatenate([[0.0], found + off_policy * draw.normal(size=len(found))])
-        batch.append(
-            TrainingSequence(
-                episode_id=f"e{index}",
-                group_id="g",
-                ids=ids,
-                loss_mask=mask,
-                logprobs=np.where(mask, logprobs, 0).astype(np.float32),
-                advantages=np.where(mask, draw.normal(), 0).astype(np.float32),
-                versions=np.where(mask, 3, -1).astype(np.int32),
-            )
-        )
+        logprobs = np.concatenate([[0.0], model_logprobs(model, ids)])
+        logprobs[1:] += off_policy * draw.normal(size=len(ids) - 1)
+        batch.append(make_sequence(index, ids, mask, logprobs=logprobs, advantage=draw.normal()))
     return batch
-
-
-def gradient(trainer: TorchTrainer, batch: list[TrainingSequence]) -> dict[str, torch.Tensor]:
-    """The gradient of one call, taken where the optimizer would use it, before clipping."""
-    taken: dict[str, torch.Tensor] = {}
-    step = trainer._optimizer.step
-
-    def take() -> None:
-        named = trainer._model.named_parameters()
-        taken.update({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
-
-    trainer._optimizer.step = take  # type: ignore[assignment, method-assign]
-    trainer.train(batch, version=3, progress=0.0)
-    trainer._optimizer.step = step  # type: ignore[method-assign]
-    return taken
-
-
-def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    difference = sum(float((first[name] - second[name]).norm() ** 2) for name in second)
-    return math.sqrt(difference / sum(float(value.norm() ** 2) for value in second.values()))
 
 
 def trainer(folder: Path, **settings: Any) -> TorchTrainer:
