@@ -25,7 +25,7 @@ from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan, lane_stream, log_stream
 from schemas import Subjects
 
-LEASE_SECONDS = 0.4
+LEASE_SECONDS = 1.0
 """``ack_wait`` of the consumer ``short``; ``long`` has a minute."""
 
 

@@ -149,7 +149,7 @@ async def test_a_message_under_way_when_the_server_dies_is_not_stored_twice() ->
     server = ready(MemoryServer(faults=faults))
     faults.publishes = [PublishFault(seconds_before=1.0), PublishFault(seconds_after=1.0)]
     async with server.connect("r") as bus:
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
                 for name in ("before", "after"):
                     tasks.start_soon(bus.publish, SUBJECTS.episode(name), b"x")

@@ -47,7 +47,7 @@ async def test_the_floor_of_a_consumer_stands_before_what_is_held_and_stands_sti
         for number in range(4):
             await bus.publish(s.task("long", f"e{number}"), b"x")
         async with bus.pull("long", credits=4) as subscription:
-            with anyio.fail_after(5):
+            with anyio.fail_after(30):
                 deliveries = [await subscription.receive() for _ in range(4)]
                 await deliveries[0].ack()
                 await deliveries[3].ack()

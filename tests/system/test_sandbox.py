@@ -98,16 +98,16 @@ async def test_code_gives_output_errors_and_an_exit_code_and_keeps_its_variables
 
 async def test_code_that_takes_too_long_is_stopped_and_its_variables_stay(session: SandboxSession) -> None:
     await run(session, "x = 1")
-    stopped = await run(session, "import time\nprint('so far')\ntime.sleep(600)", seconds=1)
+    stopped = await run(session, "import time\nprint('so far')\ntime.sleep(600)", seconds=2)
     assert (stopped.exit_code, stopped.stdout, stopped.ended) == (124, "so far\n", "")
-    assert "took longer than 1 s" in stopped.stderr
+    assert "took longer than 2 s" in stopped.stderr
     assert (await run(session, "print(x)")).stdout == "1\n"
 
 
 async def test_code_that_cannot_be_stopped_from_within_is_killed(session: SandboxSession) -> None:
     await run(session, "x = 1")
     code = "import time\nprint('so far')\nwhile True:\n  try: time.sleep(600)\n  except BaseException: pass"
-    killed = await run(session, code, seconds=1)
+    killed = await run(session, code, seconds=2)
     assert (killed.exit_code, killed.stdout, killed.ended) == (124, "so far\n", "time")
     after = await run(session, "print('x' in globals())")
     assert (after.stdout, after.fresh) == ("False\n", True)
@@ -192,7 +192,7 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "descriptors": ("f = [open('/dev/null') for _ in range(1000)]", "Too many open files"),
     "processes": ("import os\nfor _ in range(99):\n  if os.fork() == 0:\n    import time; time.sleep(600)", "BlockingIOError"),
     "fork bomb": (
-        "import os, time\nuntil = time.time() + 0.5\nrefused = False\nwhile time.time() < until:\n  try: os.fork()\n"
+        "import os, time\nuntil = time.time() + 5\nrefused = False\nwhile not refused and time.time() < until:\n  try: os.fork()\n"
         "  except OSError: refused = True\n"
         "if refused: raise OSError('refused')",
         "refused",
