@@ -15,12 +15,14 @@ from schemas import Subjects
 
 
 class Recording(msgspec.Struct, kw_only=True):
-    """A recording in memory. ``torn`` says in one line what is missing at its end, empty if nothing is."""
+    """A recording in memory. ``objects`` are the contents of the run's bucket by name; ``torn`` says in one line what is
+    missing at its end, empty if nothing is."""
 
     path: Path
     header: RecordingHeader
     entries: list[Stored]
     files: dict[str, bytes] = msgspec.field(default_factory=dict)
+    objects: dict[str, bytes] = msgspec.field(default_factory=dict)
     torn: str = ""
 
     @property
@@ -38,12 +40,13 @@ class Recording(msgspec.Struct, kw_only=True):
 
 
 class RecordingReader:
-    """Streams a recording. ``torn`` and ``files`` are final when `entries` has ended."""
+    """Streams a recording. ``torn``, ``files`` and ``objects`` are final when `entries` has ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_header(path)
         self.files: dict[str, bytes] = {}
+        self.objects: dict[str, bytes] = {}
         self.torn = ""
         self._growing: dict[str, bytearray] = {}
         self._ended = False
@@ -92,4 +95,6 @@ def load_recording(path: Path) -> Recording:
     """The whole recording in memory; raises `UserError`."""
     reader = RecordingReader(path)
     entries = list(reader.entries())
-    return Recording(path=path, header=reader.header, entries=entries, files=reader.files, torn=reader.torn)
+    return Recording(
+        path=path, header=reader.header, entries=entries, files=reader.files, objects=reader.objects, torn=reader.torn
+    )

@@ -35,6 +35,12 @@ ROLES = ("environment", "inference", "learner")
 )
 @click.option("--tolerance", type=float, default=1e-3, show_default=True, help="Of log-probabilities")
 @click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds without a message until a worker hangs")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 32),
+    metavar="N",
+    help="Processes that share the episodes of environment and inference (default: the CPUs, for big files)",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 def command(file: Path, as_json: bool, **values: Any) -> int:
     """Feed one worker its recorded inputs and compare what it publishes, field by field.
@@ -64,8 +70,9 @@ async def _replay(
     ignore: tuple[str, ...],
     tolerance: float,
     patience: float,
+    jobs: int | None,
 ) -> Report:
-    from fleetbus.recording import load_recording
+    from fleetbus.errors import UserError
     from workers.replay import Replay, replay_recording
 
     replay = Replay(
@@ -77,11 +84,14 @@ async def _replay(
         ignored=frozenset(ignore),
         tolerance=tolerance,
         patience_seconds=patience,
+        jobs=jobs,
     )
-    recording = await anyio.to_thread.run_sync(load_recording, file)
-    if recording.torn:
-        click.echo(f"fleetbus: {recording.torn}", err=True)
-    return await replay_recording(recording, replay)
+    if role == "learner" and jobs is not None and jobs > 1:
+        raise UserError("--jobs: a learner needs all episodes in one process: leave it out")
+    report = await replay_recording(file, replay)
+    if report.torn:
+        click.echo(f"fleetbus: {report.torn}", err=True)
+    return report
 
 
 def _speed(text: str) -> float | None:

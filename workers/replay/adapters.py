@@ -34,7 +34,8 @@ Role = Literal["environment", "inference", "learner"]
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """What is replayed how. ``environment`` is a spec as in ``--environment`` or makes an environment per episode; ``model``
     a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of
-    the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too."""
+    the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too. ``jobs`` processes share
+    the work; None: one per CPU where that is faster."""
 
     role: Role = "environment"
     environment: str | Callable[[], Environment] | None = None
@@ -44,17 +45,26 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     ignored: frozenset[str] = frozenset()
     tolerance: float = LOGPROB_TOLERANCE
     patience_seconds: float = PATIENCE_SECONDS
+    jobs: int | None = None
 
 
 async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
     """Replay a recording against one worker; raises `UserError` when it cannot be replayed."""
-    recording = source if isinstance(source, Recording) else await anyio.to_thread.run_sync(load_recording, source)
+    if isinstance(source, Path):
+        from workers.replay.shards import jobs_for, replay_shared
+
+        if (jobs := jobs_for(source, replay)) > 1:
+            return await replay_shared(source, replay, jobs)
+        source = await anyio.to_thread.run_sync(load_recording, source)
+    recording = source
     if not recording.entries:
         raise UserError(f"{recording.path} has no entries: there is nothing to replay")
     configuration = configuration_of(recording)
     play = {"environment": _environment, "inference": _inference, "learner": _learner}[replay.role]
     with quiet():
-        return await play(recording, configuration, replay)
+        report = await play(recording, configuration, replay)
+    report.torn = recording.torn
+    return report
 
 
 async def _environment(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
@@ -80,9 +90,10 @@ async def _environments(
         return
     from workers.environment.by_task import environments_by_task
     from workers.environment.specs import environment_factory
-    from workers.environment.verifier import Verifier, VerifierLimits
+    from workers.environment.verifier import VerifierLimits
+    from workers.replay.verifying import RepeatingVerifier
 
-    verifier = Verifier(VerifierLimits(seconds=configuration.limits.verify))
+    verifier = RepeatingVerifier(VerifierLimits(seconds=configuration.limits.verify))
     style = configuration.environment.prompt
     make_factory = partial(
         environment_factory,

@@ -30,13 +30,18 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A replay of one role. ``compared`` counts messages by type, ``skipped`` what could not be replayed, by reason;
+    """A replay of one role. ``compared`` counts messages by type, ``skipped`` what could not be replayed, by reason, ``notes``
+    what else is worth knowing; ``checked`` says how, where there are several ways; ``jobs`` processes shared the work;
     ``recorded_seconds`` is the time that the recording spans, ``seconds`` what the replay took."""
 
     role: str
     compared: Counter[str] = msgspec.field(default_factory=Counter)
     skipped: Counter[str] = msgspec.field(default_factory=Counter)
+    notes: Counter[str] = msgspec.field(default_factory=Counter)
     differences: list[Difference] = msgspec.field(default_factory=list)
+    checked: str = ""
+    torn: str = ""
+    jobs: int = 1
     recorded_seconds: float = 0.0
     seconds: float = 0.0
 
@@ -54,7 +59,10 @@ class Report(msgspec.Struct, kw_only=True):
         """The report for people."""
         counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.compared.items())) or "nothing"
         faster = f", {self.recorded_seconds / self.seconds:.1f} times as fast as recorded" if self.seconds else ""
-        shown = [f"{self.role}: compared {counts} in {self.seconds:.1f} s{faster}"]
+        shared = f" by {self.jobs} processes" if self.jobs > 1 else ""
+        shown = [f"{self.role}: compared {counts} in {self.seconds:.1f} s{shared}{faster}"]
+        shown += [f"  {self.checked}"] if self.checked else []
+        shown += [f"  {count:,} {note}" for note, count in sorted(self.notes.items())]
         shown += [f"  not replayed: {count:,} {reason}" for reason, count in sorted(self.skipped.items())]
         if self.first is not None:
             others = len(self.differences) - 1

@@ -20,7 +20,7 @@ import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import msgspec
@@ -57,6 +57,9 @@ class Verifier:
 
     ``required``: entering `running` raises `IsolationUnavailable` where the code could see the host's files.
     """
+
+    program: ClassVar[Path] = _ZYGOTE
+    """What the warm process runs."""
 
     def __init__(self, limits: VerifierLimits | None = None, *, required: bool = False, kinds: Sequence[Kind] = KINDS) -> None:
         self.limits = limits or VerifierLimits()
@@ -115,7 +118,7 @@ class Verifier:
             zygote = self._zygote
             if zygote is None:
                 with anyio.CancelScope(shield=True):  # tens of milliseconds, and others wait for it as well
-                    zygote = self._zygote = await _start_zygote(self.limits, await self._isolation())
+                    zygote = self._zygote = await _start_zygote(self.limits, await self._isolation(), self.program)
                     self.hides_files = zygote.hides_files
                     if self._unavailable:
                         level = _log.info if zygote.hides_files else _log.warning
@@ -148,12 +151,7 @@ async def _verify_in_child(zygote: _Zygote, request: dict[str, Any], tools: Veri
             raise NeverBegun from error
         finally:
             theirs.close()
-        await channel.send(request)
-        while True:
-            message = await channel.receive()
-            if "call" not in message:
-                return _verdict(message)
-            await channel.send(await _make_call(message, tools))
+        return await answer_calls(channel, request, tools)
     except ChannelBroken as broken:
         # A child's death is told by the zygote; silence is the zygote's own.
         if channel.silent:
@@ -161,6 +159,16 @@ async def _verify_in_child(zygote: _Zygote, request: dict[str, Any], tools: Veri
         raise
     finally:
         channel.close()
+
+
+async def answer_calls(channel: Channel, request: dict[str, Any], tools: VerifierTools) -> Verdict:
+    """Hand a request to a child and make the calls that it asks for until its verdict; raises `ChannelBroken`."""
+    await channel.send(request)
+    while True:
+        message = await channel.receive()
+        if "call" not in message:
+            return _verdict(message)
+        await channel.send(await _make_call(message, tools))
 
 
 class _Zygote:
@@ -191,7 +199,7 @@ class _Zygote:
             await self._process.aclose()
 
 
-async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None) -> _Zygote:
+async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None, program: Path) -> _Zygote:
     mine, theirs = socket.socketpair()
     mine.setblocking(False)
     bounds = {
@@ -203,12 +211,13 @@ async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None) -> 
         "CORE": 0,
     }
     arguments = [str(theirs.fileno()), msgspec.json.encode(bounds).decode()]
+    visible = list(dict.fromkeys((INSIDE, _ZYGOTE, program)))
     if isolation is None:
-        arguments.append(msgspec.json.encode(readable(INSIDE, _ZYGOTE)).decode())
-    command = python_command(_ZYGOTE, *arguments)
+        arguments.append(msgspec.json.encode(readable(*visible)).decode())
+    command = python_command(program, *arguments)
     try:
         process = await anyio.open_process(
-            isolation.command(command, visible=[INSIDE, _ZYGOTE]) if isolation else command,
+            isolation.command(command, visible=visible) if isolation else command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=None,

@@ -1,0 +1,154 @@
+"""One recording replayed by several processes, each with its share of the episodes, and one report of what all of them found.
+
+Above it is `replay_recording`; below it `python -m workers.replay.shards` per share, which gets its job on standard input and
+answers with its report on standard output, both pickled: they are the same program. Cancelling kills the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import zlib
+from functools import partial
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from fleetbus.errors import UserError
+from fleetbus.recording import Recording, RecordingReader, read_header
+from workers.replay.adapters import Replay, replay_recording
+from workers.replay.quiet import collecting_seldom
+from workers.replay.report import Report
+
+WORTH_SHARING_BYTES = 1 << 20
+"""A smaller file is replayed by one process: others would take longer to start than they save."""
+
+MOST_JOBS = 32
+EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Share ``number`` of ``count`` of a recording; ``path`` is the import path of the asking process."""
+
+    file: Path
+    replay: Replay
+    number: int
+    count: int
+    path: list[str]
+
+
+def jobs_for(file: Path, replay: Replay) -> int:
+    """How many processes replay it: as many as are asked for, otherwise one per CPU if that is worth it."""
+    if replay.jobs:
+        return min(replay.jobs, MOST_JOBS)
+    if replay.speed is not None or not can_be_shared(replay) or file.stat().st_size < WORTH_SHARING_BYTES:
+        return 1
+    return min(_cpus(), MOST_JOBS)
+
+
+def can_be_shared(replay: Replay) -> bool:
+    """False for what only this process has, and for the learner, to whom all episodes belong together."""
+    return replay.role != "learner" and not callable(replay.environment)
+
+
+async def replay_shared(file: Path, replay: Replay, jobs: int) -> Report:
+    """The report of all shares; raises `UserError` when one cannot be replayed."""
+    read_header(file)  # what is no recording is said once, and at once
+    began = anyio.current_time()
+    reports: list[Report | UserError] = []
+
+    async def run(number: int) -> None:
+        job = Job(file=file, replay=replay, number=number, count=jobs, path=sys.path)
+        reports.append(await _answer(job))
+
+    async with anyio.create_task_group() as group:
+        for number in range(jobs):
+            group.start_soon(run, number)
+    merged = merge([_report(each) for each in reports])
+    merged.seconds = anyio.current_time() - began
+    return merged
+
+
+def merge(reports: list[Report]) -> Report:
+    """One report of all shares. Differences stand in the order of the log, whichever process found them."""
+    first, *others = reports
+    merged = msgspec.structs.replace(first, differences=list(first.differences))
+    for report in others:
+        merged.compared += report.compared
+        merged.skipped += report.skipped
+        merged.notes += report.notes
+        merged.differences += report.differences
+    merged.differences.sort(key=lambda each: (each.sequence, each.episode_id))
+    merged.jobs = len(reports)
+    return merged
+
+
+def _report(answer: Report | UserError) -> Report:
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+async def _answer(job: Job) -> Report | UserError:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # as many processes as CPUs, one thread each
+    command = [sys.executable, "-m", "workers.replay.shards"]
+    ended = await anyio.run_process(command, input=pickle.dumps(job), stderr=None, check=False, env={**os.environ, **threads})
+    if ended.returncode:
+        return UserError(f"a process that replays part {job.number + 1} of {job.count} ended with status {ended.returncode}")
+    answer: Report | UserError = pickle.loads(ended.stdout)
+    return answer
+
+
+def _load_share(job: Job) -> tuple[Recording, float]:
+    """The entries of this share's episodes and all that belong to none; and the seconds that the whole recording spans."""
+    reader = RecordingReader(job.file)
+    mine, first_ns, last_ns = [], 0, 0
+    for entry in reader.entries():
+        first_ns = first_ns or entry.time_ns
+        last_ns = entry.time_ns
+        _, _, kind, rest = entry.subject.split(".", 3)
+        if kind not in EPISODE_KINDS or share_of(rest.rpartition(".")[2], job.count) == job.number:
+            mine.append(entry)
+    recording = Recording(
+        path=job.file, header=reader.header, entries=mine, files=reader.files, objects=reader.objects, torn=reader.torn
+    )
+    return recording, (last_ns - first_ns) / 1e9
+
+
+def share_of(episode_id: str, count: int) -> int:
+    """Which share an episode belongs to, for every process alike."""
+    return zlib.crc32(episode_id.encode()) % count
+
+
+def _work(job: Job) -> Report:
+    recording, seconds = _load_share(job)
+    replay = msgspec.structs.replace(job.replay, jobs=1)
+    with collecting_seldom():
+        report = anyio.run(partial(replay_recording, recording, replay), backend_options={"use_uvloop": os.name != "nt"})
+    report.recorded_seconds = seconds
+    return report
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main() -> None:
+    """One share: a job in, a report out. What an environment prints goes to standard error."""
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        job: Job = pickle.loads(sys.stdin.buffer.read())
+        sys.path[:] = job.path
+        try:
+            result: Report | UserError = _work(job)
+        except UserError as error:
+            result = UserError(str(error))
+        pickle.dump(result, answer)
+
+
+if __name__ == "__main__":
+    from workers.replay.shards import main as run_share  # under its own name, as what is pickled refers to it
+
+    run_share()
