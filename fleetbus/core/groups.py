@@ -16,6 +16,8 @@ class Group(msgspec.Struct, kw_only=True):
     group_id: str
     size: int
     results: dict[str, EpisodeFinished] = msgspec.field(default_factory=dict)
+    unusable: dict[str, str] = msgspec.field(default_factory=dict)
+    """Graded episodes that cannot be trained after all, and why."""
 
     def add(self, result: EpisodeFinished) -> None:
         self.results.setdefault(result.episode_id, result)
@@ -28,17 +30,23 @@ class Group(msgspec.Struct, kw_only=True):
     def graded(self) -> list[EpisodeFinished]:
         """Results that enter advantages, by episode id, so that order of arrival never matters."""
         usable = [result for result in self.results.values() if result.outcome in GRADED and result.reward is not None]
-        return sorted((result for result in usable if result.actions), key=lambda result: result.episode_id)
+        trainable = [result for result in usable if result.actions and result.episode_id not in self.unusable]
+        return sorted(trainable, key=lambda result: result.episode_id)
 
     @property
     def excluded(self) -> list[Exclusion]:
         """Results that never enter advantages, with their outcome as the reason."""
         graded = {result.episode_id for result in self.graded}
         return [
-            Exclusion(episode_id=episode, reason=result.outcome if result.outcome not in GRADED else "no_tokens")
+            Exclusion(episode_id=episode, reason=self._reason(result))
             for episode, result in sorted(self.results.items())
             if episode not in graded
         ]
+
+    def _reason(self, result: EpisodeFinished) -> str:
+        if result.episode_id in self.unusable:
+            return self.unusable[result.episode_id]
+        return result.outcome if result.outcome not in GRADED else "no_tokens"
 
     @property
     def versions(self) -> tuple[int, ...]:

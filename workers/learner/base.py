@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas import TensorEntry
+from workers.images.placed import PlacedImage
 
 
 class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +22,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ids`` int32; ``loss_mask`` bool, True where the policy sampled; ``logprobs`` float32, the sampler's, 0 elsewhere;
     ``advantages`` float32, 0 elsewhere; ``versions`` int32, the one policy version that sampled each token, -1 elsewhere and
-    where weights were swapped within a turn.
+    where weights were swapped within a turn. ``images`` are those that ``ids`` show, in order.
     """
 
     episode_id: str
@@ -32,6 +33,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     advantages: NDArray[np.float32]
     versions: NDArray[np.int32]
     temperature: float = 1.0
+    images: tuple[PlacedImage, ...] = ()
 
 
 class Trainer(Protocol):

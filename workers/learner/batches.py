@@ -26,7 +26,9 @@ from fleetbus.episodes import RETRY_SECONDS, decoded
 from fleetbus.errors import RequestUnanswered, UserError
 from fleetbus.ports import Ports
 from schemas import Action, EpisodeFinished, Subjects
+from workers.images.reading import ImageReader
 from workers.learner.base import TrainingSequence
+from workers.learner.images import read_images
 
 READS_AT_A_TIME = 32
 
@@ -73,16 +75,23 @@ async def read_sequences(
     temperature: float,
     archive: Path | None = None,
     ports: Ports | None = None,
+    images: ImageReader | None = None,
 ) -> list[TrainingSequence]:
     """The graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
 
     A learner that had to begin at a checkpoint before the newest one needs again what was trimmed since: from ``archive``.
+    Episodes that were shown images which ``images`` cannot read leave their group, with the reason.
     """
     results = [result for group in groups for result in group.graded]
     actions = await read_actions(bus, subjects, results, archive=archive, ports=ports or Ports())
+    shown = await read_images(images, groups, actions)
+    usable = [result for group in groups for result in group.graded]
     return [
-        _sequence(result, actions[result.episode_id], advantages, plan, temperature)
-        for result, advantages in zip(results, advantages_by_turn(groups, plan), strict=True)
+        msgspec.structs.replace(
+            _sequence(result, actions[result.episode_id], advantages, plan, temperature),
+            images=shown.get(result.episode_id, ()),
+        )
+        for result, advantages in zip(usable, advantages_by_turn(groups, plan), strict=True)
     ]
 
 

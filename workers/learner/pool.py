@@ -156,6 +156,12 @@ class GroupPool:
         self._wake()
         return trained, excluded
 
+    def trainable(self, groups: list[Group]) -> list[Group]:
+        """Those that still have an episode to train. The others are discarded, each episode for its own reason."""
+        for group in [group for group in groups if not group.graded]:
+            self._discard(group, "group_too_small")
+        return [group for group in groups if group.graded]
+
     def discard_all(self, reason: str) -> None:
         """Nothing more will be trained: what is complete is excluded for that reason."""
         for group in [group for group in self._groups.values() if group.complete]:

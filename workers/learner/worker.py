@@ -32,6 +32,7 @@ from schemas import (
     Subjects,
     TrainingFinished,
 )
+from workers.images.reading import image_reader
 from workers.learner.admission import Admission
 from workers.learner.base import Trainer
 from workers.learner.batches import CreditPlan, read_sequences
@@ -77,6 +78,7 @@ class Learner:
         self._beginning = beginning
         self._ports = ports
         self._subjects = Subjects(configuration.run.name)
+        self._images = image_reader(bus, configuration.run.name)
         self._folder: RunFolder = run_folder(configuration.run)
         policy = configuration.run.policy
         self._train = Chain(bus, self._subjects.train(policy), beginning.train_last)
@@ -256,7 +258,10 @@ class Learner:
             temperature=self._configuration.episode.temperature,
             archive=Path(self._settings.archive) if self._settings.archive else None,
             ports=self._ports,
+            images=self._images,
         )
+        if not (groups := self._pool.trainable(groups)):
+            return
         trained = anyio.current_time()
         progress = self._step / self._settings.steps
         metrics = await self._ports.offload(

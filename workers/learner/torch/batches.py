@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,15 +47,18 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cut(sequence: TrainingSequence, limit: int) -> TrainingSequence:
-    """The first ``limit`` tokens of a sequence (0: all of it). The prompt stands at the front and is never cut before what was
-    sampled after it; log-probabilities of what is left do not change, because the model is causal."""
+    """The first ``limit`` tokens of a sequence (0: all of it), fewer where that would cut through an image. The prompt stands
+    at the front and is never cut before what was sampled after it; log-probabilities of what is left do not change, because the
+    model is causal."""
     if not limit or len(sequence.ids) <= limit:
         return sequence
+    limit = min([limit, *(image.start for image in sequence.images if image.start < limit < image.stop)])
     arrays = {name: getattr(sequence, name)[:limit] for name in ("ids", "loss_mask", "logprobs", "advantages", "versions")}
-    return msgspec.structs.replace(sequence, **arrays)
+    images = tuple(image for image in sequence.images if image.stop <= limit)
+    return msgspec.structs.replace(sequence, images=images, **arrays)
 
 
-def shared_prefix(ids: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]]) -> int:
+def shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> int:
     """How many leading tokens all sequences share, leaving each at least the token before its first sampled one.
 
     0 when there are fewer than two sequences or the prefix is shorter than `SHORTEST_PREFIX`.
@@ -71,7 +75,7 @@ def shared_prefix(ids: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.b
 
 
 def micro_batches(
-    ids: Sequence[NDArray[np.int32]],
+    ids: Sequence[NDArray[Any]],
     masks: Sequence[NDArray[np.bool_]],
     *,
     prefix: int,
@@ -115,7 +119,7 @@ def packed(lengths: dict[int, int], budget: int) -> Iterator[tuple[int, ...]]:
     return (tuple(row) for row in rows)
 
 
-def _padded_batch(indices: tuple[int, ...], ids: list[NDArray[np.int32]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
+def _padded_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
     # The last token predicts nothing, so it is not run.
     rows = np.zeros((len(ids), max(len(sequence) for sequence in ids) - 1), np.int64)
     for row, sequence in enumerate(ids):
@@ -124,7 +128,7 @@ def _padded_batch(indices: tuple[int, ...], ids: list[NDArray[np.int32]], masks:
     return _micro_batch(indices, rows, np.repeat(np.arange(len(ids)), [len(found) for found in columns]), columns, ids, masks)
 
 
-def _packed_batch(indices: tuple[int, ...], ids: list[NDArray[np.int32]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
+def _packed_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
     row = np.concatenate([sequence[:-1] for sequence in ids]).astype(np.int64)
     starts = np.cumsum([0] + [len(sequence) - 1 for sequence in ids[:-1]])
     columns = [start + np.nonzero(mask[1:])[0] for start, mask in zip(starts, masks, strict=True)]
@@ -138,7 +142,7 @@ def _micro_batch(
     rows: NDArray[np.int64],
     row_of: NDArray[np.int64],
     columns: list[NDArray[np.int64]],
-    ids: list[NDArray[np.int32]],
+    ids: list[NDArray[Any]],
     masks: list[NDArray[np.bool_]],
 ) -> MicroBatch:
     counts = [len(found) for found in columns]

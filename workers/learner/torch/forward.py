@@ -8,6 +8,7 @@ where a token was sampled. The gradient is that of the plain forward pass over e
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from workers.learner.torch.batches import MicroBatch
+
+Inputs = Callable[[PreTrainedModel, torch.Tensor], dict[str, torch.Tensor]]
+"""What a model is called with for ids int64 [R, S]."""
 
 
 class Scores(NamedTuple):
@@ -24,11 +28,16 @@ class Scores(NamedTuple):
     entropies: torch.Tensor
 
 
+def plain_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a model is called with for ids [R, S] of text."""
+    return {"input_ids": ids}
+
+
 class SharedPrefix:
     """Keys and values of a prefix, run once; `close` sends the gradients that the micro-batches left in them through it."""
 
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
-        cache = model.base_model(input_ids=ids[None], use_cache=True).past_key_values
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs = plain_inputs) -> None:
+        cache = model.base_model(**inputs(model, ids[None]), use_cache=True).past_key_values
         self._computed = [tensor for layer in cache for tensor in layer[:2]]
         self._leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._computed]
 
@@ -90,11 +99,12 @@ def score(
     temperature: torch.Tensor | float = 1.0,
     plain_head: bool = True,
     precision: torch.dtype = torch.float32,
+    inputs: Inputs = plain_inputs,
 ) -> Scores:
     """Scores of the batch's sampled tokens; ``temperature`` divides the logits, one for all or one per token [N].
 
     ``plain_head`` False runs the model as a whole, as a sharded model or one with a soft cap needs. ``precision`` bfloat16
-    computes in that type; logits are turned to float32 before their softmax.
+    computes in that type; logits are turned to float32 before their softmax. ``inputs`` puts images in the place of tokens.
     """
     options: dict[str, Any] = {"use_cache": False}
     if prefix is not None:
@@ -102,7 +112,7 @@ def score(
     if batch.positions is not None:
         options["position_ids"] = batch.positions
     with torch.autocast(batch.ids.device.type, precision, enabled=precision != torch.float32):
-        logits = _logits(model, batch, plain_head, options).float()
+        logits = _logits(model, batch, plain_head, inputs(model, batch.ids) | options).float()
     if isinstance(temperature, torch.Tensor):
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
@@ -117,11 +127,11 @@ def _logits(model: PreTrainedModel, batch: MicroBatch, plain_head: bool, options
     """Logits [N, vocabulary] at the places whose next token was sampled."""
     logits: torch.Tensor
     if plain_head:
-        hidden = model.base_model(input_ids=batch.ids, **options).last_hidden_state
+        hidden = model.base_model(**options).last_hidden_state
         logits = model.get_output_embeddings()(hidden[batch.rows, batch.columns])
     elif keeps_logits(model) and len(batch.columns):
         kept, places = torch.unique(batch.columns, return_inverse=True)
-        logits = model(input_ids=batch.ids, logits_to_keep=kept, **options).logits[batch.rows, places]
+        logits = model(logits_to_keep=kept, **options).logits[batch.rows, places]
     else:
-        logits = model(input_ids=batch.ids, **options).logits[batch.rows, batch.columns]
+        logits = model(**options).logits[batch.rows, batch.columns]
     return logits

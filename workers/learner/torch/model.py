@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fleetbus.errors import UserError
+from workers.images.folders import has_vision
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.sharding import sharded_as, whole
 
@@ -22,10 +23,13 @@ _ADAPTER = "default"
 
 
 def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.device) -> PreTrainedModel:
-    """The causal language model of a folder, without dropout; raises `UserError`."""
+    """The causal language model of a folder, or its image-text model, without dropout; raises `UserError`."""
+    kind = AutoModelForImageTextToText if settings.images else AutoModelForCausalLM
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, settings.dtype), local_files_only=True)
+        model = kind.from_pretrained(folder, dtype=getattr(torch, settings.dtype), local_files_only=True)
     except (OSError, ValueError) as error:
+        if not settings.images and has_vision(folder):
+            raise UserError(f"{folder} holds an image-text model: set environment.images = true to train it") from error
         raise UserError(f"{folder} holds no model that transformers can load: {error}") from error
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded

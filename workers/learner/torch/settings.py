@@ -27,7 +27,8 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     sequences into one row up to the budget. Sequences over ``max_tokens`` are cut at their end. ``precision`` "bfloat16"
     computes in that type while weights and optimizer stay in ``dtype``. Weights are saved in ``published_dtype``; where that is
     less than ``dtype``, the state of a checkpoint holds them too, as they are. ``lora_rank`` above 0 trains adapters of
-    ``lora_targets`` only, scaled by ``lora_alpha / lora_rank``.
+    ``lora_targets`` only, scaled by ``lora_alpha / lora_rank``. ``images``: the folder holds a model that sees, and is shown
+    the images of its sequences.
     """
 
     learning_rate: float = 3e-4
@@ -67,6 +68,7 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     lora_alpha: float = 32.0
     lora_targets: str = "all-linear"
     threads: int = 0
+    images: bool = False
 
     @property
     def loss(self) -> LossPlan:

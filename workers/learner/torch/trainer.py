@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -30,11 +31,23 @@ from schemas import TensorEntry
 from workers.learner.base import TrainingSequence
 from workers.learner.torch import model as models
 from workers.learner.torch.batches import MicroBatch, cut, micro_batches, shared_prefix
-from workers.learner.torch.forward import Scores, SharedPrefix, can_pack, can_share, head_is_plain, score
+from workers.learner.torch.forward import (
+    Inputs,
+    Scores,
+    SharedPrefix,
+    can_pack,
+    can_share,
+    head_is_plain,
+    plain_inputs,
+    score,
+)
 from workers.learner.torch.loss import Measured, SampledTokens, Totals, measured_loss
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.sharding import join_shards, local_device, sharded_as, whole
 from workers.weights import unique_tensors, write_weights
+
+if TYPE_CHECKING:
+    from workers.learner.torch.images import TrainedImages
 
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
 """Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
@@ -72,6 +85,7 @@ class TorchTrainer:
         self._updates = 0
         self._model = models.load_model(folder, self.settings, device)
         self._examine()
+        self._images = self._opened_images()
         self._reference = self._frozen_copy(device)
         if self.settings.lora_rank:
             models.add_adapters(self._model, self.settings)
@@ -213,6 +227,13 @@ class TorchTrainer:
         if settings.packing and not can_pack(self._model):
             raise UserError(f"trainer.packing: packed sequences of {type(self._model).__name__} would see each other")
 
+    def _opened_images(self) -> TrainedImages | None:
+        if not self.settings.images:
+            return None
+        from workers.learner.torch.images import TrainedImages
+
+        return TrainedImages(self._folder, self._model, processes=self.shards.world)
+
     def _frozen_copy(self, device: torch.device) -> PreTrainedModel | None:
         """The model that the KL pulls to; with adapters it is the model itself without them."""
         if not self.settings.needs_reference:
@@ -309,13 +330,17 @@ class TorchTrainer:
     def _scored(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> Iterator[Scored]:
         """Micro-batches with scores of their sampled tokens; when it ends, gradients have gone through the shared prefix."""
         device = self._model.device
-        ids, masks = [sequence.ids for sequence in batch], [sequence.loss_mask for sequence in batch]
+        ids: Sequence[NDArray[Any]] = [sequence.ids for sequence in batch]
+        masks = [sequence.loss_mask for sequence in batch]
+        inputs: Inputs = plain_inputs
+        if self._images is not None:
+            ids, inputs = self._images.shown(batch)
         length = shared_prefix(ids, masks) if self._share else 0
         precision: torch.dtype = getattr(torch, self.settings.precision)
         prefix = None
         if length:
             with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-                prefix = SharedPrefix(model, torch.from_numpy(ids[0][:length].astype(np.int64)).to(device))
+                prefix = SharedPrefix(model, torch.from_numpy(ids[0][:length].astype(np.int64)).to(device), inputs)
         for learns, among in self._parted(batch):
             found = micro_batches(
                 ids,
@@ -336,6 +361,7 @@ class TorchTrainer:
                         temperature=tokens.temperature,
                         plain_head=self._plain_head,
                         precision=precision,
+                        inputs=inputs,
                     )
                 yield Scored(micro_batch, tokens, scores, counts)
         if prefix is not None:
