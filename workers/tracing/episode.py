@@ -18,7 +18,7 @@ waited and was generated for is what the inference worker measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from fleetbus.bus.base import Stored
 from fleetbus.core.trace_ids import ROOT, span_id, trace_id, turn_path
@@ -120,7 +120,7 @@ class EpisodeTrace:
         if self._claim is None or self._is_released:
             yield self._span("queue", "queue/none", ROOT, self._waiting_ns, entry.time_ns, error=error)
         else:
-            yield from self._graded(entry, last, begins, result)
+            yield from self._attempt_finished(entry, last, begins, result)
         about = self._request | {"fleetbus.outcome": result.outcome, "fleetbus.turns": result.turns}
         about |= {
             "fleetbus.tokens": result.tokens,
@@ -152,7 +152,9 @@ class EpisodeTrace:
 
     # How it is told
 
-    def _graded(self, entry: Stored, last: list[tuple[str, int]], begins: int, result: EpisodeFinished) -> Iterator[Span]:
+    def _attempt_finished(
+        self, entry: Stored, last: Sequence[tuple[str, int]], begins: int, result: EpisodeFinished
+    ) -> Iterator[Span]:
         if self._turn is not None:
             yield from self._turn_ended(self._turn, begins, is_answered=self._turn.action is not None)
             self._turn = None

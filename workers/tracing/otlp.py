@@ -56,7 +56,7 @@ class OtlpSink:
             raise SpansRefused(f"{without_credentials(self._endpoint)} does not take spans{reason}")
 
     def close(self) -> None:
-        self._exporter.shutdown()
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _begin_and_end(self, span: Span) -> None:
         self._ids.trace_id, self._ids.span_id = span.trace_id, span.span_id
@@ -129,8 +129,9 @@ class _Complaints(logging.Handler):
         self._propagates = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "due to timeout" in record.msg and self.last:
-            return  # it gave up; what it tried last says why
+        if "due to timeout" in record.msg:  # it gave up; what it tried before says why
+            self.last = self.last or "no answer in time"
+            return
         reason = str(record.args[0]) if isinstance(record.args, tuple) and "Transient" in record.msg else record.getMessage()
         system = re.search(r"\[Errno -?\d+\] ([^\"')]+)", reason)
         self.last = system[1].strip() if system else reason[:MAX_REASON_CHARACTERS]

@@ -1,0 +1,281 @@
+"""``fleetbus trace``: spans arrive at a real OTLP/HTTP receiver, by the official exporter, once; and in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.recording import load_recording
+from schemas import Subjects
+from tests.support.processes import until, until_said
+from workers.cli.program import run_program
+from workers.tracing.fold import LogTraces
+from workers.tracing.otlp_file import FileSink
+from workers.tracing.run import Tracing
+from workers.tracing.span import SpansRefused
+
+ROOT = Path(__file__).parents[2]
+GUESSING = ROOT / "tests" / "replay" / "recordings" / "guessing.fbrec"
+RUN = "small"
+ENTRIES, SPANS = len(load_recording(GUESSING).entries), 458
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Receiver:
+    """Decodes what is posted to ``/v1/traces``; ``answers`` are status codes to give first, before 200."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.services: dict[bytes, str] = {}
+        self.headers: list[dict[str, str]] = []
+        self.answers: list[int] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
+                body = self.rfile.read(int(self.headers["content-length"]))
+                status = receiver.answers.pop(0) if receiver.answers else 200
+                if status == 200 and self.path == "/v1/traces":
+                    receiver.take(body)
+                self.send_response(status if self.path == "/v1/traces" else 404)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=partial(self._server.serve_forever, 0.02))
+        self._thread.start()
+
+    def take(self, body: bytes) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        for of_worker in ExportTraceServiceRequest.FromString(body).resource_spans:
+            about = {each.key: each.value.string_value for each in of_worker.resource.attributes}
+            for scope in of_worker.scope_spans:
+                self.spans += scope.spans
+                self.services |= {span.span_id: about["service.name"] for span in scope.spans}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=10)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    running = Receiver()
+    yield running
+    running.close()
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    capsys.readouterr()
+    found = run_program([str(each) for each in arguments])
+    captured = capsys.readouterr()
+    assert found == code, captured
+    return captured.out if code == 0 else captured.err
+
+
+def in_file(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [span for line in lines for each in line["resourceSpans"] for span in each["scopeSpans"][0]["spans"]]
+
+
+def test_a_receiver_gets_the_same_spans_that_the_file_has(receiver: Receiver, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "spans.jsonl"
+    told = json.loads(said(capsys, "trace", GUESSING, "--otlp", receiver.url, "--jsonl", file, "--json"))
+    assert told == {"run": RUN, "episodes": 33, "open": 0, "spans": SPANS, "last_sequence": 248}
+    written = {span["spanId"]: span for span in in_file(file)}
+    assert len(receiver.spans) == len(written) == SPANS
+    for span in receiver.spans:
+        twin = written[span.span_id.hex()]
+        assert (span.trace_id.hex(), span.parent_span_id.hex()) == (twin["traceId"], twin.get("parentSpanId", ""))
+        assert (span.name, span.start_time_unix_nano) == (twin["name"], int(twin["startTimeUnixNano"]))
+        assert span.end_time_unix_nano == int(twin["endTimeUnixNano"])
+        assert [link.span_id.hex() for link in span.links] == [link["spanId"] for link in twin.get("links", ())]
+        assert {each.key: value_of(each.value) for each in span.attributes} == {
+            each["key"]: value_in_file(each["value"]) for each in twin["attributes"]
+        }
+    generated = next(span for span in receiver.spans if span.name == "generate")
+    assert receiver.services[generated.span_id] == "fleetbus-inference"
+    assert set(receiver.services.values()) == {"fleetbus-environment", "fleetbus-inference", "fleetbus-learner"}
+
+
+def value_of(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    return [value_of(each) for each in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+
+
+def value_in_file(value: dict[str, Any]) -> Any:
+    ((kind, content),) = value.items()
+    if kind == "arrayValue":
+        return [value_in_file(each) for each in content["values"]]
+    return int(content) if kind == "intValue" else content
+
+
+def test_the_protocols_own_json_parser_reads_the_file(tmp_path: Path, capsys: Any) -> None:
+    parser = pytest.importorskip("google.protobuf.json_format")
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    file = tmp_path / "spans.jsonl"
+    said(capsys, "trace", GUESSING, "--jsonl", file)
+    parsed = [parser.Parse(line, service.ExportTraceServiceRequest()) for line in file.read_text().splitlines()]
+    assert sum(len(scope.spans) for each in parsed for of in each.resource_spans for scope in of.scope_spans) == SPANS
+
+
+def test_exporting_again_brings_no_new_spans_and_going_on_brings_only_the_rest(receiver: Receiver, capsys: Any) -> None:
+    said(capsys, "trace", GUESSING, "--otlp", receiver.url)
+    first = {span.span_id for span in receiver.spans}
+    said(capsys, "trace", GUESSING, "--otlp", receiver.url)
+    assert {span.span_id for span in receiver.spans} == first
+    receiver.spans.clear()
+    rest = json.loads(said(capsys, "trace", GUESSING, "--otlp", receiver.url, "--after", 200, "--json"))
+    assert 0 < len(receiver.spans) == rest["spans"] < SPANS
+    assert {span.span_id for span in receiver.spans} < first
+    nothing = json.loads(said(capsys, "trace", GUESSING, "--otlp", receiver.url, "--after", rest["last_sequence"], "--json"))
+    assert nothing["spans"] == 0
+
+
+def test_a_receiver_that_is_busy_is_asked_again(receiver: Receiver, capsys: Any) -> None:
+    receiver.answers = [503]
+    said(capsys, "trace", GUESSING, "--otlp", receiver.url)
+    assert len(receiver.spans) == SPANS
+
+
+def test_keys_travel_in_headers_that_the_command_line_does_not_show(
+    receiver: Receiver, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=k1")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")  # is for what runs, not for what is read
+    said(capsys, "trace", GUESSING, "--otlp", f"{receiver.url}/v1/traces", "--episode", "l1-start-0000")
+    assert receiver.headers[0]["x-api-key"] == "k1"
+    assert len({span.trace_id for span in receiver.spans}) == 1
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "ftp://localhost", "http://"])
+def test_what_is_no_address_of_a_receiver_is_one_line(url: str, capsys: Any) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    assert "no URL of a receiver" in said(capsys, "trace", GUESSING, "--otlp", url, code=2)
+
+
+def test_a_receiver_that_refuses_or_is_not_there_is_one_line(
+    receiver: Receiver, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answers = [401]
+    assert "does not take spans" in said(capsys, "trace", GUESSING, "--otlp", receiver.url, code=2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2.5")
+    complaint = said(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
+    assert complaint == "fleetbus: http://127.0.0.1:1/v1/traces does not take spans: Connection refused\n"
+
+
+def test_without_the_exporter_the_command_says_what_to_install(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, "workers.tracing.otlp", raising=False)
+    assert "pip install 'fleetbus[otel]'" in said(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "give --otlp URL or --jsonl FILE"),
+        (("--jsonl", "f", "--follow"), "leave out the recording"),
+        (("--jsonl", "no/such/folder/f"), "cannot be written"),
+        (("--jsonl", os.devnull, "--episode", "a.b"), "episode 'a.b' must be"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], complaint: str, capsys: Any) -> None:
+    assert complaint in said(capsys, "trace", GUESSING, *arguments, code=2)
+
+
+async def fill(bus: Bus, start: int, stop: int) -> None:
+    for entry in load_recording(GUESSING).entries[start:stop]:
+        await bus.publish(entry.subject, entry.payload)
+
+
+class Hesitant(FileSink):
+    """Takes the first batch, refuses two, then takes all."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, run=RUN)
+        self.asked = 0
+
+    def write(self, spans: Any) -> None:
+        self.asked += 1
+        if self.asked in (2, 3):
+            raise SpansRefused("not now")
+        super().write(spans)
+
+
+async def test_a_log_that_grows_is_followed_and_a_receiver_that_was_away_misses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.tracing.run.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("workers.tracing.run.FLUSH_SECONDS", 0.01)
+    file, stop = tmp_path / "spans.jsonl", anyio.Event()
+    sink = Hesitant(file)
+    async with MemoryServer().connect(RUN) as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run(RUN, lanes=2))
+        tracing = Tracing(RUN, LogTraces(RUN), [sink])
+        tasks.start_soon(tracing.follow, bus, Subjects(RUN), stop)
+        await fill(bus, 0, 150)
+        await until(lambda: tracing.written.last_sequence == 150)
+        await fill(bus, 150, ENTRIES)
+        await until(lambda: tracing.written.last_sequence == ENTRIES)
+        stop.set()
+    sink.close()
+    ids = [span["spanId"] for span in in_file(file)]
+    assert len(ids) == len(set(ids)) == SPANS == tracing.written.spans
+    assert sink.asked > 3 and tracing.written.open == 0
+
+
+async def test_a_receiver_that_never_took_anything_ends_the_following(tmp_path: Path) -> None:
+    sink = Hesitant(tmp_path / "spans.jsonl")
+    sink.asked = 1
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=2))
+        await fill(bus, 0, 150)
+        with pytest.raises(ExceptionGroup) as raised:
+            await Tracing(RUN, LogTraces(RUN), [sink]).follow(bus, Subjects(RUN), anyio.Event())
+    assert raised.group_contains(SpansRefused, match="not now")
+    sink.close()
+
+
+async def test_the_command_follows_a_real_log_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    async with run_server(tmp_path / "store") as server, connect(server.url, run=RUN, role="test") as bus:
+        await bus.declare(plan_run(RUN, lanes=2, max_bytes=0))
+        await fill(bus, 0, 100)
+        command = [sys.executable, "-m", "workers.cli", "trace", RUN, "--nats", server.url, "--jsonl", str(file), "--follow"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        async with await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.STDOUT, env=environment) as process:
+            await until(lambda: file.exists() and file.stat().st_size > 0)
+            await fill(bus, 100, ENTRIES)
+            await until(lambda: len(in_file(file)) == SPANS)
+            process.send_signal(signal.SIGTERM)
+            await until_said(process.stdout, b"goes on from here)")
+            assert await process.wait() == 0
