@@ -11,6 +11,7 @@ from collections.abc import Callable
 import anyio
 
 from fleetbus.bus.base import Bus, ConsumerFloor
+from fleetbus.together import together
 
 LOOKS_AT_A_TIME = 16
 MAX_LOOKS = 256
@@ -58,7 +59,7 @@ async def safe_floor(bus: Bus, *, limit: int, is_ignorable: Callable[[str], bool
         async with limiter:
             await search.look(consumer)
 
-    async with anyio.create_task_group() as group:
+    async with together() as group:
         for consumer in await bus.consumer_floors():
             group.start_soon(look, consumer)
     return search.lowest

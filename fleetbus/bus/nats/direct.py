@@ -24,6 +24,7 @@ from fleetbus.bus.nats.protocol import (
     status_text,
 )
 from fleetbus.errors import BusError, RequestUnanswered
+from fleetbus.together import together
 
 BATCH_MESSAGES = 256
 BATCH_BYTES = 8 << 20
@@ -142,7 +143,7 @@ async def get_histories(connection: Connection, stream: str, subjects: Sequence[
     if len(distinct) == 1:
         await collect(distinct[0])
         return found
-    async with anyio.create_task_group() as tasks:
+    async with together() as tasks:
         for subject in distinct:
             tasks.start_soon(collect, subject)
     found.sort(key=lambda entry: entry.sequence)

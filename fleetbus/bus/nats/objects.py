@@ -11,13 +11,13 @@ import base64
 import hashlib
 import os
 import secrets
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import msgspec
+from anyio.streams.memory import MemoryObjectSendStream
 
 from fleetbus.bus.nats.api import STREAM_NAME_IN_USE, STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
@@ -25,6 +25,7 @@ from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.errors import BusError
+from fleetbus.together import together
 
 CHUNK_BYTES = 128 * 1024
 PUTS_AT_A_TIME = 8
@@ -117,16 +118,19 @@ class NatsObjectStore:
             finally:
                 room.release()
 
-        async with anyio.create_task_group() as tasks:
+        async with together() as tasks:
             for number in range(len(chunks)):
                 await room.acquire()
                 tasks.start_soon(put, number)
         return sequences
 
     async def _get_chunks(self, meta: _Meta, file: Path) -> None:
+        """Write the chunks in order; while one batch is written, the next one is on its way."""
         digest, size = hashlib.sha256(), 0
-        async with await anyio.open_file(file, "wb") as content:
-            async for chunks in self._batches(meta):
+        send, receive = anyio.create_memory_object_stream[list[bytes]](1)
+        async with await anyio.open_file(file, "wb") as content, together() as tasks, receive:
+            tasks.start_soon(self._fetch, meta, send)
+            async for chunks in receive:
                 block = b"".join(chunks)
                 size += len(block)
                 await anyio.to_thread.run_sync(digest.update, block)
@@ -135,20 +139,11 @@ class NatsObjectStore:
         if size != meta.size or base64.urlsafe_b64encode(digest.digest()).decode().rstrip("=") != wanted:
             raise ObjectMissing(f"object {meta.name} of bucket {self._bucket}: {size} of {meta.size} bytes, or another digest")
 
-    async def _batches(self, meta: _Meta) -> AsyncIterator[list[bytes]]:
-        """The chunks in order; while one batch is written, the next one is on its way."""
+    async def _fetch(self, meta: _Meta, send: MemoryObjectSendStream[list[bytes]]) -> None:
         reader = ChunkReader(self._connection, self._stream, self._chunk_subject(meta.nuid))
-        send, receive = anyio.create_memory_object_stream[list[bytes]](1)
-
-        async def fetch() -> None:
-            async with send:
-                while (batch := await reader.next_batch()) is not None:
-                    await send.send(batch)
-
-        async with anyio.create_task_group() as tasks, receive:
-            tasks.start_soon(fetch)
-            async for batch in receive:
-                yield batch
+        async with send:
+            while (batch := await reader.next_batch()) is not None:
+                await send.send(batch)
 
     async def _meta(self, name: str) -> _Meta:
         try:

@@ -1,0 +1,25 @@
+"""Several things at a time, as one call: what went wrong first is raised as itself.
+
+A plain task group raises a group of errors, which no ``except BusError`` of a caller fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+
+
+@asynccontextmanager
+async def together() -> AsyncGenerator[TaskGroup]:
+    """A task group for the length of the block; raises the first error of its tasks or its body, without the others."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from first.__cause__

@@ -1,0 +1,130 @@
+"""Calls that do several things at a time fail with the one error that callers wait for, and leave nothing half done."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.bus.base import Stored
+from fleetbus.bus.memory import MemoryBus, MemoryServer
+from fleetbus.bus.nats import connect, direct, objects
+from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.errors import PublishUnanswered, RequestUnanswered
+from fleetbus.floors import safe_floor
+from schemas import Subjects
+
+RUN = "r"
+SUBJECTS = Subjects(RUN)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def served(store: Path) -> AsyncIterator[tuple[NatsBus, NatsServerProcess]]:
+    with anyio.fail_after(50):
+        async with run_server(store) as server, connect(server.url, run=RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=1))
+            assert isinstance(bus, NatsBus)
+            yield bus, server
+
+
+async def test_histories_of_several_subjects_that_nobody_answers_raise_what_one_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "_TRIES", 0)
+    monkeypatch.setattr(direct, "_TRY_SECONDS", 0.1)
+    async with served(tmp_path) as (bus, server):
+        await server.kill()
+        with pytest.raises(RequestUnanswered):
+            await bus.history([SUBJECTS.episode("a"), SUBJECTS.episode("b")])
+        await server.restart()
+
+
+async def test_weights_that_cannot_be_put_raise_what_the_publisher_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "PUT_LIMIT_SECONDS", 0.1)
+    (tmp_path / "weights").write_bytes(os.urandom(objects.CHUNK_BYTES * 20))
+    async with served(tmp_path / "store") as (bus, server):
+        store = bus.objects("weights")
+        await store.put("first", tmp_path / "weights")
+        declared = store._declare  # type: ignore[attr-defined]
+
+        async def then_die() -> None:
+            await declared()
+            await server.kill()
+
+        monkeypatch.setattr(store, "_declare", then_die)
+        with pytest.raises(PublishUnanswered):
+            await store.put("second", tmp_path / "weights")
+        await server.restart()
+
+
+class FullDisk:
+    """A file whose disk is full after the first write."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._writes = 0
+
+    async def __aenter__(self) -> FullDisk:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._file.aclose()
+
+    async def write(self, block: bytes) -> int:
+        self._writes += 1
+        if self._writes > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(await self._file.write(block))
+
+
+async def test_weights_that_do_not_fit_the_disk_raise_an_error_of_the_disk_and_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").write_bytes(os.urandom(objects.CHUNK_BYTES * 200))
+    open_file = anyio.open_file
+
+    async def full(*args: Any) -> FullDisk:
+        return FullDisk(await open_file(*args))
+
+    async with served(tmp_path / "store") as (bus, _):
+        store = bus.objects("weights")
+        await store.put("weights", tmp_path / "weights")
+        (tmp_path / "fetched").mkdir()
+        monkeypatch.setattr(anyio, "open_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            await store.get("weights", tmp_path / "fetched" / "weights")
+        monkeypatch.undo()
+        assert not list((tmp_path / "fetched").iterdir())
+        await store.get("weights", tmp_path / "fetched" / "weights")
+        assert (tmp_path / "fetched" / "weights").read_bytes() == (tmp_path / "weights").read_bytes()
+
+
+async def test_a_search_for_the_floor_that_nobody_answers_raises_what_the_recorder_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def unanswered(bus: MemoryBus, subject: str, *, start: int) -> Stored | None:
+        raise RequestUnanswered(subject)
+
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=2))
+        for number in range(4):
+            await bus.publish(SUBJECTS.task("default", f"e{number}"), b"x")
+        monkeypatch.setattr(MemoryBus, "next_entry", unanswered)
+        with pytest.raises(RequestUnanswered):
+            await safe_floor(bus, limit=4)
