@@ -13,7 +13,7 @@ import msgspec
 
 from fleetbus.core.arrays import Array
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS
-from fleetbus.core.objectives import OBJECTIVES, constant_mean, sequence_mean, sequence_sum, token_mean
+from fleetbus.core.objectives import OBJECTIVES, Clip, constant_mean, sequence_mean, sequence_sum, token_mean
 
 Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"]
 
@@ -37,6 +37,11 @@ class LossPlan(msgspec.Struct, frozen=True, kw_only=True):
     kl_place: Literal["loss", "reward"] = "loss"
     reduction: Reduction = "token_mean"
     constant_length: int = 1024
+
+    @property
+    def clip(self) -> Clip:
+        """The three numbers of the clip, as objectives take them."""
+        return Clip(low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
 
     @property
     def uses_proximal(self) -> bool:
@@ -65,15 +70,7 @@ def token_losses(
     ``sampler`` is log mu, ``proximal`` log pi_old, ``reference`` what the KL pulls to (None: mu). A KL in the reward is the
     caller's to take out of ``advantages`` (`fleetbus.core.corrections.kl_penalty`).
     """
-    losses = OBJECTIVES[plan.objective](
-        logprobs,
-        ratio_base(plan, sampler, proximal),
-        advantages,
-        mask,
-        low=plan.clip_low,
-        high=plan.clip_high,
-        dual=plan.dual_clip,
-    )
+    losses = OBJECTIVES[plan.objective](logprobs, ratio_base(plan, sampler, proximal), advantages, mask, plan.clip)
     if plan.correction != "none":
         weigh = CORRECTIONS[plan.correction]
         losses = losses * weigh(proximal - sampler, mask, low=plan.correction_low, high=plan.correction_high)

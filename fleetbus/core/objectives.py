@@ -10,71 +10,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from fleetbus.core.arrays import Array, namespace, stop_gradient
 
 
-def ppo_clip(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
-) -> Array:
+class Clip(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an objective follows a token: ratios between ``1 - low`` and ``1 + high``. ``high`` above ``low`` is clip-higher
+    (DAPO, arXiv 2503.14476). ``dual``, above 1, is the bound of dual clip (arXiv 1912.09729)."""
+
+    low: float
+    high: float
+    dual: float | None = None
+
+
+def ppo_clip(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = pi / pi_old`` per token (PPO, arXiv 1707.06347).
 
-    ``high`` above ``low`` is clip-higher (DAPO, arXiv 2503.14476). ``dual`` (above 1) bounds the loss of tokens with negative
-    advantage by ``-dual A`` (dual clip, arXiv 1912.09729).
+    With ``dual`` the loss of tokens with negative advantage is at most ``-dual A``.
     """
-    return _clipped(token_ratio(logprobs, old_logprobs), advantages, low, high, dual)
+    return _clipped(token_ratio(logprobs, old_logprobs), advantages, clip)
 
 
-def gspo(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
-) -> Array:
+def gspo(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
     """`ppo_clip` with the sequence's ratio, ``s = exp(mean over its tokens of log(pi / pi_old))``, in place of the token's; the
     gradient reaches each token through ``sg(s) pi / sg(pi)`` (GSPO, arXiv 2507.18071). Meant for `sequence_mean` and small
     clips."""
     xp = namespace(logprobs)
     sequence = stop_gradient(_sequence_mean((logprobs - old_logprobs) * mask, mask))
-    return _clipped(xp.exp(sequence[:, None] + (logprobs - stop_gradient(logprobs))), advantages, low, high, dual)
+    return _clipped(xp.exp(sequence[:, None] + (logprobs - stop_gradient(logprobs))), advantages, clip)
 
 
-def cispo(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
-) -> Array:
+def cispo(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
     """``-sg(clip(r, 1 - low, 1 + high)) A log pi``: the weight is clipped, the gradient of no token is lost (CISPO, MiniMax-M1,
     arXiv 2506.13585). ``dual`` has no meaning here."""
-    weight = _clip(token_ratio(logprobs, old_logprobs), 1.0 - low, 1.0 + high)
+    weight = _limited(token_ratio(logprobs, old_logprobs), 1.0 - clip.low, 1.0 + clip.high)
     return -stop_gradient(weight) * advantages * logprobs
 
 
-def dppo_tv(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
-) -> Array:
+def dppo_tv(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
     """``-keep A pi / mu``, where ``keep`` is 0 for tokens whose probability has already moved too far the wanted way:
     ``pi - mu > high`` with a positive advantage, ``pi - mu < -low`` with another (DPPO, binary total variation, arXiv
     2602.04879). ``low`` and ``high`` are differences of probabilities, not of ratios; ``old_logprobs`` should be the
@@ -83,12 +57,19 @@ def dppo_tv(
     xp = namespace(logprobs)
     now = stop_gradient(logprobs)
     moved = xp.exp(now) - xp.exp(old_logprobs)
-    outside = ((advantages > 0) & (moved > high)) | ((advantages <= 0) & (moved < -low))
+    outside = ((advantages > 0) & (moved > clip.high)) | ((advantages <= 0) & (moved < -clip.low))
     losses = -token_ratio(logprobs, old_logprobs) * advantages
     return xp.where(outside, xp.zeros_like(losses), losses)
 
 
-OBJECTIVES: dict[str, Callable[..., Array]] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo, "dppo_tv": dppo_tv}
+Objective = Callable[[Array, Array, Array, Array, Clip], Array]
+
+OBJECTIVES: dict[str, Objective] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "dppo_tv": dppo_tv,
+}
 """Objectives by the name that a configuration gives."""
 
 
@@ -97,9 +78,9 @@ def token_ratio(logprobs: Array, old_logprobs: Array) -> Array:
     return namespace(logprobs).exp(logprobs - old_logprobs)
 
 
-def outside_clip(ratio: Array, advantages: Array, *, low: float, high: float) -> Array:
+def outside_clip(ratio: Array, advantages: Array, clip: Clip) -> Array:
     """True where `ppo_clip` gives a token no gradient: its ratio has already moved past the clip in the wanted direction."""
-    return ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))
+    return ((advantages > 0) & (ratio > 1.0 + clip.high)) | ((advantages < 0) & (ratio < 1.0 - clip.low))
 
 
 def token_mean(losses: Array, mask: Array, *, tokens: float) -> Array:
@@ -123,18 +104,18 @@ def constant_mean(losses: Array, mask: Array, *, sequences: float, length: float
     return namespace(losses).sum(losses * mask) / (sequences * length)
 
 
-def _clipped(ratio: Array, advantages: Array, low: float, high: float, dual: float | None) -> Array:
+def _clipped(ratio: Array, advantages: Array, clip: Clip) -> Array:
     xp = namespace(ratio)
-    losses = xp.maximum(-ratio * advantages, -_clip(ratio, 1.0 - low, 1.0 + high) * advantages)
-    if dual is None:
+    losses = xp.maximum(-ratio * advantages, -_limited(ratio, 1.0 - clip.low, 1.0 + clip.high) * advantages)
+    if clip.dual is None:
         return losses
-    return xp.where(advantages < 0, xp.minimum(losses, -dual * advantages), losses)
+    return xp.where(advantages < 0, xp.minimum(losses, -clip.dual * advantages), losses)
 
 
-def _clip(values: Array, low: float, high: float) -> Array:
+def _limited(values: Array, low: float, high: float) -> Array:
     return namespace(values).clip(values, low, high)
 
 
 def _sequence_mean(masked: Array, mask: Array) -> Array:
     xp = namespace(masked)
-    return xp.sum(masked, -1) / _clip(xp.sum(mask, -1), 1.0, float("inf"))
+    return xp.sum(masked, -1) / _limited(xp.sum(mask, -1), 1.0, float("inf"))

@@ -192,8 +192,8 @@ ESCAPES: dict[str, tuple[str, str]] = {
     "descriptors": ("f = [open('/dev/null') for _ in range(1000)]", "Too many open files"),
     "processes": ("import os\nfor _ in range(99):\n  if os.fork() == 0:\n    import time; time.sleep(600)", "BlockingIOError"),
     "fork bomb": (
-        "import os, time\nuntil = time.time() + 5\nrefused = False\nwhile not refused and time.time() < until:\n  try: os.fork()\n"
-        "  except OSError: refused = True\n"
+        "import os, time\nuntil = time.time() + 5\nrefused = False\n"
+        "while not refused and time.time() < until:\n  try: os.fork()\n  except OSError: refused = True\n"
         "if refused: raise OSError('refused')",
         "refused",
     ),

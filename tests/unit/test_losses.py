@@ -8,7 +8,7 @@ import torch
 
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, masked_sequence, plain
 from fleetbus.core.losses import REDUCTIONS, LossPlan, reduce_losses, token_losses
-from fleetbus.core.objectives import OBJECTIVES, dppo_tv, ppo_clip, sequence_sum
+from fleetbus.core.objectives import OBJECTIVES, Clip, dppo_tv, ppo_clip, sequence_sum
 
 
 def drawn(seed: int = 0, rows: int = 4, width: int = 6) -> dict[str, np.ndarray]:
@@ -24,7 +24,7 @@ def test_dppo_drops_tokens_whose_probability_moved_too_far_the_wanted_way() -> N
     before = np.array([[0.25, 0.35, 0.75, 0.01, 0.75]])
     advantages = np.array([[1.0, 1.0, -1.0, 1.0, 1.0]])
 
-    losses = dppo_tv(np.log(probabilities), np.log(before), advantages, np.ones((1, 5)), low=0.2, high=0.2)
+    losses = dppo_tv(np.log(probabilities), np.log(before), advantages, np.ones((1, 5)), Clip(low=0.2, high=0.2))
 
     # a ratio of 5 stays where the probability moved by 0.04 only
     np.testing.assert_allclose(losses, [[0.0, -0.5 / 0.35, 0.0, -5.0, -0.5 / 0.75]])
@@ -34,7 +34,7 @@ def test_dppo_has_the_gradient_of_the_ratio_where_it_keeps_a_token() -> None:
     logprobs = torch.tensor([[math.log(0.4), math.log(0.9)]], dtype=torch.float64, requires_grad=True)
     before = torch.log(torch.tensor([[0.3, 0.3]], dtype=torch.float64))
 
-    dppo_tv(logprobs, before, torch.full_like(before, 2.0), torch.ones_like(before), low=0.2, high=0.2).sum().backward()
+    dppo_tv(logprobs, before, torch.full_like(before, 2.0), torch.ones_like(before), Clip(low=0.2, high=0.2)).sum().backward()
 
     assert logprobs.grad is not None
     assert logprobs.grad[0].tolist() == pytest.approx([-2.0 * 0.4 / 0.3, 0.0])
@@ -93,7 +93,7 @@ def test_without_a_correction_the_ratio_is_taken_to_the_sampler_unless_told_othe
 
     losses = token_losses(LossPlan(ratio_to=ratio_to, clip_low=0.2, clip_high=0.28), **given)  # type: ignore[arg-type]
 
-    expected = ppo_clip(given["logprobs"], given[base], given["advantages"], given["mask"], low=0.2, high=0.28)
+    expected = ppo_clip(given["logprobs"], given[base], given["advantages"], given["mask"], Clip(low=0.2, high=0.28))
     np.testing.assert_allclose(losses, expected)
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fleetbus.core import corrections, objectives
-from fleetbus.core.objectives import cispo, constant_mean, gspo, outside_clip, ppo_clip, sequence_mean, token_mean
+from fleetbus.core.objectives import Clip, cispo, constant_mean, gspo, outside_clip, ppo_clip, sequence_mean, token_mean
 
-CLIP = {"low": 0.2, "high": 0.28}
+CLIP = Clip(low=0.2, high=0.28)
+DUAL = Clip(low=0.2, high=0.28, dual=3.0)
 ONES = np.ones((1, 1))
 
 
@@ -30,12 +31,12 @@ def one(value):
     ],
 )
 def test_ppo_clip_is_the_pessimistic_of_clipped_and_unclipped(ratio, advantage, expected):
-    assert ppo_clip(one(math.log(ratio)), one(0), one(advantage), ONES, **CLIP).item() == pytest.approx(expected)
+    assert ppo_clip(one(math.log(ratio)), one(0), one(advantage), ONES, CLIP).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "expected"), [(10.0, -1.0, 3.0), (2.0, -1.0, 2.0), (10.0, 1.0, -1.28)])
 def test_dual_clip_bounds_only_the_loss_of_negative_advantages(ratio, advantage, expected):
-    assert ppo_clip(one(math.log(ratio)), one(0), one(advantage), ONES, dual=3.0, **CLIP).item() == pytest.approx(expected)
+    assert ppo_clip(one(math.log(ratio)), one(0), one(advantage), ONES, DUAL).item() == pytest.approx(expected)
 
 
 def test_outside_clip_is_exactly_where_ppo_clip_gives_no_gradient():
@@ -44,9 +45,9 @@ def test_outside_clip_is_exactly_where_ppo_clip_gives_no_gradient():
     advantages = torch.tensor(draw.normal(0, 1, (20, 30)))
     old = torch.zeros_like(logprobs)
 
-    ppo_clip(logprobs, old, advantages, torch.ones_like(old), **CLIP).sum().backward()
+    ppo_clip(logprobs, old, advantages, torch.ones_like(old), CLIP).sum().backward()
 
-    outside = outside_clip(logprobs.detach().exp(), advantages, **CLIP)
+    outside = outside_clip(logprobs.detach().exp(), advantages, CLIP)
     assert torch.equal(logprobs.grad == 0, outside)
     assert 0 < outside.sum() < outside.numel()
 
@@ -58,7 +59,7 @@ def test_on_policy_every_objective_has_the_policy_gradient():
     for name, objective in objectives.OBJECTIVES.items():
         logprobs = torch.tensor(draw.normal(-1, 0.5, (3, 5)), requires_grad=True)
 
-        (objective(logprobs, logprobs.detach(), advantages, mask, **CLIP) * mask).sum().backward()
+        (objective(logprobs, logprobs.detach(), advantages, mask, CLIP) * mask).sum().backward()
 
         torch.testing.assert_close(logprobs.grad, -advantages * mask, msg=name)
 
@@ -68,7 +69,7 @@ def test_gspo_takes_the_geometric_mean_over_the_sequence_and_spreads_its_gradien
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
     ones = torch.ones_like(mask)
 
-    losses = gspo(logprobs, torch.zeros_like(mask), ones, mask, **CLIP)
+    losses = gspo(logprobs, torch.zeros_like(mask), ones, mask, CLIP)
     (losses * mask).sum().backward()
 
     ratio = math.exp(0.15 / 2)
@@ -82,7 +83,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient_of_clipped_tokens():
     logprobs = torch.tensor([[math.log(2.0), math.log(0.5), 0.0]], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([[1.0, -1.0, 3.0]], dtype=torch.float64)
 
-    cispo(logprobs, torch.zeros_like(advantages), advantages, torch.ones_like(advantages), **CLIP).sum().backward()
+    cispo(logprobs, torch.zeros_like(advantages), advantages, torch.ones_like(advantages), CLIP).sum().backward()
 
     assert logprobs.grad[0].tolist() == pytest.approx([-1.28, 0.8, -3.0])
 
@@ -166,7 +167,7 @@ def test_numpy_and_torch_agree(name):
     arrays = [draw.normal(0, 0.3, (4, 6)) for _ in range(3)]
     mask = (draw.random((4, 6)) < 0.7).astype(np.float64)
 
-    from_numpy = objectives.OBJECTIVES[name](*arrays, mask, dual=3.0, **CLIP)
-    from_torch = objectives.OBJECTIVES[name](*map(torch.tensor, arrays), torch.tensor(mask), dual=3.0, **CLIP)
+    from_numpy = objectives.OBJECTIVES[name](*arrays, mask, DUAL)
+    from_torch = objectives.OBJECTIVES[name](*map(torch.tensor, arrays), torch.tensor(mask), DUAL)
 
     np.testing.assert_allclose(from_torch.numpy(), from_numpy, rtol=1e-12)

@@ -125,7 +125,7 @@ def measured_loss(
     measured.add_loss(loss)
     with torch.no_grad():
         ratio = token_ratio(scores.logprobs, ratio_base(plan, tokens.logprobs, proximal))
-        clipped = outside_clip(ratio, tokens.advantages, low=plan.clip_low, high=plan.clip_high)
+        clipped = outside_clip(ratio, tokens.advantages, plan.clip)
         measured.add_tokens(
             entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)
         )
