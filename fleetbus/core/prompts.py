@@ -12,7 +12,6 @@ from schemas import ToolSpec
 TOOL_RESULT = "Tool result:\n"
 NO_CALL = 'No tool call found. Use <tool_call>{"name": "...", "arguments": {...}}</tool_call> format.'
 EXECUTED = "Action executed."
-DONE_MARKS = ("<done>", "[done]")
 
 
 def compact_system_prompt(tools: Sequence[ToolSpec]) -> str:

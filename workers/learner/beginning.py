@@ -27,8 +27,6 @@ from schemas import (
 from schemas.message import MalformedMessage, decode_any
 from workers.learner.checkpoints import Checkpoint, read_checkpoint
 
-TrainEntry = LineageStarted | StepTrained | CheckpointStored | EvaluationFinished | TrainingFinished
-
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run's training, and what the next lineage starts from."""

@@ -51,15 +51,6 @@ FOLLOWED: tuple[type[Message], ...] = (
 log = structlog.get_logger()
 
 
-def read_entry(entry: Stored) -> Message | None:
-    """The message in an entry of a followed subject; None if it is malformed, which is logged."""
-    try:
-        return decode_any(FOLLOWED, entry.payload, subject=entry.subject)
-    except MalformedMessage as malformed:
-        log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
-        return None
-
-
 class Follower:
     """Folds the log of one run, from its first entry on, into ``progress`` and ``book``; what is new is shown."""
 
