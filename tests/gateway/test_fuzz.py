@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from workers.environment.remote_gym_wire import decode_response
 from workers.gateway.gym_wire import WireError, read_request, write_answer
-from workers.gateway.openenv_app import _frame
-from workers.gateway.openenv_episode import FrameError, _action
+from workers.gateway.openenv_frames import FrameError, read_action, read_frame
 
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -59,7 +58,7 @@ def test_what_is_answered_can_be_read_back(fields: dict[str, Any], images: list[
 @given(st.text() | JSON.map(json.dumps) | st.none())
 def test_any_frame_is_read_or_refused(text: str | None) -> None:
     try:
-        kind, _ = _frame(text)
+        kind, _ = read_frame(text)
     except FrameError:
         return
     assert isinstance(kind, str)
@@ -68,7 +67,7 @@ def test_any_frame_is_read_or_refused(text: str | None) -> None:
 @given(st.dictionaries(st.sampled_from(["type", "text", "message", "tool_name", "arguments", "x"]), JSON))
 def test_any_action_is_read_or_refused(data: dict[str, Any]) -> None:
     try:
-        text, calls = _action(data)
+        text, calls = read_action(data)
     except FrameError:
         return
     assert isinstance(text, str) and isinstance(calls, tuple)
@@ -77,6 +76,6 @@ def test_any_action_is_read_or_refused(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize("depth", [10, 100_000])
 def test_deep_nesting_is_no_way_in(depth: int) -> None:
     with pytest.raises(FrameError):
-        _frame("[" * depth)
+        read_frame("[" * depth)
     with pytest.raises(WireError):
         read_request("application/json", b"[" * depth)

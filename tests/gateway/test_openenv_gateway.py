@@ -32,13 +32,14 @@ class World:
     def __init__(self) -> None:
         self.opened = self.closed = 0
         self.steps: list[str] = []
+        self.stepping = anyio.Event()
 
     def __call__(self) -> Adder:
         return Adder(self)
 
 
 class Adder:
-    """Three steps; "boom" raises, "nan" rewards nothing that is a number; the tool `add` adds."""
+    """Three steps; "boom" raises, "slow" takes its time, "nan" rewards nothing that is a number; the tool `add` adds."""
 
     replayable = True
 
@@ -63,6 +64,9 @@ class Adder:
         self._world.steps.append(action.text)
         if action.text == "boom":
             raise RuntimeError("boom!")
+        if action.text == "slow":
+            self._world.stepping.set()
+            await anyio.sleep(1)
         self._count += 1
         text = action.text
         if action.tool_calls:
@@ -93,9 +97,16 @@ class Here:
         self.url = url
 
     @asynccontextmanager
-    async def socket(self, query: str = "") -> AsyncIterator[Socket]:
-        async with connect(f"{self.url.replace('http', 'ws', 1)}/ws{query}", max_size=None) as connection:
+    async def socket(self, query: str = "", *, session: str = "", route: str = "/ws") -> AsyncIterator[Socket]:
+        path = (f"/sessions/{session}" if session else "") + route + query
+        async with connect(f"{self.url.replace('http', 'ws', 1)}{path}", max_size=None) as connection:
             yield Socket(connection)
+
+    @asynccontextmanager
+    async def another(self) -> AsyncIterator[Here]:
+        """A second gateway over the same worker."""
+        async with serving(self.fleet) as url:
+            yield Here(self.fleet, self.world, self.worker, url)
 
     async def rpc(self, method: str, **parameters: Any) -> dict[str, Any]:
         asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": parameters}
@@ -122,25 +133,36 @@ class Socket:
 
 
 @asynccontextmanager
-async def gateway(*, slots: int = 4, seconds: float = 50, **settings: Any) -> AsyncIterator[Here]:
+async def gateway(
+    *, slots: int = 4, seconds: float = 50, make: Any = None, load: Any = None, **settings: Any
+) -> AsyncIterator[Here]:
     world = World()
     configuration = configured(environment=EnvironmentSettings(slots=8, session_slots=slots))
     with anyio.fail_after(seconds):
-        async with small_fleet(configuration) as fleet, anyio.create_task_group() as group:
-            worker = fleet.environment("e1", make=world)
-            listener = bind("127.0.0.1", 0)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            application = OpenEnvGateway(lambda: sessions(fleet.bus, fleet.subjects), OpenEnvSettings(**settings)).application()
-            stop, stopped = anyio.Event(), anyio.Event()
+        async with small_fleet(configuration) as fleet:
+            worker = fleet.environment("e1", make=make or world)
+            async with serving(fleet, load, **settings) as url:
+                yield Here(fleet, world, worker, url)
 
-            async def run() -> None:
-                await serve(application, listener, stop)
-                stopped.set()
 
-            group.start_soon(run)
-            yield Here(fleet, world, worker, url)
-            stop.set()
-            await stopped.wait()
+@asynccontextmanager
+async def serving(fleet: SmallFleet, load: Any = None, **settings: Any) -> AsyncIterator[str]:
+    """The address of a gateway to the fleet."""
+    async with anyio.create_task_group() as group:
+        listener = bind("127.0.0.1", 0)
+        told = OpenEnvGateway(
+            lambda: sessions(fleet.bus, fleet.subjects), OpenEnvSettings(**settings), loading=lambda client: load
+        )
+        stop, stopped = anyio.Event(), anyio.Event()
+
+        async def run() -> None:
+            await serve(told.application(), listener, stop)
+            stopped.set()
+
+        group.start_soon(run)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        stop.set()
+        await stopped.wait()
 
 
 async def test_an_episode_is_played_over_one_socket() -> None:
@@ -190,6 +212,15 @@ async def test_a_step_before_reset_and_one_after_the_end_are_refused() -> None:
         ('{"type": "step", "data": {"type": "call_tool", "tool_name": 3}}', "VALIDATION_ERROR"),
         ('{"type": "step", "data": {"text": "x"}, "request_id": "r"}', "VALIDATION_ERROR"),
         ('{"type": "reset", "data": {"seed": -1}}', "VALIDATION_ERROR"),
+        ('{"type": "reset", "data": {"seed": 1e30}}', "VALIDATION_ERROR"),
+        ('{"type": "reset", "data": {"seed": 123456789012345678901234567890}}', "VALIDATION_ERROR"),
+        ('{"type": "\\ud800"}', "UNKNOWN_TYPE"),
+        ('{"type": "step", "data": {"text": "\\ud800"}}', "VALIDATION_ERROR"),
+        (
+            '{"type": "step", "data": {"type": "call_tool", "tool_name": "add", "arguments": {"a": 99999999999999999999}}}',
+            "VALIDATION_ERROR",
+        ),
+        (json.dumps({"type": "step", "data": {"text": "x" * (2 << 20)}}), "VALIDATION_ERROR"),
     ],
 )
 async def test_a_bad_frame_never_ends_the_session(frame: str | bytes, code: str) -> None:
@@ -197,7 +228,7 @@ async def test_a_bad_frame_never_ends_the_session(frame: str | bytes, code: str)
         await socket.ask("reset")
         await socket.ask("step", text="one")
         error = await socket.send(frame)
-        assert (error["type"], error["data"]["code"]) == ("error", code)
+        assert (error["type"], error["data"]["code"]) == ("error", code), error
         await socket.ask("step", text="two")
         assert (await socket.send('{"type": "state"}'))["data"]["step_count"] == 2
 
@@ -282,10 +313,3 @@ async def test_a_session_made_over_http_goes_on_over_a_socket() -> None:
             assert (await socket.ask("step", text="x"))["data"]["reward"] == 0.5
         async with here.socket("?session_id=nope") as socket:
             assert json.loads(await socket.connection.recv())["data"]["code"] == "SESSION_ERROR"
-
-
-async def test_health_metadata_and_schema_are_told() -> None:
-    async with gateway() as here, httpx.AsyncClient(base_url=here.url) as client:
-        assert (await client.get("/health")).json() == {"status": "healthy"}
-        assert (await client.get("/metadata")).json()["name"] == "fleetbus"
-        assert set((await client.get("/schema")).json()) == {"action", "observation", "state"}

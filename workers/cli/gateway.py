@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.client.sessions import SessionClient
     from fleetbus.config.settings import Configuration
+    from workers.gateway.images import LoadImage
 
     Entered = Callable[[], AbstractAsyncContextManager[SessionClient]]
 
@@ -59,19 +60,23 @@ def gym(host: str, port: int, **values: Any) -> int:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
 @click.option("--capacity-timeout", type=float, default=30.0, show_default=True, help="Seconds a reset waits for a slot")
+@click.option("--session-timeout", type=float, default=1800.0, help="Seconds without a call until a named session is closed")
+@click.option("--resume-timeout", type=float, default=60.0, help="Seconds a named session waits for its client to come back")
 @click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine: the protocol has no key")
 @role_options
 @settings_options("run", "nats", "log")
-def openenv(host: str, port: int, capacity_timeout: float, open_to_others: bool, **values: Any) -> int:
+def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     """The OpenEnv protocol (WebSocket /ws): EnvClient and its like play on the bus's environments.
 
-    Over capacity a reset waits instead of failing; a bad action harms nothing; a client that is gone frees its slot.
+    Over capacity a reset waits instead of failing; a bad action harms nothing; a client that is gone frees its slot. With
+    the base URL http://HOST:PORT/sessions/NAME an episode outlives connections, and the gateway.
     """
+    given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
     from workers.listening import is_loopback
 
     if not is_loopback(host) and not open_to_others:
         raise UserError(f"--host {host} is open to others and the protocol has no key: add --open-to-others if that is meant")
-    return run_role("gateway", partial(_load_openenv, host, port, capacity_timeout), values)
+    return run_role("gateway", partial(_load_openenv, host, port, given), values)
 
 
 def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
@@ -99,11 +104,18 @@ def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
     return _serving(host, port, application)
 
 
-def _load_openenv(host: str, port: int, capacity_timeout: float) -> Work:
+def _load_openenv(host: str, port: int, given: dict[str, Any]) -> Work:
+    from workers.gateway.images import load_from
     from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
+    from workers.weights_store import objects_of
 
-    settings = OpenEnvSettings(capacity_timeout=capacity_timeout)
-    return _serving(host, port, lambda entered: OpenEnvGateway(entered, settings).application())
+    settings = OpenEnvSettings(**given)
+
+    def loading(client: SessionClient) -> LoadImage | None:
+        objects = objects_of(client.bus, client.subjects.run)
+        return load_from(objects) if objects else None
+
+    return _serving(host, port, lambda entered: OpenEnvGateway(entered, settings, loading=loading).application())
 
 
 def _serving(host: str, port: int, application: Callable[[Entered], Any]) -> Work:
