@@ -12,9 +12,7 @@ import pytest
 
 from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings
 from fleetbus.errors import UserError
-from schemas import Task
 from workers.cli.engines import check_packages
-from workers.cli.vision import check_vision
 from workers.up.checks import check_engine
 from workers.up.plans import with_python
 
@@ -57,12 +55,3 @@ def test_another_python_runs_the_same_command_line() -> None:
     assert with_python("/venv/python", lambda role, name: ["/this/python", "-m", role, name])("inference", "i") == [
         "/venv/python", "-m", "inference", "i",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("engine", ["torch", "vllm", "openai", "tinker"])
-def test_tasks_that_show_images_are_refused_by_name_where_the_engine_cannot_see(engine: str) -> None:
-    plain = Task(key="add", prompt="Add.")
-    check_vision(engine, [plain])
-    shown = [Task(key=f"click-{number}", modality="browser_use") for number in range(5)]
-    with pytest.raises(UserError, match=rf"engine {engine} reads text only.*click-0 \(browser_use\), .* and 2 more"):
-        check_vision(engine, [plain, *shown])

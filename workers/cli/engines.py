@@ -16,10 +16,13 @@ import anyio.to_thread
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
 from workers.cli.model import model_folder
+from workers.cli.vision import ENGINES_WITH_VISION
 
 if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration, InferenceSettings
-    from workers.inference.base import Sampler
+    from workers.images.processing import ImageProcessor
+    from workers.inference.base import Images, Sampler
     from workers.inference.openai import OpenAISampler
     from workers.inference.template import ChatTemplate
 
@@ -51,11 +54,14 @@ async def opened_engine(configuration: Configuration, worker: str) -> AsyncItera
     """The sampler, ready to be run, and the model's template. Raises `UserError`, or `ModuleNotFoundError` for an extra."""
     settings, folder = configuration.inference, model_folder(configuration.run)
     check_packages(settings.engine)
-    template = await anyio.to_thread.run_sync(partial(_template, folder, settings))
+    processor: ImageProcessor | None = None
+    if configuration.environment.images and settings.engine in ENGINES_WITH_VISION:
+        processor = await anyio.to_thread.run_sync(_image_processor, folder)
+    template = await anyio.to_thread.run_sync(partial(_template, folder, settings, processor))
     place = (run_folder(configuration.run).path / "served" / worker).absolute()
     match settings.engine:
         case "torch":
-            yield await anyio.to_thread.run_sync(partial(_torch, folder, settings)), template
+            yield await anyio.to_thread.run_sync(partial(_torch, folder, settings, processor)), template
         case "vllm":
             from workers.inference.vllm import VllmSampler
             from workers.inference.vllm.engine import EngineSettings
@@ -86,17 +92,42 @@ async def opened_engine(configuration: Configuration, worker: str) -> AsyncItera
             yield tinker, template
 
 
-def _template(folder: Path, settings: InferenceSettings) -> ChatTemplate:
+def images_for(template: ChatTemplate, bus: Bus, run: str) -> Images | None:
+    """What shows a run's images to the engine that the template belongs to; None if it reads text only."""
+    processor: ImageProcessor | None = getattr(template, "processor", None)
+    if processor is None:
+        return None
+    from workers.images.reading import image_reader
+    from workers.inference.image_prompts import ImagePrompts
+
+    return ImagePrompts(processor, image_reader(bus, run))
+
+
+def _image_processor(folder: Path) -> ImageProcessor:
+    try:
+        from workers.images.processing import ImageProcessor
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed, and images need it: pip install 'fleetbus[vision]'") from error
+    return ImageProcessor(folder)
+
+
+def _template(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> ChatTemplate:
     from workers.inference.template import ChatTemplate
 
     thinking = {"auto": None, "on": True, "off": False}[settings.thinking]
+    if processor is not None:
+        from workers.inference.image_template import ImageTemplate
+
+        return ImageTemplate(folder, processor, reasoning=settings.reasoning, thinking=thinking)
     return ChatTemplate(folder, reasoning=settings.reasoning, thinking=thinking)
 
 
-def _torch(folder: Path, settings: InferenceSettings) -> Sampler:
+def _torch(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> Sampler:
     from workers.inference.torch import TorchSampler
 
-    return TorchSampler(folder, slots=settings.batch, max_length=settings.max_length, threads=settings.threads)
+    return TorchSampler(
+        folder, slots=settings.batch, max_length=settings.max_length, threads=settings.threads, processor=processor
+    )
 
 
 def _servers(folder: Path, settings: InferenceSettings, place: Path, template: ChatTemplate) -> OpenAISampler:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
-    from workers.cli.engines import opened_engine
+    from workers.cli.engines import images_for, opened_engine
+    from workers.cli.vision import check_vision, local_tasks
     from workers.inference.worker import run_inference
     from workers.weights_fetch import WeightsFetcher
     from workers.weights_store import objects_of
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        check_vision(configuration, local_tasks(configuration), role="inference")
         folder = run_folder(configuration.run).weights / f".{name}"
         fetcher = WeightsFetcher(folder, objects_of(bus, configuration.run.name))
         try:
@@ -35,6 +37,7 @@ def _load_work() -> Work:
                     sampler=sampler,
                     template=template,
                     fetch=fetcher.local,
+                    images=images_for(template, bus, configuration.run.name),
                 )
         finally:
             fetcher.close()

@@ -26,11 +26,14 @@ def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
     from workers.cli.engines import check_packages
     from workers.cli.model import model_folder
+    from workers.cli.vision import check_vision
     from workers.learner.worker import run_learner
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        curriculum = await anyio.to_thread.run_sync(_curriculum, configuration)
+        check_vision(configuration, curriculum.tasks if configuration.run.tasks else (), role="learner")
         if configuration.learner.trainer == "tinker":
-            await _train_on_tinker(bus, configuration, name, drain)
+            await _train_on_tinker(bus, configuration, name, drain, curriculum)
             return
         check_packages("torch")
         from workers.learner.torch.following import LeadingTrainer, follow
@@ -42,7 +45,6 @@ def _load_work() -> Work:
             await anyio.to_thread.run_sync(follow, trainer)
             return
         leading = LeadingTrainer(trainer) if trainer.shards.world > 1 else None
-        curriculum = _curriculum(configuration)
         for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
             files.mkdir(parents=True, exist_ok=True)
         try:
@@ -57,7 +59,9 @@ def _load_work() -> Work:
     return work
 
 
-async def _train_on_tinker(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+async def _train_on_tinker(
+    bus: Bus, configuration: Configuration, name: str, drain: anyio.Event, curriculum: Curriculum
+) -> None:
     from fleetbus.config.run_folder import run_folder
     from workers.cli.engines import check_packages
     from workers.cli.model import model_folder
@@ -73,9 +77,7 @@ async def _train_on_tinker(bus: Bus, configuration: Configuration, name: str, dr
     )
     for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
         files.mkdir(parents=True, exist_ok=True)
-    await run_learner(
-        bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=_curriculum(configuration)
-    )
+    await run_learner(bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum)
 
 
 def _trainer_settings(configuration: Configuration) -> TorchTrainerSettings:
@@ -98,6 +100,7 @@ def _trainer_settings(configuration: Configuration) -> TorchTrainerSettings:
         minibatches=learner.minibatches,
         micro_batch_size=learner.micro_batch,
         threads=learner.threads,
+        images=configuration.environment.images,
         **same,
     )
 

@@ -22,6 +22,11 @@ class Curriculum:
         self._order: list[int] = []
         self.held_out = held_out
 
+    @property
+    def tasks(self) -> list[Task]:
+        """All of them, held-out ones last."""
+        return [*self._train, *self.held_out]
+
     def task(self, number: int) -> Task:
         """The task of group ``number``, 0 first; every task comes once per epoch."""
         epoch, position = divmod(number, len(self._train))

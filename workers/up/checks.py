@@ -29,8 +29,7 @@ def check_everything(configuration: Configuration) -> None:
     check_writable(Path(run.folder))
     if run.model:
         check_model(Path(run.model))
-    if run.tasks:
-        check_tasks(run.tasks, configuration.inference.engine)
+    check_images(configuration)
     check_environment(run.environment, run.tasks)
     if nats.auth:
         check_access(nats.auth, starts_server=not nats.url)
@@ -104,12 +103,12 @@ def check_model(folder: Path) -> None:
         raise UserError(f"the model folder {folder} lacks {', '.join(missing)}")
 
 
-def check_tasks(location: str, engine: str = "torch") -> None:
-    """Tasks that load, from wherever they are, and that the engine can see."""
+def check_images(configuration: Configuration) -> None:
+    """Tasks that load, from wherever they are, and nothing that shows images to who reads text only."""
     from fleetbus.tasks import load_dataset
     from workers.cli.vision import check_vision
 
-    check_vision(engine, load_dataset(location))
+    check_vision(configuration, load_dataset(configuration.run.tasks) if configuration.run.tasks else ())
 
 
 def check_environment(specs: str, tasks: str = "") -> None:
