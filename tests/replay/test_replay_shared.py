@@ -1,4 +1,4 @@
-"""A replay that several processes share finds what one finds, and verdicts of a process that gave others before are the same."""
+"""A replay that several processes share finds what one finds; a process that gave verdicts before gives the same ones."""
 
 from __future__ import annotations
 

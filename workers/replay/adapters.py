@@ -34,8 +34,8 @@ Role = Literal["environment", "inference", "learner"]
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """What is replayed how. ``environment`` is a spec as in ``--environment`` or makes an environment per episode; ``model``
     a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of
-    the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too. ``jobs`` processes share
-    the work; None: one per CPU where that is faster."""
+    the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too. ``jobs`` processes
+    share the work; None: one per CPU where that is faster."""
 
     role: Role = "environment"
     environment: str | Callable[[], Environment] | None = None
