@@ -32,6 +32,8 @@ INACTIVE_SECONDS = 60.0
 
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
+_LOOKS_BACK = 6
+"""So often in a row a log that ends before what was read is looked at again: a new leader may still be taking over."""
 _NO_END = 1 << 63
 """Beyond every sequence: read until nothing is pending."""
 
@@ -51,6 +53,8 @@ class NatsReader:
         self._inlet: Inlet[Stored] = Inlet()
         self._odd = anyio.Event()
         self._pending = -1
+        self._last_read = 0
+        self._looks_back = 0
 
     async def receive(self) -> Stored:
         entry = await self._inlet.take()
@@ -91,6 +95,8 @@ class NatsReader:
     async def _attach(self) -> bool:
         name = f"read_{secrets.token_hex(8)}"
         try:
+            if self._last_read and await self._is_cut_short():
+                return False
             answer = await self._connection.api.ask(self._creation(name), self._question(name))
         except ApiRefused as refused:
             if refused.code == STREAM_NOT_FOUND:
@@ -104,6 +110,19 @@ class NatsReader:
         self._consumer_sequence = 0
         self._note_pending(answer["num_pending"])
         self._line.attach(self._stream, name)
+        return True
+
+    async def _is_cut_short(self) -> bool:
+        """True while the log ends before what was read. If it stays so, the server lost entries, or another log has this name:
+        what is written at those positions now would be passed over without a word."""
+        last = (await self._connection.api.ask(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"]
+        if last >= self._last_read:
+            self._looks_back = 0
+            return False
+        self._looks_back += 1
+        if self._looks_back > _LOOKS_BACK:
+            lost = f"stream {self._stream} ends at {last}, and {self._last_read} was read before"
+            self._inlet.fail(BusError(f"{lost}: the server lost entries, or the run was made anew; start again"))
         return True
 
     def _creation(self, name: str) -> str:
@@ -153,6 +172,7 @@ class NatsReader:
             self.interrupt()
             return
         self._consumer_sequence += 1
+        self._last_read = arrival.stream_sequence
         self._next = arrival.stream_sequence + 1
         self._pending = arrival.pending
         self._inlet.put(

@@ -1,0 +1,64 @@
+"""A server that comes back without what it had: whoever follows the log is told, instead of waiting for old positions."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.bus.nats import connect, connection, reader
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.errors import BusError
+from schemas import Subjects
+
+RUN = "r"
+SUBJECTS = Subjects(RUN)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_RETRY_SECONDS", 0.05)
+    with anyio.fail_after(50):
+        async with run_server(tmp_path) as server:
+            monkeypatch.setattr(connection, "_RECONNECT_WAIT_SECONDS", (2.0, 2.0))
+            async with connect(server.url, run=RUN) as slow:
+                await slow.declare(plan_run(RUN, lanes=1))
+                for number in range(20):
+                    await slow.publish(SUBJECTS.episode(f"old{number}"), b"x")
+                async with slow.read([SUBJECTS.episodes]) as entries:
+                    for _ in range(20):
+                        await entries.receive()
+                    await server.kill()
+                    shutil.rmtree(tmp_path / "jetstream")
+                    await server.restart()
+                    async with connect(server.url, run=RUN) as quick:
+                        await quick.declare(plan_run(RUN, lanes=1))
+                        for number in range(3):
+                            await quick.publish(SUBJECTS.episode(f"new{number}"), b"x")
+                    with pytest.raises(BusError, match="ends at 3, and 20 was read"):
+                        await entries.receive()
+
+
+async def test_who_reads_a_log_that_is_only_away_goes_on_where_it_was(tmp_path: Path) -> None:
+    with anyio.fail_after(50):
+        async with run_server(tmp_path) as server, connect(server.url, run=RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=1))
+            async with bus.read([SUBJECTS.episodes]) as entries:
+                for number in range(20):
+                    await bus.publish(SUBJECTS.episode(f"e{number}"), b"x")
+                for _ in range(20):
+                    await entries.receive()
+                for number in range(3):
+                    await server.kill()
+                    await server.restart()
+                    await bus.publish(SUBJECTS.episode(f"later{number}"), b"x")
+                    assert (await entries.receive()).sequence == 21 + number
