@@ -16,7 +16,7 @@ import click
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
 from workers.cli.program import FINISHED
-from workers.cli.sources import monitor_address
+from workers.cli.sources import nats_http_of, nats_http_option
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -36,8 +36,8 @@ EVERY_SECONDS = 1.0
 @click.option("--jsonl", type=click.Path(path_type=Path, dir_okay=False), help="Append a JSON object per training step")
 @click.option("--tensorboard", type=click.Path(path_type=Path, file_okay=False), help="Write TensorBoard scalars per step")
 @click.option("--wandb", metavar="PROJECT", default="", help="Log to a Weights & Biases project per step")
-@click.option("--monitor-url", metavar="URL", default="", help="The NATS server's monitoring address (/varz)")
 @click.option("--until-finished", is_flag=True, help="End when the training has finished")
+@nats_http_option
 @reach_options
 def command(run: str | None, port: int, until_finished: bool, **values: Any) -> int:
     """Export the metrics of a run until Ctrl-C: names as in fleetbus/metrics/names.py, a dashboard in docs/grafana/.
@@ -46,14 +46,14 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
     """
     from fleetbus.errors import UserError
 
-    chosen = {name: values.pop(name) for name in ("host", "jsonl", "tensorboard", "wandb", "monitor_url")}
+    chosen = {name: values.pop(name) for name in ("host", "jsonl", "tensorboard", "wandb", "nats_http")}
     configuration = load_settings({**values, "run__name": run}).configuration
     if port >= 0:
         try:
             import prometheus_client  # noqa: F401
         except ModuleNotFoundError as error:
             raise UserError("prometheus_client is not installed: pip install 'fleetbus[metrics]'") from error
-    chosen["monitor_url"] = chosen["monitor_url"] or monitor_address(configuration)
+    chosen["nats_http"] = nats_http_of(configuration, chosen["nats_http"])
     work = partial(_export, configuration, port=port, until_finished=until_finished, **chosen)
     anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
@@ -67,7 +67,7 @@ async def _export(
     jsonl: Path | None,
     tensorboard: Path | None,
     wandb: str,
-    monitor_url: str,
+    nats_http: str | None,
     until_finished: bool,
 ) -> None:
     from fleetbus.metrics.sinks import open_sinks
@@ -89,7 +89,7 @@ async def _export(
             written, followed = 0, -1
             while True:
                 await anyio.sleep(EVERY_SECONDS)
-                server = await look_at_server(bus, run, monitor_url)
+                server = await look_at_server(bus, run, nats_http)
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 is_behind, followed = watch.health.followed != followed, watch.health.followed
                 stalls = [] if is_behind else find_stalls(state, watch.health, now=now, now_ns=now_ns)

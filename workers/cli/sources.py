@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from workers.cli.log_access import is_reachable, open_run
 
@@ -69,6 +71,27 @@ def monitor_address(configuration: Configuration) -> str:
     if configuration.nats.url or not file.is_file():
         return ""
     return str(msgspec.json.decode(file.read_bytes()).get("monitor", ""))
+
+
+def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: ``--nats-http URL`` as the argument ``nats_http``, for `nats_http_of`."""
+    return click.option(
+        "--nats-http",
+        "--monitor-url",
+        "nats_http",
+        metavar="URL",
+        default="",
+        help="The NATS server's monitoring address (default: that of `up`)",
+    )(function)
+
+
+def nats_http_of(configuration: Configuration, given: str) -> str | None:
+    """The address of the server's monitoring: the one that was given, or that of `up`; empty if nobody knows it, None for a
+    run that nobody serves. Raises `UserError` for what is no address."""
+    from workers.top.nats_http import checked_address
+
+    known = checked_address(given) or monitor_address(configuration)
+    return known if known or configuration.nats.url else None
 
 
 def is_recording(name: str | None) -> bool:

@@ -14,7 +14,7 @@ import click
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
 from workers.cli.program import FINISHED, INTERRUPTED
-from workers.cli.sources import monitor_address
+from workers.cli.sources import nats_http_of, nats_http_option
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
@@ -29,29 +29,26 @@ FIRST_LOOK_SECONDS = 2.5
 @click.option("--once", is_flag=True, help="Show one picture and end")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON, one line per second (with --once: one)")
 @click.option("--stall", type=float, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")
-@click.option(
-    "--monitor-url",
-    metavar="URL",
-    default="",
-    help="The server's monitoring address, for slow consumers (default: that of `up`)",
-)
+@nats_http_option
 @reach_options
-def command(run: str | None, once: bool, as_json: bool, stall: float, monitor_url: str, **values: Any) -> int:
+def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http: str, **values: Any) -> int:
     """A live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
 
     Works at 80 columns and over SSH. Ctrl-C ends it. With --once the exit status says more: 0: it works or is over; 1: it is
     stuck, and where; 2: bad input.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
-    monitor_url = monitor_url or monitor_address(configuration)
-    work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, monitor_url=monitor_url)
+    address = nats_http_of(configuration, nats_http)
+    work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, nats_http=address)
     try:
         return anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     except KeyboardInterrupt:
         return INTERRUPTED if once else FINISHED
 
 
-async def _watch(configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, monitor_url: str) -> int:
+async def _watch(
+    configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: str | None
+) -> int:
     from schemas import Subjects
     from workers.monitor.follow import Watch
     from workers.monitor.state import FleetState
@@ -71,7 +68,7 @@ async def _watch(configuration: Configuration, *, once: bool, as_json: bool, sta
 
             async def look() -> dict[str, Any]:
                 nonlocal followed
-                server = await look_at_server(bus, run, monitor_url)
+                server = await look_at_server(bus, run, nats_http)
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 is_behind, followed = watch.health.followed != followed, watch.health.followed
                 stalls = (

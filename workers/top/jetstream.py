@@ -1,13 +1,14 @@
 """What the server knows of a run's log and consumers, asked over the bus: JetStream's API is a set of subjects.
 
-Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. The NATS monitoring
-endpoints ``/varz`` and ``/connz`` tell of slow consumers and connections; they are asked when their address is given.
+Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. Connections and slow
+consumers are told over HTTP alone (`workers.top.nats_http`); consumers too, where JetStream's API may not be asked.
 """
 
 from __future__ import annotations
 
 import json
-import urllib.request
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import anyio.to_thread
@@ -16,6 +17,7 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import log_stream
 from fleetbus.errors import BusClosed, BusError
+from workers.top.nats_http import Client, Cut, NatsServer, StreamBytes, read_nats_server
 
 ANSWER_SECONDS = 2.0
 PAGES = 8
@@ -33,7 +35,7 @@ class ConsumerPending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerView(msgspec.Struct, frozen=True, kw_only=True):
-    """None is unknown. ``oldest`` is the time of the first entry (RFC 3339)."""
+    """None is unknown. ``oldest`` is the time of the first entry (RFC 3339); ``hint`` says why connections are unknown."""
 
     entries: int | None = None
     bytes: int | None = None
@@ -43,6 +45,12 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
     slow_consumers: int | None = None
     memory_bytes: int | None = None
     cpu_percent: float | None = None
+    version: str = ""
+    uptime: str = ""
+    clients: tuple[Client, ...] = ()
+    cut: tuple[Cut, ...] = ()
+    streams: tuple[StreamBytes, ...] = ()
+    hint: str = ""
 
     @property
     def pending(self) -> int:
@@ -53,49 +61,50 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.redelivered for each in self.consumers)
 
 
-async def look_at_server(bus: Bus, run: str, monitor_url: str = "") -> ServerView:
-    """The server's view of the run, as far as it can be had."""
+async def look_at_server(bus: Bus, run: str, nats_http: str | None = None) -> ServerView:
+    """The server's view of the run, as far as it can be had; ``nats_http`` as `read_nats_server` takes it."""
     stream = log_stream(run)
     info = await _ask(bus, f"$JS.API.STREAM.INFO.{stream}", {})
     state = info.get("state", {})
-    varz = await anyio.to_thread.run_sync(read_monitoring, monitor_url, "varz") if monitor_url else {}
+    consumers = await _consumers(bus, stream) if state else ()
+    told = NatsServer()
+    if nats_http is not None:
+        told = await anyio.to_thread.run_sync(partial(read_nats_server, nats_http, run, consumers=not consumers))
     return ServerView(
         entries=state.get("messages"),
         bytes=state.get("bytes"),
         oldest=state.get("first_ts", ""),
-        consumers=await _consumers(bus, stream) if state else (),
-        connections=varz.get("connections"),
-        slow_consumers=varz.get("slow_consumers"),
-        memory_bytes=varz.get("mem"),
-        cpu_percent=varz.get("cpu"),
+        consumers=consumers or _by_kind(told.consumers),
+        connections=told.connections,
+        slow_consumers=told.slow_consumers,
+        memory_bytes=told.memory_bytes,
+        cpu_percent=told.cpu_percent,
+        version=told.version,
+        uptime=told.uptime,
+        clients=told.clients,
+        cut=told.cut,
+        streams=told.streams,
+        hint=told.problem,
     )
 
 
-def read_monitoring(url: str, endpoint: str) -> dict[str, Any]:
-    """One of the monitoring endpoints as JSON, {} when it does not answer; blocking."""
-    if not url.startswith(("http://", "https://")):
-        return {}
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/{endpoint}", timeout=ANSWER_SECONDS) as answer:
-            content = json.load(answer)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 async def _consumers(bus: Bus, stream: str) -> tuple[ConsumerPending, ...]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    seen = 0
+    found: list[dict[str, Any]] = []
     for _ in range(PAGES):
-        answer = await _ask(bus, f"$JS.API.CONSUMER.LIST.{stream}", {"offset": seen})
+        answer = await _ask(bus, f"$JS.API.CONSUMER.LIST.{stream}", {"offset": len(found)})
         page = answer.get("consumers") or []
-        for each in page:
-            kind = each["name"].partition("_")[0]
-            if kind in ("task", "obs", "act"):
-                found.setdefault(kind, []).append(each)
-        seen += len(page)
-        if not page or seen >= answer.get("total", 0):
+        found += page
+        if not page or len(found) >= answer.get("total", 0):
             break
+    return _by_kind(found)
+
+
+def _by_kind(listed: Iterable[dict[str, Any]]) -> tuple[ConsumerPending, ...]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in listed:
+        kind = each["name"].partition("_")[0]
+        if kind in ("task", "obs", "act"):
+            found.setdefault(kind, []).append(each)
     return tuple(
         ConsumerPending(
             kind=kind,
