@@ -1,0 +1,191 @@
+"""What a NATS server tells of itself over HTTP: ``/varz``, ``/connz`` and ``/jsz``, asked when their address is known.
+
+The endpoints are off unless the server was started with them (``-m 8222``); a server of `fleetbus up` always has them, on
+loopback. Nothing here is ever an error: what is not told is unknown, and `NatsServer.problem` says in one line why.
+Fields as of nats-server 2.15 (docs.nats.io/running-a-nats-service/nats_admin/monitoring).
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.streams import lane_stream, log_stream
+from fleetbus.config.load import without_credentials
+from fleetbus.errors import UserError
+
+ANSWER_SECONDS = 2.0
+MAX_ANSWER_BYTES = 32 << 20
+CLIENTS = 1024
+"""Connections are asked for up to this many, those with most unread bytes first."""
+
+HOW = "no server monitoring: nats-server -m 8222, then --nats-http http://HOST:8222"
+"""How to turn it on, where no address is known."""
+
+SLOW = "Slow Consumer"
+"""How the reason begins for which the server cuts a client off that does not read what it asked for."""
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True):
+    """A connection. ``worker`` is the name of a fleetbus worker or command, else the name that the client gave itself.
+    ``pending_bytes`` are written for it and not taken by it yet."""
+
+    worker: str
+    role: str = ""
+    run: str = ""
+    pending_bytes: int = 0
+    subscriptions: int = 0
+    received: int = 0
+    sent: int = 0
+    idle: str = ""
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """A client that the server cut off for being slow; ``at`` is RFC 3339."""
+
+    worker: str
+    reason: str
+    at: str
+
+
+class StreamBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream of the run: its log, its lanes, its object bucket."""
+
+    name: str
+    entries: int
+    bytes: int
+
+
+class NatsServer(msgspec.Struct, frozen=True, kw_only=True):
+    """None is unknown. ``clients`` with most unread bytes first; ``consumers`` as JetStream lists them."""
+
+    version: str = ""
+    uptime: str = ""
+    connections: int | None = None
+    slow_consumers: int | None = None
+    memory_bytes: int | None = None
+    cpu_percent: float | None = None
+    clients: tuple[Client, ...] = ()
+    cut: tuple[Cut, ...] = ()
+    streams: tuple[StreamBytes, ...] = ()
+    consumers: tuple[dict[str, Any], ...] = ()
+    problem: str = ""
+
+
+def checked_address(url: str) -> str:
+    """``url`` if it can be an address of monitoring; raises `UserError`."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if url and not is_address:
+        raise UserError(f"--nats-http {without_credentials(url)} is no HTTP address: http://127.0.0.1:8222 would be one")
+    return url.rstrip("/")
+
+
+def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> NatsServer:
+    """All of it in four questions; blocking, for 2 s each at most. With ``consumers`` those of the log too.
+
+    ``url`` is empty if there is a server whose address is not known, and None if there is nothing to ask or to say.
+    """
+    if url is None:
+        return NatsServer()
+    if not url:
+        return NatsServer(problem=HOW)
+    try:
+        about = _ask(url, "varz")
+        clients = _ask(url, f"connz?state=open&sort=pending&limit={CLIENTS}").get("connections") or []
+        closed = _ask(url, f"connz?state=closed&limit={CLIENTS}").get("connections") or []
+        details = _ask(url, f"jsz?streams=true&consumers={str(consumers).lower()}").get("account_details") or []
+        return NatsServer(
+            version=str(about.get("version", "")),
+            uptime=str(about.get("uptime", "")),
+            connections=about.get("connections"),
+            slow_consumers=about.get("slow_consumers"),
+            memory_bytes=about.get("mem"),
+            cpu_percent=about.get("cpu"),
+            clients=tuple(_client(each) for each in clients),
+            cut=tuple(_cut(closed)),
+            streams=tuple(_streams(details, run)),
+            consumers=tuple(_consumers(details, run)),
+        )
+    except _Silent as silent:
+        return NatsServer(problem=f"no server monitoring at {without_credentials(url)}: {silent}")
+    except (AttributeError, KeyError, TypeError) as error:
+        return NatsServer(problem=f"{without_credentials(url)} does not answer as nats-server does ({type(error).__name__})")
+
+
+class _Silent(Exception):
+    """The text says why there is no answer."""
+
+
+def _ask(url: str, endpoint: str) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(f"{url}/{endpoint}", timeout=ANSWER_SECONDS) as answer:
+            content = json.loads(answer.read(MAX_ANSWER_BYTES))
+    except urllib.error.HTTPError as error:
+        raise _Silent(f"status {error.code}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise _Silent(getattr(reason, "strerror", None) or str(reason) or "no answer") from error
+    except ValueError as error:
+        raise _Silent("what answers there is no nats-server") from error
+    if not isinstance(content, dict):
+        raise _Silent("what answers there is no nats-server")
+    return content
+
+
+def _client(each: dict[str, Any]) -> Client:
+    run, role, worker = _named(each)
+    return Client(
+        worker=worker,
+        role=role,
+        run=run,
+        pending_bytes=each.get("pending_bytes", 0),
+        subscriptions=each.get("subscriptions", 0),
+        received=each.get("in_msgs", 0),
+        sent=each.get("out_msgs", 0),
+        idle=each.get("idle", ""),
+    )
+
+
+def _cut(closed: Iterable[dict[str, Any]]) -> Iterator[Cut]:
+    for each in closed:
+        if str(each.get("reason", "")).startswith(SLOW):
+            yield Cut(worker=_named(each)[2], reason=each["reason"], at=str(each.get("stop", "")))
+
+
+def _named(each: dict[str, Any]) -> tuple[str, str, str]:
+    """Run, role and worker out of ``fleetbus <run> <role> <worker>``, as `fleetbus.bus.nats.connect` names its connections."""
+    name = str(each.get("name", ""))
+    words = name.split(" ")
+    if len(words) == 4 and words[0] == "fleetbus":
+        return words[1], words[2], words[3]
+    return "", "", name or f"connection {each.get('cid', '?')}"
+
+
+def _streams(details: Iterable[dict[str, Any]], run: str) -> Iterator[StreamBytes]:
+    own = (log_stream(run), lane_stream(run), f"OBJ_{weights_bucket(run)}")
+    for stream in _all_streams(details):
+        if stream["name"] in own:
+            state = stream["state"]
+            yield StreamBytes(name=stream["name"], entries=state["messages"], bytes=state["bytes"])
+
+
+def _consumers(details: Iterable[dict[str, Any]], run: str) -> Iterator[dict[str, Any]]:
+    for stream in _all_streams(details):
+        if stream["name"] == log_stream(run):
+            yield from stream.get("consumer_detail") or ()
+
+
+def _all_streams(details: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for account in details:
+        yield from account.get("stream_detail") or ()
