@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,74 +60,126 @@ def environment_factory(
     images that environments show; without it a word stands for each.
     """
     form, _, rest = spec.partition(":")
-    settings = configuration or Configuration()
-    call_seconds = settings.limits.tool_call
+    given = _Given(
+        spec=spec,
+        form=form,
+        rest=rest,
+        grader=verifier,
+        observation_bytes=observation_bytes,
+        prompt=prompt,
+        settings=configuration or Configuration(),
+        keep=keep,
+    )
+    factory = _over_mcp(given) or _elsewhere(given) or _of_your_own(given)
+    if factory is None:
+        raise UserError(f"environment {spec!r} is none of: {FORMS}")
+    return factory
 
-    def tools_as(style: PromptStyle) -> dict[str, Any]:
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A spec in its parts, ``form:rest``, and what its environments are made with."""
+
+    spec: str
+    form: str
+    rest: str
+    grader: Grader
+    observation_bytes: int
+    prompt: PromptStyle | None
+    settings: Configuration
+    keep: KeepPicture | None
+
+    @property
+    def call_seconds(self) -> float:
+        return self.settings.limits.tool_call
+
+    def tools_as(self, style: PromptStyle) -> dict[str, Any]:
         """What every environment over MCP is made with."""
+        settings = self.settings.environment
         return {
-            "grader": verifier,
-            "prompt": prompt or style,
-            "observation_bytes": observation_bytes,
-            "output_chars": settings.environment.output_chars if settings.environment.context_tools else None,
-            "keep": keep,
+            "grader": self.grader,
+            "prompt": self.prompt or style,
+            "observation_bytes": self.observation_bytes,
+            "output_chars": settings.output_chars if settings.context_tools else None,
+            "keep": self.keep,
         }
 
-    match form:
-        case "scripted":
-            return _scripted(spec, rest)
-        case "warehouse" if not rest:
+    def again(self, spec: str) -> EnvironmentFactory:
+        """The factory of another spec, with all else the same."""
+        return environment_factory(
+            spec,
+            verifier=self.grader,
+            observation_bytes=self.observation_bytes,
+            prompt=self.prompt,
+            configuration=self.settings,
+            keep=self.keep,
+        )
+
+
+def _over_mcp(given: _Given) -> EnvironmentFactory | None:
+    """Environments whose tools are on MCP servers."""
+    match given.form:
+        case "warehouse" if not given.rest:
             from workers.environment.warehouse.server import serve_task
 
-            return _mcp(serve_task, tools_as("compact"), settings, replayable=True)
-        case "mcp" if rest:
-            factory = _load(spec, rest)
-            replayable = bool(getattr(factory, "replayable", False))
-            return _mcp(factory, tools_as("fleet"), settings, replayable=replayable)
+            return _served_here(given, serve_task, "compact", replayable=True)
+        case "mcp" if given.rest:
+            serve = _load(given.spec, given.rest)
+            return _served_here(given, serve, "fleet", replayable=bool(getattr(serve, "replayable", False)))
         case "stdio":
-            return _stdio(spec, rest, tools_as("fleet"), settings)
-        case _ if form.startswith("stdio+"):
-            return _pooled(spec, form, rest, tools_as("fleet"), settings)
-        case "http" | "https" if rest:
-            return _http(spec, rest, tools_as("fleet"), settings)
+            return _stdio(given)
+        case form if form.startswith("stdio+"):
+            return _pooled(given)
+        case "http" | "https" if given.rest:
+            return _http(given)
+        case "fleet":
+            from workers.environment.fleet.factory import fleet_factory
+
+            return _Factory(*fleet_factory(given.spec, given.rest, configuration=given.settings, **given.tools_as("fleet")))
+    return None
+
+
+def _elsewhere(given: _Given) -> EnvironmentFactory | None:
+    """Environments of other kinds, each with a module of its own."""
+    spec, rest, keep = given.spec, given.rest, given.keep
+    match given.form:
+        case "scripted":
+            return _scripted(spec, rest)
         case "openenv" if rest:
             openenv = _adapter(spec, "openenv", "openenv")
-            style = prompt or "fleet"
-            return _Factory(*openenv.openenv_factory(rest, grader=verifier, prompt=style, observation_bytes=observation_bytes))
-        case "fleet":
-            return _fleet(spec, rest, tools_as("fleet"), settings)
+            return _Factory(*openenv.openenv_factory(rest, **_graded(given, "fleet")))
         case "coding" if not rest:
             from workers.environment.coding_factory import coding_factory
 
-            bytes_shown, style = observation_bytes, prompt or "compact"
-            return _Factory(*coding_factory(grader=verifier, prompt=style, observation_bytes=bytes_shown, seconds=call_seconds))
-        case "process" | "docker" | "kubernetes":
+            return _Factory(*coding_factory(**_graded(given, "compact"), seconds=given.call_seconds))
+        case "process" | "docker" | "kubernetes" as provider:
             from workers.environment.providers.forms import server_host
 
-            inner = partial(
-                environment_factory,
-                verifier=verifier,
-                observation_bytes=observation_bytes,
-                prompt=prompt,
-                configuration=settings,
-                keep=keep,
-            )
-            host = server_host(spec, form, rest, inner, settings)
+            host = server_host(spec, provider, rest, given.again, given.settings)
             return _Factory(host, host.running)
-        case "pool" if rest:
-            return _class_in_processes(spec, rest, settings)
         case "remote-gym":
-            remote_gym = _adapter(spec, "remote_gym", "remote-gym")
-            return _Factory(*remote_gym.remote_gym_factory(rest, keep=keep))
+            return _Factory(*_adapter(spec, "remote_gym", "remote-gym").remote_gym_factory(rest, keep=keep))
         case "gym":
             return _Factory(_adapter(spec, "gymnasium_environment", "gym").gymnasium_factory(spec, rest, keep=keep), _nothing)
         case "reasoning-gym":
             return _Factory(_adapter(spec, "reasoning_gym_environment", "texts").reasoning_gym_factory(spec, rest), _nothing)
         case "textarena":
             return _Factory(_adapter(spec, "textarena_environment", "texts").textarena_factory(spec, rest), _nothing)
-        case _ if form and rest and form not in ("warehouse", "mcp", "coding", "pool"):
-            return _python_class(spec, settings)
-    raise UserError(f"environment {spec!r} is none of: {FORMS}")
+    return None
+
+
+def _of_your_own(given: _Given) -> EnvironmentFactory | None:
+    """A user's own classes, here or in processes."""
+    match given.form:
+        case "pool" if given.rest:
+            return _class_in_processes(given.spec, given.rest, given.settings)
+        case form if form and given.rest and form not in ("warehouse", "mcp", "coding", "pool"):
+            return _python_class(given.spec, given.settings)
+    return None
+
+
+def _graded(given: _Given, style: PromptStyle) -> dict[str, Any]:
+    return {"grader": given.grader, "prompt": given.prompt or style, "observation_bytes": given.observation_bytes}
 
 
 class _Factory:
@@ -155,9 +208,7 @@ def _scripted(spec: str, turns: str) -> EnvironmentFactory:
     return _Factory(lambda: ScriptedEnvironment(count), _nothing)
 
 
-def _mcp(
-    serve: Callable[[Task], Any], options: dict[str, Any], settings: Configuration, *, replayable: bool
-) -> EnvironmentFactory:
+def _served_here(given: _Given, serve: Callable[[Task], Any], style: PromptStyle, *, replayable: bool) -> EnvironmentFactory:
     """Environments over server objects: called directly where that is possible, through a client otherwise."""
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
     from workers.environment.mcp_connection import DirectConnection, has_default_lifespan
@@ -169,54 +220,46 @@ def _mcp(
     def connect(task: Task) -> Connection:
         server = serve(task)
         if has_default_lifespan(server):
-            return DirectConnection(server, listings, call_seconds=settings.limits.tool_call)
-        return ClientConnection(partial(open_server, server), host, call_seconds=settings.limits.tool_call)
+            return DirectConnection(server, listings, call_seconds=given.call_seconds)
+        return ClientConnection(partial(open_server, server), host, call_seconds=given.call_seconds)
 
-    return _Factory(
-        lambda: McpEnvironment(connect, replayable=replayable, **options),
-        host.running,
-    )
+    return _Factory(partial(McpEnvironment, connect, replayable=replayable, **given.tools_as(style)), host.running)
 
 
-def _fleet(spec: str, address: str, options: dict[str, Any], configuration: Configuration) -> EnvironmentFactory:
-    from workers.environment.fleet.factory import fleet_factory
-
-    return _Factory(*fleet_factory(spec, address, configuration=configuration, **options))
-
-
-def _http(spec: str, rest: str, options: dict[str, Any], settings: Configuration) -> EnvironmentFactory:
+def _http(given: _Given) -> EnvironmentFactory:
     """One or several URLs; a URL alone is understood as well."""
     from workers.environment.mcp_environment import McpEnvironment
     from workers.environment.mcp_factories import http_factory
 
-    make = partial(McpEnvironment, **options)
-    return _Factory(*http_factory(spec, spec if rest.startswith("//") else rest, make, call_seconds=settings.limits.tool_call))
+    make = partial(McpEnvironment, **given.tools_as("fleet"))
+    urls = given.spec if given.rest.startswith("//") else given.rest
+    return _Factory(*http_factory(given.spec, urls, make, call_seconds=given.call_seconds))
 
 
-def _pooled(spec: str, form: str, rest: str, options: dict[str, Any], settings: Configuration) -> EnvironmentFactory:
+def _pooled(given: _Given) -> EnvironmentFactory:
     from workers.environment.mcp_environment import McpEnvironment
     from workers.environment.mcp_factories import pooled_factory
 
-    key, _, tool = form.removeprefix("stdio+").partition("=")
+    key, _, tool = given.form.removeprefix("stdio+").partition("=")
     if key != "reset" or not tool:
-        raise UserError(f"environment {spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND")
-    make = partial(McpEnvironment, **options)
-    return _Factory(*pooled_factory(_split(spec, rest), tool, make, call_seconds=settings.limits.tool_call))
+        raise UserError(
+            f"environment {given.spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND"
+        )
+    make = partial(McpEnvironment, **given.tools_as("fleet"))
+    return _Factory(*pooled_factory(_split(given.spec, given.rest), tool, make, call_seconds=given.call_seconds))
 
 
-def _stdio(spec: str, command_line: str, options: dict[str, Any], settings: Configuration) -> EnvironmentFactory:
+def _stdio(given: _Given) -> EnvironmentFactory:
     from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
     from workers.environment.mcp_environment import McpEnvironment
 
-    command = _split(spec, command_line)
+    command = _split(given.spec, given.rest)
     host = ConnectionHost()
-    return _Factory(
-        lambda: McpEnvironment(
-            lambda _: ClientConnection(partial(open_command, command), host, call_seconds=settings.limits.tool_call),
-            **options,
-        ),
-        host.running,
-    )
+
+    def connect(_: Task) -> Connection:
+        return ClientConnection(partial(open_command, command), host, call_seconds=given.call_seconds)
+
+    return _Factory(partial(McpEnvironment, connect, **given.tools_as("fleet")), host.running)
 
 
 def _split(spec: str, command_line: str) -> Sequence[str]:
