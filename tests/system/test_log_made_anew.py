@@ -9,9 +9,10 @@ import anyio
 import pytest
 
 from fleetbus.bus.nats import connect, connection, reader
+from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.errors import BusError
+from fleetbus.errors import BusError, PublishUnanswered
 from schemas import Subjects
 
 RUN = "r"
@@ -62,3 +63,21 @@ async def test_who_reads_a_log_that_is_only_away_goes_on_where_it_was(tmp_path: 
                     await server.restart()
                     await bus.publish(SUBJECTS.episode(f"later{number}"), b"x")
                     assert (await entries.receive()).sequence == 21 + number
+
+
+async def test_a_stream_without_a_leader_for_a_while_is_waited_for_by_who_has_published_there(tmp_path: Path) -> None:
+    """As in a cluster whose leader was killed: until another is elected nobody listens on the stream's subjects."""
+    with anyio.fail_after(50):
+        async with run_server(tmp_path) as server, connect(server.url, run=RUN) as bus, connect(server.url, run=RUN) as other:
+            assert isinstance(bus, NatsBus)
+            await bus.declare(plan_run(RUN, lanes=1))
+            await bus.publish(SUBJECTS.episode("e"), b"x")
+            await bus._connection.api.ask(f"STREAM.DELETE.fb_{RUN}")
+            async with anyio.create_task_group() as group:
+                group.start_soon(bus.publish, SUBJECTS.episode("waits"), b"x")
+                with pytest.raises(BusError, match="no stream stores"):
+                    await other.publish(SUBJECTS.episode("never"), b"x")
+                with pytest.raises(PublishUnanswered):
+                    await bus.publish(SUBJECTS.episode("impatient"), b"x", timeout=0.6)
+                await other.declare(plan_run(RUN, lanes=1))
+            assert await bus.last(SUBJECTS.episode("waits")) is not None
