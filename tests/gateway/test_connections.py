@@ -1,4 +1,4 @@
-"""Connections that ask nothing, too slowly, too much, or do not take their answers: each is cut, and others are served meanwhile."""
+"""Connections that ask nothing, too slowly, too much, or do not take their answers: each is cut while others are served."""
 
 from __future__ import annotations
 

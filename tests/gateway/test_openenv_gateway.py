@@ -9,13 +9,14 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings
 from schemas import Action, ChatMessage, Task, ToolSpec
-from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
+from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
 from workers.environment.base import Start, Step, Verdict
 from workers.environment.openenv_client import open_session
 from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
@@ -137,7 +138,8 @@ async def gateway(
     *, slots: int = 4, seconds: float = 50, make: Any = None, load: Any = None, **settings: Any
 ) -> AsyncIterator[Here]:
     world = World()
-    configuration = configured(environment=EnvironmentSettings(slots=8, session_slots=slots))
+    limits = msgspec.structs.replace(LIMITS, drain=0.2)  # nobody waits for sessions that a test leaves open
+    configuration = configured(environment=EnvironmentSettings(slots=8, session_slots=slots), limits=limits)
     with anyio.fail_after(seconds):
         async with small_fleet(configuration) as fleet:
             worker = fleet.environment("e1", make=make or world)

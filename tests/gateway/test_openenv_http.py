@@ -1,4 +1,4 @@
-"""The OpenEnv gateway's HTTP routes, and sessions that have a name: over HTTP, over sockets that break off, by other gateways."""
+"""The OpenEnv gateway's HTTP routes, and sessions with names: over HTTP, over sockets that break off, by other gateways."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The OpenEnv gateway as an ASGI application: ``/ws``, ``/mcp``, ``/reset``, ``/step``, ``/state``, and what `openenv_about` says.
+"""The OpenEnv gateway as an ASGI application: ``/ws``, ``/mcp``, ``/reset``, ``/step``, ``/state``, and `openenv_about`.
 
 A frame that is wrong in any way is answered by an error frame and harms nothing; only a connection's end, or its environment's,
-ends a session. Whoever stops answering pings is gone, and its slot is free. Under ``/sessions/<name>`` stand the same routes for
-one session that outlives connections and gateways, so that a client's whole episode goes over HTTP, or resumes over WebSocket.
+ends a session. Whoever stops answering pings is gone, and its slot is free. ``/sessions/<name>`` has the same routes for one
+session that outlives connections and gateways, so that a client's whole episode goes over HTTP, or resumes over WebSocket.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What OpenEnv's frames and bodies say: actions read, observations written, errors by the protocol's names. Pure but for images.
+"""What OpenEnv's frames and bodies say: actions read, observations written, errors by their names. Pure but for images.
 
 An action is ``{"text": ...}`` (or ``{"message": ...}``), or a tool call as OpenEnv's MCP environments have it; its
 ``metadata.request_id`` names the logical step. An observation has ``text``, with ``<image>`` where each image stands, and
