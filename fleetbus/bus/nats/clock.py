@@ -1,6 +1,7 @@
 """The server's clock as seen from here: the local monotonic clock plus an offset measured by question and answer.
 
-The error is at most half the round trip; of the recent measurements the one with the shortest trip counts. Never steps back.
+The error is at most half the round trip; of the recent measurements the one with the shortest trip counts. Never steps back,
+but for the first measurement: what the local wall clock says before may be hours ahead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class ServerClock:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         self._samples: deque[tuple[int, int]] = deque(maxlen=KEPT_SAMPLES)
         self._last_ns = 0
+        self._heard = False
 
     def now_ns(self) -> int:
         """Unix nanoseconds."""
@@ -30,5 +32,7 @@ class ServerClock:
 
     def learn(self, sent_ns: int, received_ns: int, server_ns: int) -> None:
         """The server said ``server_ns`` between two instants of `time.monotonic_ns`."""
+        if not self._heard:
+            self._heard, self._last_ns = True, 0
         self._samples.append((received_ns - sent_ns, server_ns - (sent_ns + received_ns) // 2))
         self._offset_ns = min(self._samples)[1]
