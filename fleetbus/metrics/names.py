@@ -75,4 +75,6 @@ METRICS: Mapping[str, Metric] = {
     "fleetbus_log_redelivered": Metric("gauge", "Un-acked entries that were delivered more than once", ("kind",)),
     "fleetbus_nats_connections": Metric("gauge", "Connections of the NATS server"),
     "fleetbus_nats_slow_consumers": Metric("gauge", "Clients that the NATS server has cut off for being slow"),
+    "fleetbus_nats_pending_bytes": Metric("gauge", "Bytes written for a client of NATS and not taken by it yet", ("worker",)),
+    "fleetbus_nats_stream_bytes": Metric("gauge", "Bytes of a stream of the run", ("stream",)),
 }

@@ -50,8 +50,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
 
 
-def diagnose(configuration: Configuration) -> list[Finding]:
-    """All findings for this machine and a configuration."""
+def diagnose(configuration: Configuration, nats_http: str | None = None) -> list[Finding]:
+    """All findings for this machine and a configuration; ``nats_http`` as `read_nats_server` takes it."""
     folder = Path(configuration.run.folder).absolute()
     return [
         check_python(),
@@ -70,6 +70,7 @@ def diagnose(configuration: Configuration) -> list[Finding]:
             configuration.nats.auth,
             backend_options={"use_uvloop": os.name != "nt"},
         ),
+        *check_nats_http(nats_http, configuration.run.name),
     ]
 
 
@@ -169,6 +170,32 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
         reason = str(error) or f"no answer within {SERVER_SECONDS:g} s"
         return [Finding(name=what, state="failed", detail=reason)]
     return [Finding(name=what, state="ok", detail="answers"), _clock_finding(seconds, run)]
+
+
+def check_nats_http(url: str | None, run: str) -> list[Finding]:
+    """What the server's own endpoints tell; how to turn them on where they are not known; nothing where there is no server."""
+    from workers.top.nats_http import read_nats_server
+    from workers.top.view import size
+
+    if url is None:
+        return []
+    server = read_nats_server(url, run, consumers=True)
+    if server.problem:
+        return [Finding(name="nats monitoring", state="warning" if url else "ok", detail=server.problem)]
+    stored = sum(stream.bytes for stream in server.streams)
+    waiting = sum(each["num_pending"] for each in server.consumers)
+    again = sum(each["num_redelivered"] for each in server.consumers)
+    detail = (
+        f"nats-server {server.version} up {server.uptime}, {server.connections} connections, "
+        f"of run {run} {len(server.clients)} of them, {size(stored)}, {waiting} pending, {again} redelivered"
+    )
+    slow = [f"{each.worker} ({each.reason} at {each.at[:19]})" for each in server.cut]
+    slow += [f"{each.worker} ({size(each.pending_bytes)} unread)" for each in server.clients if each.pending_bytes]
+    findings = [Finding(name="nats monitoring", state="ok", detail=detail)]
+    if slow or server.slow_consumers:
+        count = f"{server.slow_consumers} cut off since the server started"
+        findings.append(Finding(name="slow consumers", state="warning", detail="; ".join([count, *slow])))
+    return findings
 
 
 def _clock_finding(seconds: float | None, run: str) -> Finding:

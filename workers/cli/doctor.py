@@ -8,6 +8,7 @@ import click
 
 from workers.cli.options import SettingsCommand, load_settings, settings_options
 from workers.cli.program import CRASHED, FINISHED
+from workers.cli.sources import nats_http_of, nats_http_option
 
 if TYPE_CHECKING:
     from workers.cli.diagnosis import Finding
@@ -17,8 +18,9 @@ _MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
 
 @click.command("doctor", cls=SettingsCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON")
+@nats_http_option
 @settings_options("run", "nats")
-def command(as_json: bool, **values: Any) -> int:
+def command(as_json: bool, nats_http: str, **values: Any) -> int:
     """Check whether `fleetbus up` can work here: packages, nats-server, clocks, cores, memory, disk.
 
     Exits with 0 if it can (warnings do not count) and with 1 if it cannot. With --nats that server is asked instead of
@@ -26,7 +28,8 @@ def command(as_json: bool, **values: Any) -> int:
     """
     from workers.cli.diagnosis import diagnose
 
-    findings = diagnose(load_settings(values).configuration)
+    configuration = load_settings(values).configuration
+    findings = diagnose(configuration, nats_http_of(configuration, nats_http))
     ready = all(finding.state != "failed" for finding in findings)
     _show(findings, ready, as_json)
     return FINISHED if ready else CRASHED

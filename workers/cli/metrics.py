@@ -86,12 +86,12 @@ async def _export(
             publish = _exposition(stack, run, host, port)
             watch = Watch(bus, Subjects(run), state)
             tasks.start_soon(watch.run)
-            written, followed = 0, -1
+            written = 0
             while True:
                 await anyio.sleep(EVERY_SECONDS)
                 server = await look_at_server(bus, run, nats_http)
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                is_behind, followed = watch.health.followed != followed, watch.health.followed
+                is_behind = watch.is_behind(now)
                 stalls = [] if is_behind else find_stalls(state, watch.health, now=now, now_ns=now_ns)
                 publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns))
                 for step, time_seconds, values in step_values(state, written):

@@ -13,6 +13,7 @@ import click
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
 from workers.cli.program import FINISHED
+from workers.cli.sources import nats_http_of, nats_http_option
 
 if TYPE_CHECKING:
     import socket
@@ -28,8 +29,9 @@ DEFAULT_PORT = 8450
 @click.option(
     "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; anything but loopback is for all to see"
 )
+@nats_http_option
 @reach_options
-def command(run: str | None, port: int, host: str, **values: Any) -> int:
+def command(run: str | None, port: int, host: str, nats_http: str, **values: Any) -> int:
     """Serve a web page about a run: workers, curves, groups, episodes token by token, the log.
 
     Live while the run goes on; of a run that is over, its files are served as long as the page is. Ctrl-C ends it. Needs
@@ -45,12 +47,13 @@ def command(run: str | None, port: int, host: str, **values: Any) -> int:
     from workers.listening import bind
 
     configuration = load_settings({**values, "run__name": run}).configuration
+    address = nats_http_of(configuration, nats_http)
     with bind(host, port) as bound:
-        anyio.run(partial(_serve, configuration, host, bound), backend_options={"use_uvloop": os.name != "nt"})
+        anyio.run(partial(_serve, configuration, host, bound, address), backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
 
 
-async def _serve(configuration: Configuration, host: str, bound: socket.socket) -> None:
+async def _serve(configuration: Configuration, host: str, bound: socket.socket, nats_http: str | None) -> None:
     from fleetbus.logs import configure_logs
     from workers.monitor.serve import serve
 
@@ -68,5 +71,5 @@ async def _serve(configuration: Configuration, host: str, bound: socket.socket) 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(obey)
         async with open_run(configuration, "monitor", own_server=True) as bus:
-            await serve(bus, configuration, host=host, bound=bound, stop=stop, told=told)
+            await serve(bus, configuration, host=host, bound=bound, stop=stop, told=told, nats_http=nats_http)
         tasks.cancel_scope.cancel()

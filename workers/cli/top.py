@@ -64,13 +64,10 @@ async def _watch(
             watch = Watch(bus, Subjects(run), state)
             tasks.start_soon(watch.run)
 
-            followed = 0
-
             async def look() -> dict[str, Any]:
-                nonlocal followed
                 server = await look_at_server(bus, run, nats_http)
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                is_behind, followed = watch.health.followed != followed, watch.health.followed
+                is_behind = watch.is_behind(now)
                 stalls = (
                     []
                     if is_behind

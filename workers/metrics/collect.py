@@ -128,3 +128,8 @@ def _log(health: LogHealth, server: ServerView) -> Iterable[Sample]:
         yield Sample("fleetbus_nats_connections", float(server.connections))
     if server.slow_consumers is not None:
         yield Sample("fleetbus_nats_slow_consumers", float(server.slow_consumers))
+    unread: Counter[str] = Counter()
+    for client in server.clients:
+        unread[client.worker] += client.pending_bytes
+    yield from (Sample("fleetbus_nats_pending_bytes", float(count), (worker,)) for worker, count in unread.items())
+    yield from (Sample("fleetbus_nats_stream_bytes", float(each.bytes), (each.name,)) for each in server.streams)

@@ -27,6 +27,7 @@ from schemas.tokens import token_count, unpack_ids, unpack_logprobs
 from workers.monitor.follow import Watch
 from workers.monitor.timeline import timeline
 from workers.monitor.words import Words
+from workers.watchdog import find_stalls
 
 PAGE = Path(__file__).parent / "page"
 TICK_SECONDS = 0.5
@@ -46,10 +47,13 @@ _HEADERS = {
 class Site:
     """One watched run as a web application. Set ``stopping`` to end the streams of events."""
 
-    def __init__(self, watch: Watch, subjects: Subjects, words: Words, *, hosts: list[str] | None) -> None:
+    def __init__(
+        self, watch: Watch, subjects: Subjects, words: Words, *, hosts: list[str] | None, admission: float = 0.7
+    ) -> None:
         self._watch = watch
         self._subjects = subjects
         self._words = words
+        self._admission = admission
         self._overview: tuple[float, bytes] = (-1.0, b"")
         self.stopping = anyio.Event()
         middleware = [Middleware(_SecurityHeaders)]
@@ -109,9 +113,17 @@ class Site:
                 "numbers": state.numbers(bus.now_ns()),
                 "workers": state.workers(now),
                 "log": usage | {"entries_per_second": health.entries_per_second, "problem": health.problem},
+                "server": self._watch.server,
+                "stalls": self._stalls(now, bus.now_ns()),
             }
             self._overview = (now, msgspec.json.encode(facts))
         return self._overview[1]
+
+    def _stalls(self, now: float, now_ns: int) -> list[dict[str, Any]]:
+        if self._watch.is_behind(now):
+            return []
+        found = find_stalls(self._watch.state, self._watch.health, now=now, now_ns=now_ns, admission=self._admission)
+        return [msgspec.structs.asdict(stall) | {"line": stall.line} for stall in found]
 
     async def curves(self, _request: Request) -> Response:
         return _json(self._curves(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import anyio
 import structlog
 
@@ -10,10 +12,12 @@ from fleetbus.errors import BusClosed, BusError
 from schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects, decode
 from schemas.message import decode_any
 from workers.monitor.state import FleetState
+from workers.top.jetstream import ServerView, look_at_server
 from workers.up.follow import FOLLOWED
 
 READ_TYPES: tuple[type[Message], ...] = (EpisodeRequested, *FOLLOWED)
 LOOK_SECONDS = 2.0
+BEHIND_SECONDS = 1.0
 
 log = structlog.get_logger()
 
@@ -45,10 +49,17 @@ class Watch:
         self._subjects = subjects
         self.state = state
         self.health = LogHealth()
+        self.server = ServerView()
         self.bus = bus
+        self._taken_at = -math.inf
+
+    def is_behind(self, now: float) -> bool:
+        """Whether entries keep coming, so that what is known now may be long over."""
+        return now - self._taken_at < BEHIND_SECONDS
 
     async def run(self) -> None:
         """Until cancelled, or until the connection is gone for good."""
+        self._taken_at = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_log)
             tasks.start_soon(self._follow_heartbeats)
@@ -63,6 +74,7 @@ class Watch:
 
     def _take(self, entry: Stored) -> None:
         self.health.followed = entry.sequence
+        self._taken_at = anyio.current_time()
         try:
             message = decode_any(READ_TYPES, entry.payload, subject=entry.subject)
         except MalformedMessage as malformed:
@@ -92,4 +104,10 @@ class Watch:
                 self.health.problem = f"the NATS server has not answered for {LOOK_SECONDS:g} s"
             except BusError as error:
                 self.health.problem = str(error)
+            await anyio.sleep(LOOK_SECONDS)
+
+    async def look_at_server(self, nats_http: str | None) -> None:
+        """Keep ``server`` as of now, for ever: for those who want it whether they show it or not."""
+        while True:
+            self.server = await look_at_server(self._bus, self._subjects.run, nats_http)
             await anyio.sleep(LOOK_SECONDS)

@@ -23,20 +23,29 @@ STOP_SECONDS = 3
 
 
 async def serve(
-    bus: Bus, configuration: Configuration, *, host: str, bound: socket.socket, stop: anyio.Event, told: Callable[[str], None]
+    bus: Bus,
+    configuration: Configuration,
+    *,
+    host: str,
+    bound: socket.socket,
+    stop: anyio.Event,
+    told: Callable[[str], None],
+    nats_http: str | None = None,
 ) -> None:
-    """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``told`` gets the address once it answers."""
+    """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``told`` gets the address once it answers;
+    ``nats_http`` is where the NATS server tells of itself, as `workers.top.nats_http` takes it."""
     subjects = Subjects(configuration.run.name)
     watch = Watch(bus, subjects, FleetState(configuration.learner.steps))
     words = await anyio.to_thread.run_sync(load_words, model_folder(configuration.run))
     hosts = ["localhost", "127.0.0.1", "[::1]"] if is_loopback(host) else None
-    site = Site(watch, subjects, words, hosts=hosts)
+    site = Site(watch, subjects, words, hosts=hosts, admission=configuration.nats.admission)
     settings = uvicorn.Config(
         site.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS, ws="none"
     )
     server = QuietServer(settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch.run)
+        tasks.start_soon(watch.look_at_server, nats_http)
 
         async def until_told() -> None:
             await stop.wait()

@@ -29,17 +29,19 @@ CLIENTS = 1024
 HOW = "no server monitoring: nats-server -m 8222, then --nats-http http://HOST:8222"
 """How to turn it on, where no address is known."""
 
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""The server is on this machine or in this cluster, where no proxy leads."""
+
 SLOW = "Slow Consumer"
 """How the reason begins for which the server cuts a client off that does not read what it asked for."""
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
-    """A connection. ``worker`` is the name of a fleetbus worker or command, else the name that the client gave itself.
+    """A connection. ``worker`` is the name of a worker or command of the run, else the name that the client gave itself.
     ``pending_bytes`` are written for it and not taken by it yet."""
 
     worker: str
     role: str = ""
-    run: str = ""
     pending_bytes: int = 0
     subscriptions: int = 0
     received: int = 0
@@ -64,7 +66,8 @@ class StreamBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NatsServer(msgspec.Struct, frozen=True, kw_only=True):
-    """None is unknown. ``clients`` with most unread bytes first; ``consumers`` as JetStream lists them."""
+    """None is unknown. ``clients`` are those of the run, and others that have unread bytes, those with most first;
+    ``consumers`` as JetStream lists them."""
 
     version: str = ""
     uptime: str = ""
@@ -112,8 +115,8 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
             slow_consumers=about.get("slow_consumers"),
             memory_bytes=about.get("mem"),
             cpu_percent=about.get("cpu"),
-            clients=tuple(_client(each) for each in clients),
-            cut=tuple(_cut(closed)),
+            clients=tuple(_clients(clients, run)),
+            cut=tuple(_cut(closed, run)),
             streams=tuple(_streams(details, run)),
             consumers=tuple(_consumers(details, run)),
         )
@@ -129,7 +132,7 @@ class _Silent(Exception):
 
 def _ask(url: str, endpoint: str) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(f"{url}/{endpoint}", timeout=ANSWER_SECONDS) as answer:
+        with _OPENER.open(f"{url}/{endpoint}", timeout=ANSWER_SECONDS) as answer:
             content = json.loads(answer.read(MAX_ANSWER_BYTES))
     except urllib.error.HTTPError as error:
         raise _Silent(f"status {error.code}") from error
@@ -143,33 +146,35 @@ def _ask(url: str, endpoint: str) -> dict[str, Any]:
     return content
 
 
-def _client(each: dict[str, Any]) -> Client:
-    run, role, worker = _named(each)
-    return Client(
-        worker=worker,
-        role=role,
-        run=run,
-        pending_bytes=each.get("pending_bytes", 0),
-        subscriptions=each.get("subscriptions", 0),
-        received=each.get("in_msgs", 0),
-        sent=each.get("out_msgs", 0),
-        idle=each.get("idle", ""),
-    )
+def _clients(connections: Iterable[dict[str, Any]], run: str) -> Iterator[Client]:
+    for each in connections:
+        role, worker = _named(each, run)
+        if role or each.get("pending_bytes"):
+            yield Client(
+                worker=worker,
+                role=role,
+                pending_bytes=each.get("pending_bytes", 0),
+                subscriptions=each.get("subscriptions", 0),
+                received=each.get("out_msgs", 0),
+                sent=each.get("in_msgs", 0),
+                idle=each.get("idle", ""),
+            )
 
 
-def _cut(closed: Iterable[dict[str, Any]]) -> Iterator[Cut]:
+def _cut(closed: Iterable[dict[str, Any]], run: str) -> Iterator[Cut]:
     for each in closed:
         if str(each.get("reason", "")).startswith(SLOW):
-            yield Cut(worker=_named(each)[2], reason=each["reason"], at=str(each.get("stop", "")))
+            yield Cut(worker=_named(each, run)[1], reason=each["reason"], at=str(each.get("stop", "")))
 
 
-def _named(each: dict[str, Any]) -> tuple[str, str, str]:
-    """Run, role and worker out of ``fleetbus <run> <role> <worker>``, as `fleetbus.bus.nats.connect` names its connections."""
+def _named(each: dict[str, Any], run: str) -> tuple[str, str]:
+    """Role and worker out of ``fleetbus <run> <role> <worker>``, as `fleetbus.bus.nats.connect` names its connections; no role
+    for those that are not of this run."""
     name = str(each.get("name", ""))
     words = name.split(" ")
-    if len(words) == 4 and words[0] == "fleetbus":
-        return words[1], words[2], words[3]
-    return "", "", name or f"connection {each.get('cid', '?')}"
+    if len(words) == 4 and words[:2] == ["fleetbus", run]:
+        return words[2], words[3]
+    return "", name or f"connection {each.get('cid', '?')}"
 
 
 def _streams(details: Iterable[dict[str, Any]], run: str) -> Iterator[StreamBytes]:

@@ -15,8 +15,10 @@ from workers.watchdog import Stall
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
 SHOWN_WORKERS = 24
+SHOWN_SLOW = 3
 NAME_WIDTH = 30
 _STYLES = {"silent": "bold red", "failed": "bold red", "stopped": "dim", "draining": "yellow", "starting": "yellow"}
 
@@ -52,6 +54,7 @@ def screen(shown: dict[str, Any]) -> Group:
     numbers, step = shown["numbers"], shown["step"]
     lines = [Text(_headline(shown), style="bold", no_wrap=True, overflow="ellipsis"), Text(_learning(numbers, step))]
     lines += [Text(_episodes(numbers)), Text(_log(shown["log"], shown["server"]))]
+    lines += _server(shown["server"])
     wrong = _errors(numbers)
     if wrong:
         lines.append(Text(wrong, style="yellow"))
@@ -99,11 +102,38 @@ def _log(log: dict[str, Any], server: ServerView) -> str:
     parts = [f"log {log['bytes'] / 1e6:.1f} MB{share}", f"{log['entries_per_second']:.0f} entries/s"]
     if server.consumers:
         parts += [f"pending {server.pending:,}", f"redelivered {server.redelivered:,}"]
-    if server.slow_consumers is not None:
-        parts.append(f"slow consumers {server.slow_consumers}")
     if server.oldest:
         parts.append(f"since {server.oldest[11:19]}")
     return " · ".join(parts)
+
+
+def _server(server: ServerView) -> list[Text]:
+    """The NATS server in a line, who does not read what it asked for in another."""
+    from rich.text import Text
+
+    if server.hint:
+        return [Text(server.hint, style="dim")]
+    parts = [f"nats {server.version} up {server.uptime}"] if server.version else []
+    if server.connections is not None:
+        parts.append(f"{server.connections} connections")
+    if server.memory_bytes:
+        parts.append(f"{server.memory_bytes / 1e6:.0f} MB")
+    if server.slow_consumers is not None:
+        parts.append(f"slow consumers {server.slow_consumers}")
+    slow = [
+        f"{each.worker} has {size(each.pending_bytes)} unread" for each in server.clients[:SHOWN_SLOW] if each.pending_bytes
+    ]
+    slow += [f"{each.worker} was cut off at {each.at[11:19]}" for each in server.cut[-SHOWN_SLOW:]]
+    lines = [Text(" · ".join(parts))] if parts else []
+    return lines + ([Text(" · ".join(slow), style="yellow")] if slow else [])
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 def _errors(numbers: dict[str, Any]) -> str:

@@ -4,12 +4,14 @@ import { bytes, el, number, percent, seconds, section, table } from "./dom.js";
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
 export function fleet(overview) {
-  const { numbers, workers, log } = overview;
-  return [cards(numbers), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers))];
+  const { numbers, workers, log, server, stalls } = overview;
+  return [stuck(stalls), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers)), natsServer(server)].filter(Boolean);
 }
 
-function cards(numbers) {
-  const stuck = !numbers.finished && numbers.running + numbers.waiting > 0 && numbers.since_progress_seconds > 60;
+/** What holds the run, as the watchdog says it; nothing while it progresses. */
+const stuck = (stalls) => stalls.length ? el("section", { "aria-label": "Stuck" }, stalls.map((stall) => el("p", { class: "bad alarm", role: "alert" }, stall.line))) : null;
+
+function cards(numbers, stalls) {
   const facts = [
     ["step", `${numbers.step}/${numbers.steps}${numbers.finished ? " · finished" : ""}`],
     ["policy version", numbers.version],
@@ -22,7 +24,7 @@ function cards(numbers) {
     ["truncated", percent(numbers.truncated)],
     ["tool errors", percent(numbers.tool_error_rate)],
     ["oldest open episode", seconds(numbers.oldest_open_seconds || null)],
-    ["last progress", numbers.since_progress_seconds === null ? "–" : el("span", { class: stuck ? "bad" : "" }, `${seconds(numbers.since_progress_seconds)} ago`)],
+    ["last progress", numbers.since_progress_seconds === null ? "–" : el("span", { class: stalls.length ? "bad" : "" }, `${seconds(numbers.since_progress_seconds)} ago`)],
   ];
   return el("section", { "aria-label": "Run" }, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
 }
@@ -68,4 +70,25 @@ function logHealth(log, numbers) {
     ["checkpoint at step", numbers.checkpoint || "–"],
   ];
   return section("Log", log.problem ? el("p", { class: "bad", role: "alert" }, log.problem) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+}
+
+/** The server's consumers and connections: how much waits, and who does not read what it asked for. */
+function natsServer(server) {
+  if (!server.version && !server.hint && !server.consumers.length) return null;
+  const facts = [
+    ["nats-server", server.version || "–"],
+    ["up", server.uptime || "–"],
+    ["connections", number(server.connections)],
+    ["slow consumers", el("span", { class: server.slow_consumers ? "bad" : "" }, number(server.slow_consumers))],
+    ["memory", server.memory_bytes === null ? "–" : bytes(server.memory_bytes)],
+    ...server.streams.map((stream) => [`stream ${stream.name}`, `${bytes(stream.bytes)}, ${number(stream.entries)} entries`]),
+  ];
+  const consumers = [["consumers", (row) => row.kind], ["of them", (row) => number(row.consumers), "number"], ["pending", (row) => number(row.pending), "number"], ["unacked", (row) => number(row.unacked), "number"], ["redelivered", (row) => number(row.redelivered), "number"]];
+  const clients = [["connection", (row) => row.worker], ["role", (row) => row.role], ["unread", (row) => el("span", { class: row.pending_bytes ? "warn" : "" }, bytes(row.pending_bytes)), "number"], ["received", (row) => number(row.received), "number"], ["sent", (row) => number(row.sent), "number"], ["idle", (row) => row.idle, "number"]];
+  return section("NATS server",
+    server.hint ? el("p", { class: "empty" }, server.hint) : el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    ...server.cut.map((each) => el("p", { class: "bad" }, `${each.worker} was cut off at ${each.at}: ${each.reason}`)),
+    el("div", { class: "grid" },
+      server.consumers.length ? table("Durable consumers, by what they deliver", consumers, server.consumers) : null,
+      server.clients.length ? table(`${server.clients.length} connections, most unread bytes first`, clients, server.clients.slice(0, 100)) : null));
 }
