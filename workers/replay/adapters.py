@@ -27,6 +27,8 @@ from workers.replay.stage import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from workers.environment.base import Environment
+    from workers.inference.base import Sampler
+    from workers.replay.scoring import ScoringSampler
 
 Role = Literal["environment", "inference", "learner"]
 
@@ -35,7 +37,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """What is replayed how. ``environment`` is a spec as in ``--environment`` or makes an environment per episode; ``model``
     a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of
     the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too. ``jobs`` processes
-    share the work; None: one per CPU where that is faster."""
+    share the work; None: one per CPU where that is faster. ``sample_again``: tokens are sampled one by one even where a forward
+    pass could show that the recorded ones would be."""
 
     role: Role = "environment"
     environment: str | Callable[[], Environment] | None = None
@@ -46,6 +49,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float = LOGPROB_TOLERANCE
     patience_seconds: float = PATIENCE_SECONDS
     jobs: int | None = None
+    sample_again: bool = False
 
 
 async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
@@ -119,9 +123,12 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
         if replay.weights is not None:
             weights |= {file.name: file for file in replay.weights.iterdir() if file.is_file()}
         async with opened_engine(configuration, WORKER) as (sampler, template):
-            return await replay_inference(
+            scoring = None
+            if configuration.inference.engine == "torch" and replay.speed is None and not replay.sample_again:
+                scoring = await anyio.to_thread.run_sync(partial(_scoring, configuration, sampler))
+            report = await replay_inference(
                 recording,
-                sampler,
+                scoring or sampler,
                 template,
                 configuration=configuration,
                 weights=weights,
@@ -129,7 +136,30 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
                 ignored=replay.ignored,
                 tolerance=replay.tolerance,
                 patience_seconds=replay.patience_seconds,
+                scorer=scoring,
             )
+    _tell_of_tokens(report, scoring)
+    return report
+
+
+def _scoring(configuration: Configuration, sampler: Sampler) -> ScoringSampler | None:
+    """None for a model that is scored by other means than its text."""
+    from workers.cli.model import model_folder
+    from workers.replay.scoring import scoring_sampler
+
+    settings = configuration.inference
+    folder = model_folder(configuration.run)
+    return scoring_sampler(sampler, folder, max_length=settings.max_length, threads=settings.threads)
+
+
+def _tell_of_tokens(report: Report, scoring: ScoringSampler | None) -> None:
+    if scoring is None:
+        report.checked = "every token was sampled again"
+        return
+    report.checked = "tokens are those that the sampler chooses from a forward pass over them, or sampled again"
+    report.notes["turns that a forward pass showed to be sampled so"] += scoring.proved
+    report.notes["turns sampled again"] += scoring.sampled
+    report.notes["tokens through the model at once"] += scoring.tokens
 
 
 async def _learner(recording: Recording, configuration: Configuration, replay: Replay) -> Report:

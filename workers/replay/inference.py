@@ -1,7 +1,8 @@
 """Replay of the inference role: recorded Observations against a real worker with the recorded versions of the weights.
 
-Version after version, episode beside episode, turn after turn: each Action that one version sampled alone is sampled again,
-from the recorded seed (or greedily, as recorded), and compared: token ids exactly, log-probabilities within a tolerance.
+Version after version, episode beside episode, turn after turn: each Action that one version sampled alone is asked for again
+and compared: token ids exactly, log-probabilities within a tolerance. Its tokens are sampled again from the recorded seed (or
+greedily, as recorded), or a `Scorer` shows by one forward pass that they would be.
 Actions that cannot be sampled again are put into the log as they were recorded, so that the turns after them stand on the same
 history.
 """
@@ -28,6 +29,7 @@ from schemas.message import MalformedMessage, decode_any
 from workers.inference.base import Generation, GenerationRequest, Sampler, Template, WeightsRejected
 from workers.inference.worker import run_inference
 from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
+from workers.replay.expected import Expected, Scorer, expected_turns
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Asked, Story, read_stories
@@ -47,16 +49,18 @@ async def replay_inference(
     ignored: frozenset[str] = frozenset(),
     tolerance: float = LOGPROB_TOLERANCE,
     patience_seconds: float = PATIENCE_SECONDS,
+    scorer: Scorer | None = None,
 ) -> Report:
     """Answer every Observation again and compare the Actions. ``weights`` are files by their recorded name, for versions whose
-    recorded URI does not exist any more; what no weights are found for is skipped."""
+    recorded URI does not exist any more; what no weights are found for is skipped. ``scorer`` is told beforehand which turns
+    of a version come; it stands in ``sampler``."""
     report = Report(role="inference", recorded_seconds=recording.seconds)
     began = anyio.current_time()
     stories = list(read_stories(recording.entries).values())
     policy = configuration.run.policy
     async with staged(recording, configuration, pools=(configuration.run.pool,), policies=(policy,)) as stage:
         watched = _WatchedSampler(sampler)
-        director = _Director(stage, watched, report, Pace(recording, speed), ignored, tolerance, patience_seconds)
+        director = _Director(stage, watched, report, Pace(recording, speed), ignored, tolerance, patience_seconds, scorer)
 
         async def work(bus: Bus, drain: anyio.Event) -> None:
             await run_inference(bus, configuration=configuration, name=WORKER, drain=drain, sampler=watched, template=template)
@@ -119,9 +123,11 @@ class _Director:
         ignored: frozenset[str],
         tolerance: float,
         patience_seconds: float,
+        scorer: Scorer | None,
     ) -> None:
         self._stage = stage
         self._sampler = sampler
+        self._scorer = scorer
         self._report = report
         self._pace = pace
         self._ignored = ignored
@@ -170,6 +176,8 @@ class _Director:
         shared lane, so that what is asked is being answered."""
         slots = self._stage.configuration.inference.slots
         due = [story for newest in tuple(self._due) if newest <= version for story in self._due.pop(newest)]
+        if self._scorer is not None:
+            await self._scorer.prepare([turn for _, story in due for turn in self._expected(story, version)])
         waiting = deque(sorted(due, key=lambda numbered: numbered[0]))
 
         async def play() -> None:
@@ -183,6 +191,13 @@ class _Director:
         async with anyio.create_task_group() as group:
             for _ in range(min(len(waiting), slots - slots // 2)):
                 group.start_soon(play)
+
+    def _expected(self, story: Story, version: int) -> Iterable[Expected]:
+        """What will be asked of this version, from the story's next turn on."""
+        start = self._next.get(story.episode_id, 0)
+        for asked, expected in expected_turns(story.turns):
+            if _newest_version(asked) == version and asked.observation.turn >= start and not _unrepeatable(story, asked):
+                yield expected
 
     async def _play(self, story: Story, version: int) -> None:
         start = self._next.get(story.episode_id, 0)
