@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import uuid
 from collections.abc import AsyncIterator
@@ -14,7 +13,6 @@ import anyio
 import httpx
 import numpy as np
 import pytest
-from PIL import Image as Pillow
 
 from schemas import Action, Task
 from workers.environment.remote_gym import RemoteGymEnvironment
@@ -352,6 +350,38 @@ async def test_the_first_way_of_making_a_service_takes_its_limits_from_the_envir
         assert (await wire.get("/sessions")).status_code == 401
 
 
+@pytest.mark.parametrize("parameters", [{"action_str": "\ud800"}, {"action_str": "x" * (2 << 20)}])
+async def test_a_call_that_cannot_travel_is_refused_and_the_session_goes_on(parameters: dict[str, Any]) -> None:
+    handler = Handler()
+    async with served(handler) as wire:
+        session = (await wire.connect())["session_id"]
+        fields = {"session_id": session, "method": "step", "params": parameters}
+        headers = {"Content-Type": "application/json"}
+        refused = await wire.request("POST", "/call", content=json.dumps(fields).encode(), headers=headers)
+        assert (refused.status_code, "cannot travel" in refused.json()["detail"]) == (400, True)
+        assert (await wire.call(session, "step", action_str="a"))["obs"] == "1"
+    assert handler.steps == ["a"]
+
+
+async def test_a_service_calls_what_its_maker_wants_called_at_its_start_and_end() -> None:
+    called: list[str] = []
+
+    async def started() -> None:
+        called.append("started")
+
+    handler = Handler(max_sessions=3)
+    assert handler.get_session_stats()["num_sessions"] == 0
+    application = GymService(handler).build(startup_callback=started, shutdown_callback=lambda: called.append("stopped"))
+    async with running(application) as wire:
+        await wire.connect()
+        assert called == ["started"]
+        assert handler.get_session_stats()["num_sessions"] == 1
+        told = (await wire.get("/sessions")).json()
+        assert set(told) == {"num_sessions", "max_sessions", "session_timeout", "sessions"}
+        assert set(told["sessions"][0]) == {"session_id", "created_at", "last_access", "idle_seconds", "will_timeout_in"}
+    assert called == ["started", "stopped"]
+
+
 async def test_thirty_two_clients_at_a_time_lose_and_double_nothing() -> None:
     handler = Handler()
     async with served(handler) as wire:
@@ -382,29 +412,3 @@ async def test_fleetbus_s_own_client_of_the_protocol_plays_through_the_service()
         assert (await environment.verify()).reward == 1.0
         await environment.close()
     assert handler.steps == ["x", "x"]
-
-
-class Painter(BaseGymHandler):
-    """Shows an image of its own colour at every reset."""
-
-    async def create_env(self, env_config: dict[str, Any]) -> Any:
-        return Painting()
-
-
-class Painting(Counter):
-    def __init__(self) -> None:
-        super().__init__(Handler(), 3)
-
-    async def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        images = [Pillow.new("RGBA", (4, 3), (10, 20, 30, 255)), Pillow.new("L", (2, 2), 7)]
-        return {"obs_str": "left <image> right <image>", "multi_modal_input": {"<image>": images}}, {}
-
-
-async def test_images_arrive_in_order_and_unharmed() -> None:
-    async with served(Painter()) as wire:  # type: ignore[arg-type]
-        response = await wire.post("/connect", {"env_config": {}, "seed": 1})
-        told = decode_response(response.headers["content-type"], response.content)
-        assert told.fields["obs"] == "left <image> right <image>"
-        first, second = (Pillow.open(io.BytesIO(image)) for image in told.images)
-        assert (first.size, first.mode, first.getpixel((3, 2))) == ((4, 3), "RGB", (10, 20, 30))
-        assert (second.size, second.getpixel((0, 0))) == ((2, 2), (7, 7, 7))

@@ -39,6 +39,11 @@ def command() -> None:
 @click.option("--admit-timeout", envvar="GYM_ADMIT_TIMEOUT", type=float, default=5.0, help="Seconds a call waits for its turn")
 @click.option("--max-sessions", type=click.IntRange(0), default=0, help="Sessions at a time; 0: as many as workers have slots")
 @click.option("--session-timeout", type=float, default=3600.0, help="Seconds without a call until a session is closed")
+@click.option("--image-format", envvar="GYM_IMAGE_FORMAT", default="PNG", show_default=True, help="PNG, JPEG, WEBP, ...")
+@click.option(
+    "--image-mime", envvar="GYM_IMAGE_MIME", default="", help="How images are labelled; the format's own type if not given"
+)
+@click.option("--image-quality", type=click.IntRange(0, 100), default=0, help="For JPEG and WEBP; 0: Pillow's default")
 @role_options
 @settings_options("run", "nats", "log")
 def gym(host: str, port: int, **values: Any) -> int:
@@ -49,11 +54,12 @@ def gym(host: str, port: int, **values: Any) -> int:
     """
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
+    image = [values.pop(f"image_{name}") for name in ("format", "mime", "quality")]
     from workers.listening import is_loopback
 
     if not is_loopback(host) and not given["api_key"]:
         raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
-    return run_role("gateway", partial(_load_gym, host, port, given), values)
+    return run_role("gateway", partial(_load_gym, host, port, given, image), values)
 
 
 @command.command("openenv", cls=SettingsCommand)
@@ -79,13 +85,18 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     return run_role("gateway", partial(_load_openenv, host, port, given), values)
 
 
-def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
+def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any]) -> Work:
     from workers.gateway.gym_app import GymGateway, GymSettings
     from workers.gateway.gym_calls import GymCalls
+    from workers.gateway.image_format import image_format
     from workers.gateway.images import load_from
     from workers.weights_store import objects_of
 
     settings = GymSettings(**given)
+    try:
+        images = image_format(*image)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
     def application(entered: Entered) -> Any:
         @asynccontextmanager
@@ -97,6 +108,7 @@ def _load_gym(host: str, port: int, given: dict[str, Any]) -> Work:
                     call_seconds=settings.call_seconds,
                     max_sessions=settings.max_sessions,
                     load=load_from(objects) if objects else None,
+                    images=images,
                 )
 
         return GymGateway(calls, settings).application()

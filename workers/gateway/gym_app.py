@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import anyio
 import msgspec
@@ -75,6 +76,22 @@ class GymGateway:
         assert self._calls is not None, "the application's lifespan has not begun"
         return self._calls
 
+    def stats(self) -> dict[str, Any]:
+        """What ``/sessions`` says; times are Unix seconds, those of a session in use do not run."""
+        now, limit = time.time(), self._settings.session_timeout
+        listed = [
+            {
+                "session_id": session,
+                "created_at": known.created_at,
+                "last_access": known.last_access,
+                "idle_seconds": 0.0 if known.busy else now - known.last_access,
+                "will_timeout_in": limit if known.busy else max(0.0, limit - (now - known.last_access)),
+            }
+            for session, known in self.calls.sessions.items()
+        ]
+        limits = {"max_sessions": self._settings.max_sessions, "session_timeout": limit}
+        return {"num_sessions": len(listed), **limits, "sessions": listed}
+
     async def _sweep(self, calls: GymCalls) -> None:
         """For ever: close what nobody uses. A session with a call in work is in use."""
         while True:
@@ -94,25 +111,7 @@ class GymGateway:
     async def _sessions(self, request: HttpRequest) -> Response:
         if not self._permitted(request):
             return _detail(401, "unauthorized")
-        now, limit = time.time(), self._settings.session_timeout
-        listed = [
-            {
-                "session_id": session,
-                "created_at": known.created_at,
-                "last_access": known.last_access,
-                "idle_seconds": 0.0 if known.busy else now - known.last_access,
-                "will_timeout_in": limit if known.busy else max(0.0, limit - (now - known.last_access)),
-            }
-            for session, known in self.calls.sessions.items()
-        ]
-        return JSONResponse(
-            {
-                "num_sessions": len(listed),
-                "max_sessions": self._settings.max_sessions,
-                "session_timeout": limit,
-                "sessions": listed,
-            }
-        )
+        return JSONResponse(self.stats())
 
     async def _connect(self, request: HttpRequest) -> Response:
         return await self._answered(request, self.calls.connect)
@@ -137,7 +136,7 @@ class GymGateway:
         except (SessionUnavailable, BusError) as error:
             log.warning("call not answered", reason=str(error))
             return _detail(503, "server busy")
-        content_type, body = write_answer(answer.fields, answer.images)
+        content_type, body = write_answer(answer.fields, answer.images, mime=self.calls.mime)
         return Response(body, headers={"content-type": content_type})
 
     @asynccontextmanager

@@ -14,11 +14,12 @@ import msgspec
 
 from fleetbus.client.sessions import SessionClient
 from fleetbus.core.journal import Journal
-from schemas import SessionAnswer, SessionCall, Task
+from schemas import MalformedMessage, SessionAnswer, SessionCall, Task
 from schemas.subjects import BadName, check_name
 from workers.environment.stepwise.journal import journal_of
 from workers.gateway.gym_wire import Request
-from workers.gateway.images import LoadImage, text_and_images
+from workers.gateway.image_format import ImageFormat
+from workers.gateway.images import PNG, LoadImage, text_and_images
 
 METHODS = ("system_prompt", "reset", "step", "close")
 FAILED = "Environment Error"
@@ -41,7 +42,7 @@ class Known(msgspec.Struct):
 
 
 class Answer(NamedTuple):
-    """What goes back to the client; images are PNG, in the order of their places in ``obs``."""
+    """What goes back to the client; images are in the order of their places in ``obs``."""
 
     fields: dict[str, Any]
     images: Sequence[bytes] = ()
@@ -72,13 +73,20 @@ class GymCalls:
         task_of: TaskOf = task_of_config,
         max_sessions: int = 0,
         load: LoadImage | None = None,
+        images: ImageFormat = PNG,
     ) -> None:
         self._client = client
         self._task_of = task_of
         self._call_seconds = call_seconds
         self._max_sessions = max_sessions
         self._load = load
+        self._format = images
         self.sessions: dict[str, Known] = {}
+
+    @property
+    def mime(self) -> str:
+        """The type of images in answers."""
+        return self._format.mime
 
     async def connect(self, request: Request) -> Answer:
         """A session of one's own per call; its name comes from the call's key, so a repetition finds the same one."""
@@ -142,7 +150,9 @@ class GymCalls:
         answer = await self._made(SessionCall(session=session, call="reset", key=key, seed=seed))
         if answer.end is not None:
             return Answer(_failed(answer))
-        text, images = await text_and_images([each for each in answer.messages if each.role != "system"], self._load)
+        text, images = await text_and_images(
+            [each for each in answer.messages if each.role != "system"], self._load, self._format
+        )
         return Answer({"obs": text, "info": answer.state}, images)
 
     async def _step(self, session: str, key: str, action: str) -> Answer:
@@ -154,7 +164,7 @@ class GymCalls:
         info = answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
         if done:
             reward += await self._graded(session, key, info)
-        text, images = await text_and_images(answer.messages, self._load)
+        text, images = await text_and_images(answer.messages, self._load, self._format)
         return Answer({"obs": text, "reward": reward, "done": done, "info": info}, images)
 
     async def _graded(self, session: str, key: str, info: dict[str, Any]) -> float:
@@ -174,7 +184,7 @@ class GymCalls:
         for record in reversed(journal.records):
             if record.call.call == "reset":
                 prompt = [message for message in record.answer.messages if message.role == "system"]
-                text, images = await text_and_images(prompt, self._load)
+                text, images = await text_and_images(prompt, self._load, self._format)
                 return Answer({"obs": text}, images)
         if journal.claim is None:
             raise Refused(404, f"Session {session} not found")
@@ -185,7 +195,10 @@ class GymCalls:
 
     async def _made(self, call: SessionCall) -> SessionAnswer:
         """An answer that was executed, now or before; raises `Refused` otherwise."""
-        answer = await self._client.call(call, timeout=self._call_seconds)
+        try:
+            answer = await self._client.call(call, timeout=self._call_seconds)
+        except MalformedMessage as malformed:
+            raise Refused(400, f"the call cannot travel: {malformed.reason}") from malformed
         if answer.refusal in ("unknown", "closed"):
             self.sessions.pop(call.session, None)
             if answer.end in ("env_failed", "timeout", "lost"):

@@ -12,11 +12,12 @@ executed once, one at a time per session, however often a client repeats it.
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,7 +38,11 @@ from workers.environment.pictures import with_pictures
 from workers.environment.stepwise.host import SessionHost
 from workers.gateway.gym_app import GymGateway, GymSettings
 from workers.gateway.gym_calls import GymCalls
+from workers.gateway.image_format import ImageFormat
+from workers.gateway.image_format import image_format as checked_format
 from workers.gateway.images import PLACEHOLDER, MemoryImages, picture_of
+
+Callback = Callable[[], Any]
 
 RUN = "gym"
 WORKER = "local"
@@ -55,15 +60,31 @@ class BaseGymHandler(ABC):
     async def create_env(self, env_config: dict[str, Any]) -> Any:
         """A new environment for one session."""
 
+    def get_session_stats(self) -> dict[str, Any]:
+        """What ``/sessions`` of its service says; there are none before a service was built."""
+        limits = {"max_sessions": self.max_sessions, "session_timeout": self.session_timeout}
+        return {"num_sessions": 0, **limits, "sessions": []}
+
     async def aclose(self) -> None:  # noqa: B027 - most handlers have nothing that outlives sessions
         """Release what outlives sessions; called once, when the service stops."""
 
 
 class GymService:
-    """The service as the protocol's newer servers are made: ``GymService(handler, ...).build()``."""
+    """The service as the protocol's newer servers are made: ``GymService(handler, ...).build()``. ``image_format`` is one of
+    Pillow's, ``image_mime`` follows from it, ``image_quality`` is that of `ImageFormat`; raises `ValueError` for others."""
 
-    def __init__(self, handler: BaseGymHandler, max_inflight: int = 0, admit_timeout: float = 5.0, api_key: str = "") -> None:
+    def __init__(
+        self,
+        handler: BaseGymHandler,
+        max_inflight: int = 0,
+        admit_timeout: float = 5.0,
+        api_key: str = "",
+        image_format: str = "PNG",
+        image_mime: str = "",
+        image_quality: int = 0,
+    ) -> None:
         self._handler = handler
+        self._images = checked_format(image_format, image_mime, image_quality)
         self._settings = GymSettings(
             api_key=api_key or os.environ.get("GYM_API_KEY", ""),
             max_inflight=max_inflight,
@@ -72,9 +93,22 @@ class GymService:
             session_timeout=handler.session_timeout,
         )
 
-    def build(self) -> Starlette:
-        """The ASGI application."""
-        return GymGateway(self._entered, self._settings).application()
+    def build(self, startup_callback: Callback | None = None, shutdown_callback: Callback | None = None) -> Starlette:
+        """The ASGI application. The callbacks, plain or asynchronous, come before the first request and after the last one."""
+
+        @asynccontextmanager
+        async def entered() -> AsyncIterator[GymCalls]:
+            await _called(startup_callback)
+            try:
+                async with self._entered() as calls:
+                    yield calls
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await _called(shutdown_callback)
+
+        gateway = GymGateway(entered, self._settings)
+        self._handler.get_session_stats = gateway.stats  # type: ignore[method-assign]
+        return gateway.application()
 
     @asynccontextmanager
     async def _entered(self) -> AsyncIterator[GymCalls]:
@@ -90,7 +124,7 @@ class GymService:
                 lane="",
                 settings=EnvironmentSettings(),
                 limits=LimitSettings(idle=self._handler.session_timeout),
-                make=lambda task: HandlerEnvironment(self._handler, images),
+                make=lambda task: HandlerEnvironment(self._handler, images, self._images),
                 nonce=lambda: secrets.token_hex(8),
             )
             host = SessionHost(crew, slots, defaultdict(float))
@@ -111,6 +145,7 @@ class GymService:
                         call_seconds=self._settings.call_seconds,
                         max_sessions=self._handler.max_sessions,
                         load=images.load,
+                        images=self._images,
                     )
                     group.cancel_scope.cancel()
             finally:
@@ -119,13 +154,20 @@ class GymService:
 
 
 def build_gym_service(handler: BaseGymHandler) -> Starlette:
-    """The service as the protocol's first servers are made: limits and key come from ``GYM_API_KEY``, ``GYM_MAX_INFLIGHT``
-    and ``GYM_ADMIT_TIMEOUT``."""
+    """The service as the protocol's first servers are made: set by the variables ``GYM_API_KEY``, ``GYM_MAX_INFLIGHT``,
+    ``GYM_ADMIT_TIMEOUT``, ``GYM_IMAGE_FORMAT`` and ``GYM_IMAGE_MIME``."""
     return GymService(
         handler,
         max_inflight=int(os.environ.get("GYM_MAX_INFLIGHT", "0")),
         admit_timeout=float(os.environ.get("GYM_ADMIT_TIMEOUT", "5")),
+        image_format=os.environ.get("GYM_IMAGE_FORMAT", "PNG"),
+        image_mime=os.environ.get("GYM_IMAGE_MIME", ""),
     ).build()
+
+
+async def _called(callback: Callback | None) -> None:
+    if callback is not None and inspect.isawaitable(pending := callback()):
+        await pending
 
 
 class HandlerEnvironment:
@@ -133,9 +175,10 @@ class HandlerEnvironment:
 
     replayable = False
 
-    def __init__(self, handler: BaseGymHandler, images: MemoryImages) -> None:
+    def __init__(self, handler: BaseGymHandler, images: MemoryImages, wanted: ImageFormat) -> None:
         self._handler = handler
         self._images = images
+        self._format = wanted
         self._environment: Any = None
 
     async def open(self, task: Task) -> None:
@@ -170,6 +213,6 @@ class HandlerEnvironment:
         if not isinstance(observation, dict):
             return ChatMessage(role=role, content=str(observation))
         shown = (observation.get("multi_modal_input") or {}).get(PLACEHOLDER) or ()
-        pictures = [await picture_of(image) for image in shown]
+        pictures = [await picture_of(image, self._format) for image in shown]
         content = await with_pictures(str(observation["obs_str"]), pictures, self._images.keep, PLACEHOLDER)
         return ChatMessage(role=role, content=content)

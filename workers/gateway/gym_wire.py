@@ -17,7 +17,7 @@ import msgspec
 from workers.environment.remote_gym_wire import WireError, decode_response
 
 _DATA = 'Content-Disposition: form-data; name="data"\r\nContent-Type: application/json; charset=utf-8'
-_IMAGE = 'Content-Disposition: form-data; name="images"; filename="{number}.png"\r\nContent-Type: image/png'
+_IMAGE = 'Content-Disposition: form-data; name="images"; filename="{number}.png"\r\nContent-Type: {mime}'
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,11 +39,11 @@ def read_request(content_type: str, body: bytes) -> Request:
     return Request(fields=fields, key=key)
 
 
-def write_answer(fields: dict[str, Any], images: Sequence[bytes] = ()) -> tuple[str, bytes]:
-    """Content type and body of an answer; images are PNG."""
+def write_answer(fields: dict[str, Any], images: Sequence[bytes] = (), *, mime: str = "image/png") -> tuple[str, bytes]:
+    """Content type and body of an answer. Files are called ``.png`` whatever they are, as by the protocol's own servers."""
     boundary = f"gym_env_{secrets.token_hex(16)}"
     parts = [(_DATA, json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))]
-    parts += [(_IMAGE.format(number=number), image) for number, image in enumerate(images)]
+    parts += [(_IMAGE.format(number=number, mime=mime), image) for number, image in enumerate(images)]
     body = b"".join(f"--{boundary}\r\n{head}\r\n\r\n".encode() + payload + b"\r\n" for head, payload in parts)
     return f'multipart/mixed; boundary="{boundary}"', body + f"--{boundary}--\r\n".encode()
 

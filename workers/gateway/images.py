@@ -1,9 +1,8 @@
-"""Images on their way to a client: read from where the environment put them, as PNG. Codecs run in threads."""
+"""Images on their way to a client: read from where the environment put them, in the wanted format. Codecs run in threads."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import tempfile
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-from PIL import Image as Pillow
 
 from fleetbus.bus.objects import ObjectStore
 from schemas import ChatMessage, Image
 from schemas.chat import Text
 from workers.environment.pictures import Picture
+from workers.gateway.image_format import ImageFormat, unstrippable
 
 LoadImage = Callable[[Image], Awaitable[bytes]]
 """The bytes of a referenced image; raises `ObjectMissing` when they are gone."""
 
 PLACEHOLDER = "<image>"
+PNG = ImageFormat()
 MAX_KEPT_BYTES = 256 << 20
 
 
@@ -62,8 +62,10 @@ def load_from(objects: ObjectStore) -> LoadImage:
     return load
 
 
-async def text_and_images(messages: Sequence[ChatMessage], load: LoadImage | None) -> tuple[str, list[bytes]]:
-    """The text, with a placeholder where each image stands, and the images as PNG in that order."""
+async def text_and_images(
+    messages: Sequence[ChatMessage], load: LoadImage | None, wanted: ImageFormat = PNG
+) -> tuple[str, list[bytes]]:
+    """The text, with a placeholder where each image stands, and the images in that order."""
     images: list[bytes] = []
     texts: list[str] = []
     for message in messages:
@@ -76,29 +78,18 @@ async def text_and_images(messages: Sequence[ChatMessage], load: LoadImage | Non
                 told += f"[image, {part.width}x{part.height}]"
             else:
                 told += PLACEHOLDER
-                images.append(await _png(part, await load(part)))
+                images.append(await _in_format(wanted, part, await load(part)))
         texts.append(told)
     return "\n".join(texts), images
 
 
-async def _png(image: Image, data: bytes) -> bytes:
-    if image.media_type == "image/png":
-        return data
-    return await anyio.to_thread.run_sync(_converted, data)
+async def _in_format(wanted: ImageFormat, image: Image, data: bytes) -> bytes:
+    if image.media_type == wanted.mime:
+        return unstrippable(data)
+    return await anyio.to_thread.run_sync(wanted.converted, data)
 
 
-def _converted(data: bytes) -> bytes:
-    with Pillow.open(io.BytesIO(data)) as opened:
-        return _encoded(opened.convert("RGB"))
-
-
-async def picture_of(image: Any) -> Picture:
-    """A Pillow image as a policy may see it; its colours stay, transparency goes."""
-    data = await anyio.to_thread.run_sync(lambda: _encoded(image.convert("RGB")))
-    return Picture(data=data, media_type="image/png", width=image.width, height=image.height)
-
-
-def _encoded(image: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+async def picture_of(image: Any, wanted: ImageFormat = PNG) -> Picture:
+    """A Pillow image as a file of that format."""
+    data = await anyio.to_thread.run_sync(wanted.encoded, image)
+    return Picture(data=data, media_type=wanted.mime, width=image.width, height=image.height)
