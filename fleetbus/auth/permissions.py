@@ -151,7 +151,7 @@ def _environment(run: _Run) -> Rights:
 def _inference(run: _Run) -> Rights:
     subjects = run.subjects
     actions = subjects.action("*", "*")
-    said = run.worker("inference", actions, f"{run.direct}.{actions}")
+    said = run.worker("inference", actions, f"{run.direct}.{actions}", f"{run.direct}.{subjects.policy('*')}")
     read = run.read(subjects.policy("*"), subjects.episode("*"), actions)
     return Rights(
         publish=(*said, *run.lane("inference"), *run.pull("obs_"), *read, *run.take_objects()),

@@ -189,3 +189,16 @@ async def test_a_forgotten_history_is_rebuilt() -> None:
         histories.forget("e")
         assert (await histories.before(observation)).ids == [1, 2]
         assert histories.rebuilt == 1
+
+
+async def test_few_long_histories_are_kept_where_many_short_ones_would_be() -> None:
+    """The bound that matters for memory is token ids: 4,096 episodes of 32,768 would take 5 GB."""
+    async with log_and_histories() as (log, _):
+        histories = Histories(log.bus, SUBJECTS, limit=4, limit_ids=100)
+        for episode, count in (("a", 10), ("b", 60), ("c", 50), ("d", 1)):
+            histories.keep(episode, History(digest=b"", ids=[7] * count))
+        assert [histories.forget(episode) is not None for episode in "abcd"] == [False, False, True, True]
+        histories.keep("long", History(digest=b"", ids=[7] * 200))
+        histories.keep("long", History(digest=b"", ids=[7] * 300))
+        assert histories.forget("long") is not None
+        assert histories._kept_ids == 0

@@ -41,18 +41,21 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Histories:
-    """At most ``limit`` episodes, the least recently used dropped first: the log has them all."""
+    """At most ``limit`` episodes and ``limit_ids`` token ids (36 bytes each), the least recently used dropped first: the log
+    has them all."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, *, limit: int = 4096) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, *, limit: int = 4096, limit_ids: int = 8 << 20) -> None:
         self._bus = bus
         self._subjects = subjects
         self._limit = limit
+        self._limit_ids = limit_ids
         self._kept: OrderedDict[str, History] = OrderedDict()
+        self._kept_ids = 0
         self.rebuilt = 0
 
     async def before(self, observation: Observation) -> History:
         """The history that the observation stands on, given away; raises `HistoryMismatch` or `StaleObservation`."""
-        kept = self._kept.pop(observation.episode_id, None)
+        kept = self.forget(observation.episode_id)
         if observation.history_hash == EMPTY_HISTORY:
             return History(digest=EMPTY_HISTORY, ids=[])
         if kept is not None and kept.digest == observation.history_hash:
@@ -77,9 +80,14 @@ class Histories:
 
     def keep(self, episode_id: str, history: History) -> None:
         """Remember the history after an Action, most recently used last."""
+        self.forget(episode_id)
         self._kept[episode_id] = history
-        if len(self._kept) > self._limit:
-            self._kept.popitem(last=False)
+        self._kept_ids += len(history.ids)
+        while len(self._kept) > self._limit or (self._kept_ids > self._limit_ids and len(self._kept) > 1):
+            self.forget(next(iter(self._kept)))
 
-    def forget(self, episode_id: str) -> None:
-        self._kept.pop(episode_id, None)
+    def forget(self, episode_id: str) -> History | None:
+        """Drop what is kept of an episode, and return it."""
+        kept = self._kept.pop(episode_id, None)
+        self._kept_ids -= len(kept.ids) if kept is not None else 0
+        return kept

@@ -111,9 +111,8 @@ class InferenceWorker:
         it takes part in stale.
         """
         subject = self._subjects.policy(self._policy)
-        known = decoded(PolicyPublished, await self._bus.history([subject]), beside=(LineageStarted,))
         wanted: PolicyPublished | None = None
-        async with self._bus.read([subject], start=known[-1][0].sequence if known else 1) as reader:
+        async with self._bus.read([subject], start=await self._newest_version(subject)) as reader:
             while True:
                 with anyio.move_on_after(RELOAD_SECONDS if wanted is not None else math.inf):
                     for entry, published in decoded(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
@@ -122,6 +121,18 @@ class InferenceWorker:
                 if wanted is not None and await self._loaded(wanted):
                     wanted = None
                 self._answers.version_is_settled()
+
+    async def _newest_version(self, subject: str) -> int:
+        """Where the newest version stands in the log, or where to begin if there is none. It is the last entry unless a
+        learner is just beginning; the others, each with the manifest of a whole model, are not read."""
+        newest = 1
+        last = await self._bus.last(subject)
+        if last is not None and decoded(PolicyPublished, [last], beside=(LineageStarted,)):
+            return last.sequence
+        async for entry in self._bus.scan([subject]):
+            for found, _ in decoded(PolicyPublished, [entry], beside=(LineageStarted,)):
+                newest = found.sequence
+        return newest
 
     async def _loaded(self, published: PolicyPublished) -> bool:
         """True if there is nothing left to do about this version."""

@@ -49,17 +49,30 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_beginning(bus: Bus, subjects: Subjects, policy: str) -> Beginning:
-    """Fold ``train.<policy>``."""
-    train = await bus.history([subjects.train(policy)])
-    entries = [entry for stored in train if (entry := _entry(stored.subject, stored.payload)) is not None]
-    lineages = [entry for entry in entries if isinstance(entry, LineageStarted)]
-    checkpoint, path = _newest_whole(entries, surviving_steps(lineages))
+    """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory."""
+    lineages: list[LineageStarted] = []
+    checkpoints: list[CheckpointStored] = []
+    evaluated: set[str] = set()
+    last: Message | None = None
+    train_last = 0
+    async for stored in bus.scan([subjects.train(policy)]):
+        train_last = stored.sequence
+        entry = _entry(stored.subject, stored.payload)
+        last = entry or last
+        match entry:
+            case LineageStarted():
+                lineages.append(entry)
+            case CheckpointStored():
+                checkpoints.append(entry)
+            case EvaluationFinished():
+                evaluated.add(entry.name)
+    checkpoint, path = _newest_whole(checkpoints, surviving_steps(lineages))
     return Beginning(
         lineage=f"l{len(lineages) + 1}",
         parent=lineages[-1].lineage if lineages else "",
-        train_last=train[-1].sequence if train else 0,
-        evaluated=frozenset(entry.name for entry in entries if isinstance(entry, EvaluationFinished)),
-        finished_step=entries[-1].step if entries and isinstance(entries[-1], TrainingFinished) else -1,
+        train_last=train_last,
+        evaluated=frozenset(evaluated),
+        finished_step=last.step if isinstance(last, TrainingFinished) else -1,
         checkpoint=checkpoint,
         checkpoint_path=path,
     )
@@ -67,8 +80,11 @@ async def find_beginning(bus: Bus, subjects: Subjects, policy: str) -> Beginning
 
 async def published_versions(bus: Bus, subjects: Subjects, policy: str) -> dict[int, int]:
     """The step of every version that was published so far; final only once the learner before can publish no more."""
-    entries = decoded(PolicyPublished, await bus.history([subjects.policy(policy)]), beside=(LineageStarted,))
-    return {published.version: published.step for _, published in entries}
+    steps: dict[int, int] = {}
+    async for entry in bus.scan([subjects.policy(policy)]):  # one at a time: each holds the manifest of a whole model
+        for _, published in decoded(PolicyPublished, [entry], beside=(LineageStarted,)):
+            steps[published.version] = published.step
+    return steps
 
 
 async def requests_from_floor(
@@ -88,9 +104,9 @@ def _entry(subject: str, payload: bytes) -> Message | None:
         return None
 
 
-def _newest_whole(entries: Sequence[Message], surviving: dict[str, float]) -> tuple[Checkpoint | None, Path | None]:
-    for entry in reversed(entries):
-        if isinstance(entry, CheckpointStored) and survives(surviving, entry.lineage, entry.step):
+def _newest_whole(stored: Sequence[CheckpointStored], surviving: dict[str, float]) -> tuple[Checkpoint | None, Path | None]:
+    for entry in reversed(stored):
+        if survives(surviving, entry.lineage, entry.step):
             path = Path(entry.file)
             checkpoint = read_checkpoint(path)
             if checkpoint is not None:

@@ -1,0 +1,103 @@
+"""A worker that joins a run after months begins where it is needed, without all that was published before in its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.bus.base import Stored
+from fleetbus.bus.memory import MemoryBus, MemoryServer
+from fleetbus.bus.streams import plan_run
+from schemas import CheckpointStored, LineageStarted, Message, PolicyPublished, StepTrained, Subjects, TrainingFinished, encode
+from tests.support.small_fleet import small_fleet
+from workers.inference.scripted import ScriptedSampler
+from workers.learner.beginning import find_beginning, published_versions
+
+SUBJECTS = Subjects("r")
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+@pytest.fixture(autouse=True)
+def no_whole_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes have histories; subjects that grow with the run must not be read into memory at once."""
+    history = MemoryBus.history
+
+    async def of_episodes(bus: MemoryBus, subjects: Sequence[str]) -> list[Stored]:
+        assert not [subject for subject in subjects if subject.split(".")[2] in ("train", "policy")], subjects
+        return await history(bus, subjects)
+
+    monkeypatch.setattr(MemoryBus, "history", of_episodes)
+
+
+def version(number: int, step: int) -> PolicyPublished:
+    return PolicyPublished(policy="default", version=number, lineage="l1", step=step, uri="", manifest=(), size_bytes=0)
+
+
+class Counting(ScriptedSampler):
+    """Counts the versions that it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[int] = []
+
+    async def load(self, policy: PolicyPublished) -> None:
+        await super().load(policy)
+        self.loaded.append(policy.version)
+
+
+@pytest.mark.parametrize("a_learner_begins", [False, True])
+async def test_an_inference_worker_begins_with_the_newest_version(a_learner_begins: bool) -> None:
+    sampler = Counting()
+    with anyio.fail_after(300):
+        async with small_fleet(published=False) as fleet:
+            for number in range(50):
+                await fleet.publish_policy(number)
+            if a_learner_begins:
+                await fleet.stored(fleet.subjects.policy("default"), LineageStarted(lineage="l2", worker="w"))
+            fleet.inference("inference", sampler=sampler)
+            await fleet.until(lambda: "inference" in fleet.beats and fleet.beats["inference"].policy_version == 49)
+            await fleet.publish_policy(50)
+            await fleet.until(lambda: fleet.beats["inference"].policy_version == 50)
+    assert sampler.loaded == [49, 50]
+
+
+async def test_a_learner_begins_where_the_surviving_lineage_stands() -> None:
+    async with MemoryServer().connect("r", worker="learner") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+
+        async def book(*entries: Message | bytes) -> int:
+            sequence = 0
+            for entry in entries:
+                payload = entry if isinstance(entry, bytes) else encode(entry)
+                sequence = (await bus.publish(SUBJECTS.train("default"), payload)).sequence
+            return sequence
+
+        def step(lineage: str, number: int) -> StepTrained:
+            return StepTrained(lineage=lineage, step=number, version=number, episodes=())
+
+        checkpoint = CheckpointStored(lineage="l1", step=2, version=2, file="/nowhere", floor=1)
+        started = LineageStarted(lineage="l1", worker="w")
+        await book(started, step("l1", 1), step("l1", 2), checkpoint, b"not a message", step("l1", 3))
+        last = await book(LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=2), b"not a message")
+        beginning = await find_beginning(bus, SUBJECTS, "default")
+        assert (beginning.lineage, beginning.parent, beginning.train_last) == ("l3", "l2", last)
+        assert (beginning.checkpoint, beginning.finished_step) == (None, -1)
+        await book(TrainingFinished(lineage="l2", step=4, version=4))
+        assert (await find_beginning(bus, SUBJECTS, "default")).finished_step == 4
+
+
+async def test_the_steps_of_all_versions_are_known() -> None:
+    async with MemoryServer().connect("r", worker="learner") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        assert await published_versions(bus, SUBJECTS, "default") == {}
+        for number, step in ((0, 0), (1, 1), (2, 0)):
+            await bus.publish(SUBJECTS.policy("default"), encode(version(number, step)))
+        assert await published_versions(bus, SUBJECTS, "default") == {0: 0, 1: 1, 2: 0}
