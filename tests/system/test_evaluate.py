@@ -7,11 +7,13 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.config.settings import Configuration, InferenceSettings
 from fleetbus.core.pass_at import summarise
 from fleetbus.errors import UserError
 from schemas import EpisodeRequested, Task
 from tests.support.small_fleet import configured, small_fleet
-from workers.cli.evaluate import _parse_ks
+from workers.cli import engines
+from workers.cli.evaluate import _parse_ks, _start_missing
 from workers.cli.program import run_program
 from workers.learner.curriculum import Curriculum
 from workers.learner.held_out import newest_version, play
@@ -95,6 +97,14 @@ def test_k_beyond_the_samples_is_refused() -> None:
     for wrong in ("5", "0", "x", "1,,2"):
         with pytest.raises(UserError, match=r"--k"):
             _parse_ks(wrong, 4)
+
+
+async def test_an_engine_that_is_missing_here_is_told_with_the_flag_that_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.PACKAGES, "vllm", ("no_such_package",))
+    configuration = Configuration(inference=InferenceSettings(engine="vllm"))
+    async with small_fleet() as fleet, anyio.create_task_group() as group:
+        with pytest.raises(UserError, match="--inference-engine torch"):
+            _start_missing(group, fleet.bus, configuration, set(), anyio.Event())
 
 
 def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(

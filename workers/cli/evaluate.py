@@ -33,6 +33,9 @@ Report = dict[str, Any]
 @click.option("--samples", type=click.IntRange(1), default=1, metavar="N", help="Episodes per task [1]")
 @click.option("--k", "ks", default="", metavar="K,K", help="The k of pass@k [1 and the number of samples]")
 @click.option("--temperature", type=click.FloatRange(0), metavar="NUMBER", help="Sampling temperature; 0: greedy [the run's]")
+@click.option(
+    "--inference-engine", "inference__engine", metavar="NAME", help="Engine of the worker that is started here [the run's]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
 def command(
@@ -128,6 +131,7 @@ async def _roles_heard(bus: Bus, configuration: Configuration) -> set[str]:
 def _start_missing(group: Any, bus: Bus, configuration: Configuration, heard: set[str], drain: anyio.Event) -> None:
     """Workers for a run that has none; of one that has only some, the missing kind is named."""
     from fleetbus.logs import configure_logs
+    from workers.cli.engines import check_packages
     from workers.cli.environment import _load_work as environment_work
     from workers.cli.inference import _load_work as inference_work
     from workers.cli.role import _import_work, made_up_name
@@ -138,6 +142,10 @@ def _start_missing(group: Any, bus: Bus, configuration: Configuration, heard: se
     if heard:
         kind = min(missing)
         raise UserError(f"no {kind} worker of run {configuration.run.name} is heard: start one with `fleetbus {kind}`")
+    try:
+        check_packages(configuration.inference.engine)
+    except UserError as error:
+        raise UserError(f"{error}, or name another engine: --inference-engine torch") from None
     configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")
     for role, load in (("environment", environment_work), ("inference", inference_work)):
         group.start_soon(_import_work(load), bus, configuration, made_up_name(role), drain)
