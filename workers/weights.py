@@ -6,8 +6,10 @@ that engines without torch can name `WeightsRejected`. Nothing here ever returns
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,7 @@ def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Tens
     Tied tensors are written once, under their first name. Whoever opens ``file`` finds the old content, nothing, or all of
     it: a temporary file in the same folder is written, synced and renamed. Raises `OSError`.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     stored = {name: _alone(tensor.detach().cpu().contiguous()) for name, tensor in unique_tensors(tensors).items()}
@@ -50,6 +53,9 @@ def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Tens
         save_file(stored, temporary, metadata={"format": "pt"})
         sync(temporary, os.O_RDWR)
         os.replace(temporary, file)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(found[1]) if found else errno.EIO, f"{file}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     sync(file.parent, os.O_RDONLY)

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from workers.learner.base import Trainer
+from workers.learner.disk import telling_when_full
 
 WEIGHTS = "weights.safetensors"
 STATE = "trainer.state"
@@ -40,7 +41,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> Path:
-    """Write a checkpoint below ``folder`` and return its path; blocking, atomic, safe against a kill at any instant."""
+    """Write a checkpoint below ``folder`` and return its path; blocking, atomic, safe against a kill at any instant.
+
+    Raises `OSError`, and leaves nothing behind then.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"{checkpoint.lineage}-{checkpoint.step:06d}"
     partial = folder / f".{final.name}.part"
@@ -48,6 +52,18 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> 
         if stale.exists():
             shutil.rmtree(stale)
     partial.mkdir()
+    try:
+        with telling_when_full(folder):
+            _fill(partial, checkpoint, trainer)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(final)
+    _sync(folder)
+    return final
+
+
+def _fill(partial: Path, checkpoint: Checkpoint, trainer: Trainer) -> None:
     trainer.save_weights(partial / WEIGHTS)
     trainer.save_state(partial / STATE)
     sums = {name: _digest(partial / name) for name in (WEIGHTS, STATE)}
@@ -55,9 +71,6 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> 
     for file in partial.iterdir():
         _sync(file)
     _sync(partial)
-    partial.rename(final)
-    _sync(folder)
-    return final
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:

@@ -17,6 +17,7 @@ from schemas import LineageStarted, PolicyPublished, Subjects
 from workers.learner.base import Trainer
 from workers.learner.beginning import published_versions
 from workers.learner.book import RETRY_SECONDS, Chain
+from workers.learner.disk import when_there_is_room
 from workers.weights_delta import smaller
 from workers.weights_store import FolderStore, WeightsStore
 
@@ -71,7 +72,7 @@ class Publication:
         """Write the current weights under the next version number, announce them, and return the number."""
         version = self.version + 1
         file = (self._folder / f"{self._lineage}-v{version:06d}.safetensors").absolute()
-        manifest = await self._ports.offload(self._trainer.save_weights, file)
+        manifest = await when_there_is_room(self._ports, self._trainer.save_weights, file)
         travelling = await self._travelling(file)
         uri = await self._put(travelling)
         await self._chain.append(
@@ -96,14 +97,16 @@ class Publication:
         if not self._published or len(self._published) % self._full_every == 0:
             return file
         base, base_uri = self._published[-1]
-        travelling: Path = await self._ports.offload(partial(smaller, file, base=base, base_uri=base_uri))
+        travelling: Path = await when_there_is_room(self._ports, partial(smaller, file, base=base, base_uri=base_uri))
         return travelling
 
     async def _put(self, file: Path) -> str:
         while True:
             try:
                 return await self._store.put(file)
-            except (LogFull, PublishUnanswered, RequestUnanswered) as error:
+            except (FileNotFoundError, PermissionError):
+                raise
+            except (LogFull, PublishUnanswered, RequestUnanswered, OSError) as error:
                 log.warning("weights are put again", file=file.name, reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
 

@@ -40,6 +40,7 @@ from workers.learner.beginning import Beginning, find_beginning, requests_from_f
 from workers.learner.book import Chain
 from workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune, write_checkpoint
 from workers.learner.curriculum import Curriculum
+from workers.learner.disk import when_there_is_room
 from workers.learner.evaluation import Evaluations
 from workers.learner.measures import measure_advantages, measure_groups
 from workers.learner.pool import EXCLUSIONS_PER_ENTRY, GroupPool
@@ -187,7 +188,7 @@ class Learner:
         await self._finish()
 
     async def _finish(self) -> None:
-        await self._ports.offload(self._trainer.save_model, self._folder.model)
+        await when_there_is_room(self._ports, self._trainer.save_model, self._folder.model)
         if self._configuration.evaluation.episodes:
             await self._unless_drained(self._evaluate_end)
         if self._drain.is_set():
@@ -339,7 +340,7 @@ class Learner:
     async def _store_checkpoint(self, checkpoint: Checkpoint) -> None:
         started = anyio.current_time()
         folder = self._folder.checkpoints.absolute()
-        path: Path = await self._ports.offload(write_checkpoint, folder, checkpoint, self._trainer)
+        path: Path = await when_there_is_room(self._ports, write_checkpoint, folder, checkpoint, self._trainer)
         await self._train.append(
             CheckpointStored(
                 lineage=checkpoint.lineage,

@@ -1,0 +1,111 @@
+"""A learner whose disk is full waits for room, at whatever it writes, and has lost nothing when there is some."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.audit import audit_run
+from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
+from schemas import Task, TensorEntry
+from tests.support.small_fleet import RUN, configured, small_fleet
+from workers.learner.checkpoints import Checkpoint, write_checkpoint
+from workers.learner.curriculum import Curriculum
+from workers.learner.scripted import ScriptedTrainer
+from workers.weights import write_weights
+
+TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class TwiceFull(ScriptedTrainer):
+    """Whatever is written fails twice, and then fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries: Counter[str] = Counter()
+
+    def _write(self, what: str) -> None:
+        self.tries[what] += 1
+        if self.tries[what] % 3:
+            raise OSError(errno.ENOSPC, "No space left on device", what)
+
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        self._write(f"weights {file.parent.name}")
+        return super().save_weights(file)
+
+    def save_state(self, file: Path) -> None:
+        self._write("state")
+        super().save_state(file)
+
+
+async def test_a_full_disk_delays_training_and_loses_nothing(tmp_path: Path) -> None:
+    configuration = configured(
+        run=RunSettings(name=RUN, folder=str(tmp_path)),
+        limits=LimitSettings(),
+        learner=LearnerSettings(steps=4, groups=2, group_size=2, checkpoint_every=2, max_staleness=1),
+        evaluation=EvaluationSettings(episodes=0),
+    )
+    trainer = TwiceFull()
+    with anyio.fail_after(3000):
+        async with small_fleet(configuration, published=False) as fleet:
+            fleet.environment("environment-0")
+            fleet.inference("inference-0")
+            learner = fleet.learner("learner-0", trainer=trainer, curriculum=Curriculum(TASKS, [], seed=1))
+            await learner.ended.wait()
+            assert learner.error is None
+            report = await audit_run(fleet.bus, fleet.subjects)
+    assert report.balanced, report.findings
+    assert trainer.updates == 4
+    assert trainer.tries["state"] == 6, "two checkpoints, each at the third try"
+    assert trainer.tries["weights weights"] == 15, "five versions, each at the third try"
+    assert not half_written(tmp_path)
+
+
+def half_written(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.name.endswith(".part")]
+
+
+class Opaque(ScriptedTrainer):
+    """As torch.save on a full disk: an error that does not say why."""
+
+    def save_state(self, file: Path) -> None:
+        raise RuntimeError("unexpected pos 576 vs 534")
+
+
+@pytest.mark.parametrize(("free_bytes", "expected"), [(0, OSError), (1 << 30, RuntimeError)])
+def test_an_error_that_does_not_say_so_counts_as_a_full_disk_only_if_it_is_full(
+    free_bytes: int, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free_bytes))
+    checkpoint = Checkpoint(lineage="l1", step=1, version=1, floor=1, settled=(), next_group=0)
+    with pytest.raises(expected) as raised:
+        write_checkpoint(tmp_path, checkpoint, Opaque())
+    assert getattr(raised.value, "errno", None) == (errno.ENOSPC if expected is OSError else None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_do_not_fit_raise_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors")
+    full = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    def save_file(*_: object, **__: object) -> None:
+        raise full
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_file)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_weights(tmp_path / "weights", {"a": torch.zeros(2)})
+    assert raised.value.errno == errno.ENOSPC
