@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 FORMS = (
     "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], fleet[:URL], "
-    "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], reasoning-gym[:DATASET], textarena[:ID], coding, "
-    "MODULE:CLASS, pool:MODULE:CLASS, process:KIND:COMMAND, docker:KIND:IMAGE, kubernetes:KIND:IMAGE"
+    "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], colours[:TURNS], reasoning-gym[:DATASET], textarena[:ID], "
+    "coding, MODULE:CLASS, pool:MODULE:CLASS, process:KIND:COMMAND, docker:KIND:IMAGE, kubernetes:KIND:IMAGE"
 )
 
 
@@ -161,6 +161,8 @@ def _elsewhere(given: _Given) -> EnvironmentFactory | None:
             return _Factory(*_adapter(spec, "remote_gym", "remote-gym").remote_gym_factory(rest, keep=keep))
         case "gym":
             return _Factory(_adapter(spec, "gymnasium_environment", "gym").gymnasium_factory(spec, rest, keep=keep), _nothing)
+        case "colours":
+            return _Factory(_adapter(spec, "colours", "vision").colours_factory(spec, rest, keep=keep), _nothing)
         case "reasoning-gym":
             return _Factory(_adapter(spec, "reasoning_gym_environment", "texts").reasoning_gym_factory(spec, rest), _nothing)
         case "textarena":
