@@ -38,6 +38,10 @@ if behaviour == "finish":
 if behaviour == "crash":
     print("the last words of", name)
     sys.exit(3)
+if behaviour == "server away":
+    start = int(name.rpartition(".")[2])
+    if start < 4:
+        sys.exit(2 if start else 3)
 if behaviour == "refuse":
     print("fleetbus: no such model")
     sys.exit(2)
@@ -167,6 +171,21 @@ async def test_a_worker_that_refuses_its_configuration_is_not_started_again(tmp_
     assert fleet.over.is_set()
     assert isinstance(fleet.failure, WorkerGaveUp) and fleet.failure.tail == ["fleetbus: no such model"]
     assert stage.names("started") == ["inference.0"]
+
+
+async def test_a_worker_that_crashes_while_the_server_is_away_is_started_again_until_it_can_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.up.restarts.LONGEST_DELAY_SECONDS", 0.01)
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "server away"))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 5)
+            await fleet.stop()
+    assert fleet.failure is None
+    assert stage.running() == []
 
 
 async def test_a_worker_that_ignores_the_request_to_stop_is_killed_in_time(tmp_path: Path) -> None:

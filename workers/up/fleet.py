@@ -1,7 +1,8 @@
 """The processes of a run: started together, restarted when they crash, stopped in order within a bounded time.
 
 Above it is `workers.up.run`, below it `ChildProcess`. It knows nothing of NATS or of what the processes do, except that a
-final process that exits 0 has finished the job, and that status 2 means that trying again is of no use.
+final process that exits 0 has finished the job, and that status 2 of one that never worked means that trying again is of no
+use.
 """
 
 from __future__ import annotations
@@ -91,8 +92,10 @@ class Fleet:
             status = await self._run_once(plan, starts)
             if self._stopping or self._is_finished(plan, status):
                 break
-            delay = budget.delay_after_crash(anyio.current_time())
-            if delay is None or status == REFUSED:
+            now = anyio.current_time()
+            refused = status == REFUSED
+            delay = budget.delay_after_refusal(now, has_worked=starts > 0) if refused else budget.delay_after_crash(now)
+            if delay is None:
                 self._give_up(WorkerGaveUp(plan.name, status, tail(plan.log)))
                 break
             self._report(f"{plan.name} ended with status {status}; starting it again in {delay:g} s (see {plan.log})")
