@@ -36,6 +36,14 @@ ROLES = ("environment", "inference", "learner")
 @click.option("--tolerance", type=float, default=1e-3, show_default=True, help="Of log-probabilities")
 @click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds without a message until a worker hangs")
 @click.option(
+    "--until",
+    type=click.Choice(("batches", "weights")),
+    default="weights",
+    show_default=True,
+    help="Learner: weights trains again; batches compares requests, advantages and batches and needs no model",
+)
+@click.option("--sample-again", is_flag=True, help="Inference: sample every token, though a forward pass would show the same")
+@click.option(
     "--jobs",
     type=click.IntRange(1, 32),
     metavar="N",
@@ -71,6 +79,8 @@ async def _replay(
     tolerance: float,
     patience: float,
     jobs: int | None,
+    until: Any,
+    sample_again: bool,
 ) -> Report:
     from fleetbus.errors import UserError
     from workers.replay import Replay, replay_recording
@@ -85,6 +95,8 @@ async def _replay(
         tolerance=tolerance,
         patience_seconds=patience,
         jobs=jobs,
+        until=until,
+        sample_again=sample_again,
     )
     if role == "learner" and jobs is not None and jobs > 1:
         raise UserError("--jobs: a learner needs all episodes in one process: leave it out")

@@ -28,6 +28,7 @@ from workers.replay.stage import PATIENCE_SECONDS
 if TYPE_CHECKING:
     from workers.environment.base import Environment
     from workers.inference.base import Sampler
+    from workers.learner.torch.trainer import TorchTrainer
     from workers.replay.scoring import ScoringSampler
 
 Role = Literal["environment", "inference", "learner"]
@@ -38,7 +39,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of
     the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too. ``jobs`` processes
     share the work; None: one per CPU where that is faster. ``sample_again``: tokens are sampled one by one even where a forward
-    pass could show that the recorded ones would be."""
+    pass could show that the recorded ones would be. ``until`` ``batches``: the learner's batches are compared, not trained."""
 
     role: Role = "environment"
     environment: str | Callable[[], Environment] | None = None
@@ -50,6 +51,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     patience_seconds: float = PATIENCE_SECONDS
     jobs: int | None = None
     sample_again: bool = False
+    until: Literal["batches", "weights"] = "weights"
 
 
 async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
@@ -163,12 +165,9 @@ def _tell_of_tokens(report: Report, scoring: ScoringSampler | None) -> None:
 
 
 async def _learner(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
-    from workers.cli.learner import _trainer_settings
-    from workers.learner.torch.trainer import TorchTrainer
     from workers.replay.learner import replay_learner
 
-    settings = _trainer_settings(configuration)
-    trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, _model(configuration, replay), settings=settings))
+    trainer = None if replay.until == "batches" else await anyio.to_thread.run_sync(_trainer, configuration, replay)
     with tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
         return await replay_learner(
             recording,
@@ -179,6 +178,13 @@ async def _learner(recording: Recording, configuration: Configuration, replay: R
             ignored=replay.ignored,
             patience_seconds=replay.patience_seconds,
         )
+
+
+def _trainer(configuration: Configuration, replay: Replay) -> TorchTrainer:
+    from workers.cli.learner import _trainer_settings
+    from workers.learner.torch.trainer import TorchTrainer
+
+    return TorchTrainer(_model(configuration, replay), settings=_trainer_settings(configuration))
 
 
 def _model(configuration: Configuration, replay: Replay) -> Path:

@@ -1,12 +1,14 @@
 """Replay of the learner role: recorded episodes to the same requests, batches, metrics and, on a CPU, the same weights.
 
+Without a trainer it goes as far as the batches: `workers.replay.untrained` stands in for training.
+
 A result is fed when the replayed learner has asked for its episode, and in the step that consumed it in the recording: then the
 groups that are complete are those that were complete when the recorded batch was taken. Tasks come from the recorded requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +16,15 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import Bus, Stored
-from fleetbus.config.settings import Configuration
+from fleetbus.config.settings import Configuration, WeightsSettings
+from fleetbus.episodes import decoded, episode_entry
 from fleetbus.errors import UserError
 from fleetbus.ports import Ports, run_in_thread
 from fleetbus.recording import Recording
 from schemas import (
+    Action,
     CheckpointStored,
+    EpisodeFinished,
     EpisodeRequested,
     EvaluationFinished,
     LineageStarted,
@@ -36,7 +41,7 @@ from workers.learner.worker import run_learner
 from workers.replay.compare import first_difference
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
-from workers.replay.story import Story, read_stories
+from workers.replay.untrained import RecordedTrainer, Trained, WrongBatch
 
 COMPARED: tuple[type[Message], ...] = (
     EpisodeRequested,
@@ -54,7 +59,7 @@ Key = tuple[str, ...]
 
 async def replay_learner(
     recording: Recording,
-    trainer: Trainer,
+    trainer: Trainer | None,
     *,
     configuration: Configuration,
     folder: Path,
@@ -62,7 +67,8 @@ async def replay_learner(
     ignored: frozenset[str] = frozenset(),
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Report:
-    """Train the recorded episodes again with a fresh ``trainer`` and compare everything the learner publishes.
+    """Train the recorded episodes again with a fresh ``trainer`` and compare everything the learner publishes. Without a
+    trainer the replay ends at the batches, and what training computes is taken from the recording.
 
     Weights and checkpoints are written below ``folder``. Of a run whose learner was replaced, the first lineage is replayed.
     Raises `UserError` when the recording does not hold the beginning of the training.
@@ -70,11 +76,15 @@ async def replay_learner(
     report = Report(role="learner", recorded_seconds=recording.seconds)
     began = anyio.current_time()
     expected = _expected(recording)
-    stories = {story.episode_id: story for story in read_stories(recording.entries).values() if story.request}
+    stories = read_told(recording)
     run = msgspec.structs.replace(configuration.run, folder=str(folder))
     configuration = msgspec.structs.replace(configuration, run=run)
+    if trainer is None:  # differences to weights that nobody has cannot be made
+        ignored |= {"PolicyPublished.size_bytes"} if configuration.weights.full_every > 1 else set()
+        configuration = msgspec.structs.replace(configuration, weights=WeightsSettings())
     async with staged(recording, configuration, pools=(run.pool,), policies=(run.policy,)) as stage:
         director = _Director(stage, expected, stories, report, Pace(recording, speed), ignored, patience_seconds)
+        training = trainer or director.untrained(masked=configuration.algorithm.overlong == "mask")
         for files in ("weights", "checkpoints"):
             await anyio.Path(folder / run.name / files).mkdir(parents=True, exist_ok=True)
 
@@ -84,14 +94,60 @@ async def replay_learner(
                 configuration=configuration,
                 name=WORKER,
                 drain=drain,
-                trainer=trainer,
+                trainer=training,
                 curriculum=cast(Curriculum, _RecordedTasks(stories.values())),
                 ports=Ports(offload=director.offload),
             )
 
         await perform(stage, work, director.direct)
+    if isinstance(training, RecordedTrainer):
+        _tell_of_batches(report, training)
     report.seconds = anyio.current_time() - began
     return report
+
+
+def _tell_of_batches(report: Report, training: RecordedTrainer) -> None:
+    report.checked = (
+        "checked: requests, groups, advantages, batches, evaluations, lineage; not checked: loss, gradients, weights (--until)"
+    )
+    report.notes["training sequences that are the recorded ones, token by token"] += training.sequences
+    report.notes["sampled tokens in them"] += training.tokens
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """What a learner reads of one episode; ``actions`` by the positions where they were recorded."""
+
+    request: EpisodeRequested
+    result: EpisodeFinished | None = None
+    result_entry: Stored | None = None
+    actions: dict[int, Stored] = msgspec.field(default_factory=dict)
+
+    @property
+    def trained(self) -> Iterator[Stored]:
+        """The Actions that the result names, in order."""
+        for reference in self.result.actions if self.result is not None else ():
+            if (entry := self.actions.get(reference.sequence)) is not None:
+                yield entry
+
+
+def read_told(recording: Recording) -> dict[str, Told]:
+    """All episodes of which the request was recorded, in order. Actions stay as they are: the learner decodes them."""
+    found: dict[str, Told] = {}
+    for entry in recording.entries:
+        _, _, kind, rest = entry.subject.split(".", 3)
+        if kind not in ("task", "act", "episode"):
+            continue
+        told = found.get(rest.rpartition(".")[2])
+        if kind == "task" and told is None:
+            for _, request in decoded(EpisodeRequested, [entry]):
+                found[request.episode_id] = Told(request=request)
+        elif told is None:
+            continue
+        elif kind == "act":
+            told.actions[entry.sequence] = entry
+        elif told.result is None and isinstance(message := episode_entry(entry), EpisodeFinished):
+            told.result, told.result_entry = message, entry
+    return found
 
 
 class _RecordedTasks:
@@ -127,7 +183,7 @@ class _Director:
         self,
         stage: Stage,
         expected: dict[Key, tuple[Stored, Message]],
-        stories: dict[str, Story],
+        stories: dict[str, Told],
         report: Report,
         pace: Pace,
         ignored: frozenset[str],
@@ -145,7 +201,7 @@ class _Director:
         self._last_step = max((step.step for step in steps), default=0)
         self._consumed = _consumed(steps)
         self._step = 1
-        self._ready: dict[int, list[Story]] = {}
+        self._ready: dict[int, list[Told]] = {}
         self._requested: set[str] = set()
 
     async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -200,17 +256,42 @@ class _Director:
         for story in self._ready.pop(step, []):
             await self._feed(story)
 
-    async def _feed(self, story: Story) -> None:
+    async def _feed(self, story: Told) -> None:
         """The Actions that the result names, then the result with the positions that they have here."""
         if story.result is None or story.result_entry is None:
             return
         await self._pace.wait(story.result_entry)
         if story.result.split == "train":
-            for turn in story.turns:
-                if turn.action is not None and turn.action_entry is not None:
-                    self._stage.feed(turn.action_entry.subject, turn.action, turn.action_entry)
+            for entry in story.trained:
+                self._stage.feed_as_recorded(entry)
         positions = self._stage.positions
         self._stage.feed(story.result_entry.subject, positions.translated(story.result, positions.new), story.result_entry)
+
+    def untrained(self, *, masked: bool) -> RecordedTrainer:
+        """What stands in for training."""
+        messages = [message for _, message in self._expected.values()]
+
+        def wrong(step: int, found: WrongBatch) -> None:
+            name, sequence = ("batch of step", str(step), "episode", found.episode_id), self._position(found.episode_id)
+            self._differ(name, sequence, found.field, found.recorded, found.replayed)
+
+        return RecordedTrainer(
+            {message.step: message for message in messages if isinstance(message, StepTrained)},
+            {message.version: message for message in messages if isinstance(message, PolicyPublished)},
+            episode=self._trained,
+            wrong=wrong,
+            overlong_masked=masked,
+        )
+
+    def _trained(self, episode_id: str) -> Trained | None:
+        told = self._stories.get(episode_id)
+        if told is None or told.result is None:
+            return None
+        return Trained(result=told.result, actions=tuple(action for _, action in decoded(Action, told.trained)))
+
+    def _position(self, episode_id: str) -> int:
+        told = self._stories.get(episode_id)
+        return told.result_entry.sequence if told is not None and told.result_entry is not None else 0
 
     def _differ(self, key: Key, sequence: int, field: str, recorded: str, replayed: str) -> None:
         after = f"after {self._report.compared['StepTrained']} steps that were compared"

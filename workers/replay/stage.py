@@ -149,8 +149,14 @@ class Stage:
 
     def feed(self, subject: str, message: Message, recorded: Stored) -> int:
         """Store an input, note its position and return it."""
+        return self._store(subject, encode(message, subject=subject), recorded)
+
+    def feed_as_recorded(self, entry: Stored) -> int:
+        """Store an entry as it was recorded, note its position and return it."""
+        return self._store(entry.subject, entry.payload, entry)
+
+    def _store(self, subject: str, payload: bytes, recorded: Stored) -> int:
         self._fed += 1
-        payload = encode(message, subject=subject)
         sequence = self._log.store(subject, payload, f"fed-{self._fed}", None, self.server.now_ns()).sequence
         self.positions.note(recorded.sequence, sequence)
         return sequence
