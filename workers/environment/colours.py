@@ -1,8 +1,8 @@
 """Questions about small pictures, made here: which colour is the square, and where is it? For models that see; needs Pillow.
 
-Each turn shows one picture of 32x32 pixels, a square of one colour in a corner of a grey ground, with some noise, and asks for
-the colour (or, by the task's config ``ask``: ``place``, for the corner). The answer is the first word of the reply. The reward
-is the share of right answers. Everything follows from the task's seed.
+Each turn shows one picture of 32x32 pixels, a square of one colour in a corner of a grey ground, with some noise, and asks the
+task's prompt. The answer is the first word of the reply: the colour or, by the task's config ``ask``: ``place``, the corner. The
+reward is the share of right answers. Everything follows from the task's seed.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class ColoursEnvironment:
     async def open(self, task: Task) -> None:
         seed = task.seed if task.seed is not None else zlib.crc32(task.key.encode())
         self._random = random.Random(seed)
-        self._prompt = task.prompt
         self._asks_place = task.config.get("ask") == "place"
+        self._prompt = task.prompt or ("Where is it?" if self._asks_place else "Which colour?")
         self._turns = int(task.config.get("turns", self._turns))
         await anyio.lowlevel.checkpoint()
 
     async def reset(self) -> Start:
-        return Start(messages=(await self._question(self._prompt),))
+        return Start(messages=(await self._question(),))
 
     async def step(self, action: Action) -> Step:
         said = _WORD.search(action.text.lower())
@@ -73,7 +73,7 @@ class ColoursEnvironment:
         self._played += 1
         if self._played == self._turns:
             return Step(reward=float(right), terminated=True)
-        return Step(messages=(await self._question(""),), reward=float(right))
+        return Step(messages=(await self._question(),), reward=float(right))
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
@@ -86,13 +86,13 @@ class ColoursEnvironment:
     async def close(self) -> None:
         await anyio.lowlevel.checkpoint()
 
-    async def _question(self, prompt: str) -> ChatMessage:
+    async def _question(self) -> ChatMessage:
         colour, place = self._random.choice(list(COLOURS)), self._random.choice(list(PLACES))
         self._answer = place if self._asks_place else colour
         data = await anyio.to_thread.run_sync(draw, colour, place, self._random.getrandbits(32))
-        asked = " ".join(filter(None, (prompt, _PLACEHOLDER, "Where is it?" if self._asks_place else "Which colour?")))
         shown = [Picture(data=data, width=SIZE, height=SIZE)]
-        return ChatMessage(role="user", content=await with_pictures(asked, shown, self._keep, _PLACEHOLDER))
+        content = await with_pictures(f"{_PLACEHOLDER} {self._prompt}", shown, self._keep, _PLACEHOLDER)
+        return ChatMessage(role="user", content=content)
 
 
 def draw(colour: str, place: str, seed: int) -> bytes:
