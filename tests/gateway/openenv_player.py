@@ -1,4 +1,4 @@
-"""The real OpenEnv client at work: `openenv_player.py URL play|defects|wait`. Run by a Python that has `openenv`."""
+"""The real OpenEnv clients: `openenv_player.py URL play|defects|wait|tools|obey`. Run by a Python that has `openenv`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import sys
 from typing import Any
 
+from openenv.core.env_server.mcp_types import CallToolAction
 from openenv.core.generic_client import GenericEnvClient
+from openenv.core.mcp_client import MCPToolClient
 
 
 async def play(client: GenericEnvClient) -> dict[str, Any]:
@@ -49,9 +51,42 @@ async def wait(client: GenericEnvClient) -> dict[str, Any]:
     return {}
 
 
+async def tools(url: str) -> dict[str, Any]:
+    """The client of MCP environments, by HTTP and by socket in turn."""
+    async with MCPToolClient(base_url=url) as client:
+        await client.reset(seed=3)
+        listed = [tool.name for tool in await client.list_tools()]
+        told = [await client.call_tool("add", a=2, b=3)]
+        stepped = await client.step(CallToolAction(tool_name="add", arguments={"a": 4, "b": 5}))
+        told.append(stepped.observation.result["data"])
+        try:
+            await client.call_tool("nope")
+        except RuntimeError as error:
+            told.append(str(error))
+        return {"listed": listed, "told": told, "reward": stepped.reward, "steps": (await client.state()).step_count}
+
+
+async def obey(client: GenericEnvClient) -> dict[str, Any]:
+    """Calls from standard input, a line of JSON each, and what each led to; the last one ends it."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        name, arguments = json.loads(line)
+        try:
+            told = await getattr(client, name)(**arguments)
+            shown = told if isinstance(told, dict) else [told.observation["text"], told.reward, told.done]
+        except Exception as error:
+            shown = {"raised": f"{type(error).__name__}: {error}"}
+        print(json.dumps(shown), flush=True)
+    return {}
+
+
 async def main(url: str, what: str) -> None:
+    if what == "tools":
+        print(json.dumps(await tools(url)))
+        return
     async with GenericEnvClient(base_url=url) as client:
-        print(json.dumps(await {"play": play, "defects": defects, "wait": wait}[what](client)))
+        print(json.dumps(await {"play": play, "defects": defects, "wait": wait, "obey": obey}[what](client)))
 
 
 asyncio.run(main(*sys.argv[1:3]))

@@ -289,7 +289,9 @@ async def test_tool_calls_are_steps_however_they_come() -> None:
         listed = await socket.ask("mcp", jsonrpc="2.0", method="tools/list", id=1)
         assert listed["data"]["result"]["tools"][0]["name"] == "add"
         called = await socket.ask("step", type="call_tool", tool_name="add", arguments={"a": 2, "b": 3})
-        assert called["data"]["observation"]["text"] == "5"
+        told = called["data"]["observation"]
+        assert (told["text"], told["tool_name"], told["error"]) == ("5", "add", None)
+        assert told["result"] == {"content": [{"type": "text", "text": "5"}], "data": "5", "is_error": False}
         arguments = {"name": "add", "arguments": {"a": 1, "b": 1}}
         called = await socket.ask("mcp", jsonrpc="2.0", method="tools/call", id=2, params=arguments)
         assert (called["data"]["result"]["data"], called["data"]["result"]["reward"]) == ("2", 0.5)

@@ -40,6 +40,24 @@ async def test_the_real_client_plays_an_episode() -> None:
         await here.empty()
 
 
+async def test_the_real_client_of_tools_lists_and_calls_them_and_every_call_is_a_step() -> None:
+    async with gateway(seconds=150) as here:
+        told = await play(here.url, "tools")
+        assert told["listed"] == ["add"]
+        assert told["told"] == ["5", "9", "Tool 'nope' failed: Unknown tool: 'nope'"]
+        assert (told["reward"], told["steps"]) == (0.5, 2)
+        await here.empty()
+        assert here.world.opened == here.world.closed
+
+
+async def test_the_validation_of_the_real_package_passes() -> None:
+    async with gateway(seconds=150) as here:
+        command = [str(openenv_python()), "-m", "openenv.cli", "validate", "--url", here.url, "--json"]
+        checked = await anyio.run_process(command, check=False)
+        assert checked.returncode == 0, checked.stdout.decode() + checked.stderr.decode()
+        assert json.loads(checked.stdout)["passed"] is True
+
+
 async def test_more_real_clients_than_slots_wait_for_their_turn() -> None:
     async with gateway(slots=1, seconds=150, capacity_timeout=120) as here:
         played: list[dict[str, Any]] = []

@@ -87,7 +87,7 @@ class OpenEnvEpisode:
                 await self._open(task)
             answer = await self._made("reset", seed=seed)
             self._label = label
-            return await write_observation(answer, self._load, tools=answer.tools) | {"reward": None, "done": False}
+            return await write_observation(answer, self._load) | {"reward": None, "done": False}
 
     async def step(self, data: dict[str, Any], *, request_id: str = "", timeout: float | None = None) -> dict[str, Any]:
         """One action; raises `FrameError` when it cannot be read or comes at the wrong time.
@@ -113,7 +113,8 @@ class OpenEnvEpisode:
             if verdict.reward is None:
                 raise FrameError("EXECUTION_ERROR", f"the episode has no verdict: {verdict.reason or 'unknown'}")
             reward = verdict.reward
-        return await write_observation(answer, self._load) | {"reward": reward, "done": over}
+        tool = calls[0].name if calls else ""
+        return await write_observation(answer, self._load, tool=tool) | {"reward": reward, "done": over}
 
     async def state(self) -> dict[str, Any]:
         """``episode_id`` and ``step_count``, and what the environment says of itself while it is there."""

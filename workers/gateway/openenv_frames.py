@@ -97,13 +97,16 @@ def read_seed(value: Any) -> int | None:
     raise FrameError("VALIDATION_ERROR", "seed must be a whole number of 0 or more, below 2**63")
 
 
-async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tools: Sequence[ToolSpec] = ()) -> dict[str, Any]:
-    """``observation`` and ``metadata``; ``load`` None: a word stands for each image."""
+async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tool: str = "") -> dict[str, Any]:
+    """``observation`` and ``metadata``; ``load`` None: a word stands for each image. ``tool``: the one that was called, whose
+    result then stands where OpenEnv's MCP clients look for it."""
     messages = [{"role": message.role, "content": await _content(message, load)} for message in answer.messages]
     texts = [_text(message, load) for message in answer.messages if message.role != "system"]
     told: dict[str, Any] = {"text": "\n".join(texts), "messages": messages}
-    if tools:
-        told["tools"] = listed(tools)
+    if tool:
+        content = [block for message in messages for block in _blocks(message["content"])]
+        result = {"content": content, "data": told["text"], "is_error": answer.tool_errors > 0}
+        told |= {"tool_name": tool, "result": result, "error": None}
     metadata = answer.state | ({"truncated": True} if answer.truncated else {})
     return {"observation": told | {"metadata": metadata}} | ({"metadata": metadata} if metadata else {})
 
@@ -127,6 +130,18 @@ async def _content(message: ChatMessage, load: LoadImage | None) -> str | list[d
         else {"type": "image_url", "image_url": {"url": await _data_url(part, await load(part))}}
         for part in message.content
     ]
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    """Chat content as MCP content."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [part if part["type"] == "text" else _image_block(part["image_url"]["url"]) for part in content]
+
+
+def _image_block(url: str) -> dict[str, Any]:
+    kind, _, data = url.partition(";base64,")
+    return {"type": "image", "data": data, "mimeType": kind.removeprefix("data:")}
 
 
 async def _data_url(image: Image, data: bytes) -> str:

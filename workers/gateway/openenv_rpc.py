@@ -6,7 +6,6 @@ Calling a tool is a step, rewards and counts included, and `reset` is implied wh
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from fleetbus.client.sessions import SessionUnavailable
@@ -15,7 +14,6 @@ from workers.gateway.openenv_episode import AtCapacity, OpenEnvEpisode
 from workers.gateway.openenv_frames import FrameError, listed, read_id
 
 CREATE, CLOSE = "openenv/session/create", "openenv/session/close"
-_DATA_URL = re.compile(r"data:([^;,]+);base64,")
 
 
 class RpcError(Exception):
@@ -89,23 +87,7 @@ async def _tool_called(episode: OpenEnvEpisode, parameters: dict[str, Any]) -> d
         raise RpcError(-32603, f"Unknown tool: {name!r}")
     action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
     told = await episode.step(action, request_id=read_id(parameters.get("request_id")))
-    text = told["observation"]["text"]
-    content = [block for message in told["observation"]["messages"] for block in _blocks(message["content"])]
-    result = {"content": content or [{"type": "text", "text": text}], "data": text, "is_error": False}
-    return result | {"reward": told["reward"], "done": told["done"]}
-
-
-def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chat parts as MCP content."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return [part if part["type"] == "text" else _image(part["image_url"]["url"]) for part in content]
-
-
-def _image(url: str) -> dict[str, Any]:
-    found = _DATA_URL.match(url)
-    assert found is not None, "images travel as data URLs"
-    return {"type": "image", "data": url[found.end() :], "mimeType": found[1]}
+    return dict(told["observation"]["result"]) | {"reward": told["reward"], "done": told["done"]}
 
 
 def result_of(number: Any, result: dict[str, Any]) -> dict[str, Any]:
