@@ -83,7 +83,7 @@ async def test_a_run_without_environment_workers_is_stuck_there() -> None:
         assert look.stalls() == []
         await anyio.sleep(20)
         (stall,) = look.stalls()
-        assert stall.where == "environment" and "1 episodes wait" in stall.reason and 65 < stall.seconds < 75
+        assert stall.where == "environment" and "1 episode waiting" in stall.reason and 65 < stall.seconds < 75
         assert "stuck at the environment for 70 s" in " ".join(look.shown().split())
         fleet.environment("env")
         fleet.inference("inf")

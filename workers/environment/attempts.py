@@ -246,6 +246,7 @@ class Attempts:
             remaining_seconds=remaining_seconds,
             settings=crew.settings,
             limits=crew.limits,
+            counters=self._counters,
         )
         await self._finish(await session.play(), claim_sequence)
 

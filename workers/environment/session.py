@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import anyio
 import msgspec
@@ -51,6 +51,7 @@ class Session:
         remaining_seconds: float,
         settings: EnvironmentSettings,
         limits: LimitSettings,
+        counters: MutableMapping[str, float] | None = None,
     ) -> None:
         self._request = request
         self._claim = claim
@@ -61,7 +62,7 @@ class Session:
         self._remaining_seconds = remaining_seconds
         self._settings = settings
         self._limits = limits
-        self._stages = Stages()
+        self._stages = Stages(counters)
         self._turns: list[Turn] = []
         self._turn_rewards: list[float] = []
         self._tool_calls = 0

@@ -6,7 +6,7 @@ This is the boundary where a failing environment becomes data: any exception of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
 import anyio
@@ -29,9 +29,13 @@ class Superseded(Exception):
 
 
 class Stages:
-    """Seconds by stage, and the limits of the stages. ``ended_at`` is when the last stage ended, 0 before the first did."""
+    """Seconds by stage, and the limits of the stages. ``ended_at`` is when the last stage ended, 0 before the first did.
 
-    def __init__(self) -> None:
+    ``counters`` of the worker get ``begun_<stage>`` and ``ended_<stage>``: their difference is how many are in it now.
+    """
+
+    def __init__(self, counters: MutableMapping[str, float] | None = None) -> None:
+        self._counters = {} if counters is None else counters
         self.timings: dict[str, float] = {}
         self.ended_at = 0.0
 
@@ -42,6 +46,7 @@ class Stages:
         ``limit`` names the limit that ``seconds`` comes from if that is not the stage's own.
         """
         started = anyio.current_time()
+        self._count(f"begun_{stage}")
         try:
             with anyio.move_on_after(seconds, shield=shield) as scope:
                 yield
@@ -57,10 +62,14 @@ class Stages:
             cause = root_cause(error)
             raise EpisodeEnded("env_failed", type(cause).__name__, f"{stage}: {cause}") from error
         finally:
+            self._count(f"ended_{stage}")
             self.ended_at = anyio.current_time()
             self.timings[stage] = self.timings.get(stage, 0.0) + self.ended_at - started
         if scope.cancelled_caught:
             raise _timed_out(limit or stage, seconds)
+
+    def _count(self, name: str) -> None:
+        self._counters[name] = self._counters.get(name, 0.0) + 1.0
 
 
 def _timed_out(stage: str, seconds: float) -> EpisodeEnded:

@@ -32,7 +32,14 @@ class LogHealth:
         self.followed = 0
         self.entries_per_second = 0.0
         self.problem = ""
+        self.problem_since = 0.0
+        """Monotonic seconds; of the first look that failed since one that did not."""
         self._looked_at: float | None = None
+
+    def failed(self, problem: str, now: float) -> None:
+        if not self.problem:
+            self.problem_since = now
+        self.problem = problem
 
     def looked(self, used: int, limit: int, last: int, now: float) -> None:
         if self._looked_at is not None and now > self._looked_at:
@@ -101,9 +108,9 @@ class Watch:
             except BusClosed:
                 raise
             except TimeoutError:
-                self.health.problem = f"the NATS server has not answered for {LOOK_SECONDS:g} s"
+                self.health.failed("the NATS server does not answer", anyio.current_time() - LOOK_SECONDS)
             except BusError as error:
-                self.health.problem = str(error)
+                self.health.failed(str(error) or type(error).__name__, anyio.current_time())
             await anyio.sleep(LOOK_SECONDS)
 
     async def look_at_server(self, nats_http: str | None) -> None:

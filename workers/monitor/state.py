@@ -94,6 +94,11 @@ class FleetState:
         self.last_progress_ns = 0
         self.takeovers = 0
         self.errors: Counter[str] = Counter()
+        self.lineage_ns = 0
+        """When the newest lineage began."""
+        self.last_step_ns = 0
+        self.since_step: Counter[str] = Counter()
+        """Training episodes by outcome since the last step, or since the lineage began."""
         self.malformed = 0
         self.finished = False
         self.checkpoint = 0
@@ -124,6 +129,8 @@ class FleetState:
                 self._evaluations.append(Evaluated(**{name: getattr(message, name) for name in Evaluated.__struct_fields__}))
             case LineageStarted() if ".train." in entry.subject:
                 self._lineages.append(message)
+                self.lineage_ns = entry.time_ns
+                self.since_step.clear()
                 self.history += 1
                 self.finished = False
             case CheckpointStored():
@@ -138,11 +145,14 @@ class FleetState:
 
     def _finished(self, message: EpisodeFinished, entry: Stored) -> None:
         self.last_progress_ns = entry.time_ns
+        if message.split == "train":
+            self.since_step[message.outcome] += 1
         if message.error_class:
             self.errors[message.error_class] += 1
 
     def _stepped(self, message: StepTrained, entry: Stored) -> None:
-        self.last_progress_ns = entry.time_ns
+        self.last_progress_ns = self.last_step_ns = entry.time_ns
+        self.since_step.clear()
         self._points.append(
             Point(
                 step=message.step,
@@ -166,6 +176,13 @@ class FleetState:
             self._claimed.discard(episode)
 
     # Showing
+
+    def quiet_since_ns(self, oldest_open_ns: int) -> int:
+        """Since when nothing has progressed: the last progress, the beginning of the lineage, or the request of what has been
+        open the longest, whichever came last; 0 if there is nothing to wait for."""
+        if not oldest_open_ns and not self.lineage_ns:
+            return 0
+        return max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
 
     def heard(self, beat: Heartbeat, now: float) -> None:
         self.roster.heard(beat, now)
@@ -207,6 +224,7 @@ class FleetState:
             "waiting": waiting,
             "running": running,
             "oldest_open_seconds": (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0,
+            "stuck_seconds": max(now_ns - since, 0) / 1e9 if (since := self.quiet_since_ns(oldest_ns)) else 0.0,
             "episodes_per_second": episodes,
             "tokens_per_second": tokens,
             "reward": statistics.fmean(row.reward or 0.0 for row in graded) if graded else None,

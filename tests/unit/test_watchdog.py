@@ -1,0 +1,294 @@
+"""The watchdog names every wait that can hold a whole run, and since when; and nothing while a run works, rests or begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleetbus.bus.base import Stored
+from schemas import (
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodeRequested,
+    Heartbeat,
+    LineageStarted,
+    Message,
+    PolicyPublished,
+    StepTrained,
+    Subjects,
+    Task,
+    TrainingFinished,
+    WorkerStopped,
+    encode,
+)
+from workers.environment.stages import Stages
+from workers.monitor.follow import LogHealth
+from workers.monitor.state import FleetState
+from workers.watchdog import MANY_WITHOUT_VERDICT, Stall, find_stalls
+
+SUBJECTS = Subjects("r")
+SECOND = 1_000_000_000
+START = 1_000.0
+
+
+class Run:
+    """A run whose clock goes in seconds from the start; every worker that was heard is heard again whenever one looks."""
+
+    def __init__(self) -> None:
+        self.state = FleetState(steps=10)
+        self.health = LogHealth()
+        self.health.looked(10, 1_000, 1, START)
+        self.beats: list[Heartbeat] = []
+        self._sequence = 0
+
+    def add(self, at: float, subject: str, message: Message) -> None:
+        self._sequence += 1
+        now_ns = int((START + at) * SECOND)
+        entry = Stored(subject=subject, payload=encode(message), sequence=self._sequence, time_ns=now_ns)
+        self.state.apply(entry, message, START + at, now_ns)
+
+    def begin(self, at: float = 0.0) -> None:
+        self.add(at, SUBJECTS.train("default"), LineageStarted(lineage="a", worker="lea"))
+
+    def request(self, at: float, *episodes: str, group: str = "g1") -> None:
+        for index, episode in enumerate(episodes):
+            request = EpisodeRequested(
+                episode_id=episode, group_id=group, sample_index=index, split="train", task=Task(key="t"), policy="default",
+                deadline_ns=0,
+            )  # fmt: skip
+            self.add(at, SUBJECTS.task("default", episode), request)
+
+    def claim(self, at: float, *episodes: str) -> None:
+        for episode in episodes:
+            claim = AttemptStarted(episode_id=episode, attempt=1, worker="env", nonce="n", lane="e0")
+            self.add(at, SUBJECTS.episode(episode), claim)
+
+    def finish(self, at: float, *episodes: str, outcome: str = "completed") -> None:
+        for episode in episodes:
+            result = EpisodeFinished(
+                episode_id=episode, group_id="g1", attempt=1, outcome=outcome, worker="env",  # type: ignore[arg-type]
+                reward=1.0 if outcome == "completed" else None,
+                error_class="" if outcome == "completed" else "ConnectionError",
+            )  # fmt: skip
+            self.add(at, SUBJECTS.episode(episode), result)
+
+    def train(self, at: float, step: int) -> None:
+        self.add(at, SUBJECTS.train("default"), StepTrained(lineage="a", step=step, version=step, episodes=("e",)))
+
+    def alive(self, role: str, *, slots: int = 8, in_flight: int = 0, version: int = 0, **fields: Any) -> None:
+        name = {"environment": "env", "inference": "inf", "learner": "lea"}[role]
+        self.beats = [beat for beat in self.beats if beat.role != role]
+        self.beats.append(
+            Heartbeat(role=role, worker=name, slots=slots, in_flight=in_flight, policy_version=version, **fields)  # type: ignore[arg-type]
+        )
+
+    def fleet(self, **environment: Any) -> None:
+        self.alive("environment", **environment)
+        self.alive("inference")
+        self.alive("learner", slots=2, in_flight=2)
+
+    def stalls(self, at: float) -> list[Stall]:
+        for beat in self.beats:
+            self.state.heard(beat, START + at)
+        return find_stalls(self.state, self.health, now=START + at, now_ns=int((START + at) * SECOND))
+
+    def only(self, at: float) -> Stall:
+        (stall,) = self.stalls(at)
+        assert stall.line.startswith(f"stuck at the {stall.where} for {stall.seconds:.0f} s: ")
+        return stall
+
+
+def test_a_run_that_works_rests_or_has_not_begun_is_not_stuck() -> None:
+    run = Run()
+    assert run.stalls(10_000) == [], "nothing was asked for"
+    run.fleet(in_flight=1)
+    run.request(20_000, "e1")
+    run.claim(20_001, "e1")
+    assert run.stalls(20_030) == []
+    run.finish(20_050, "e1")
+    assert run.stalls(90_000) == [], "a client has its result, and asks for no more"
+    run.begin(90_000)
+    assert run.stalls(90_059) == [], "a lineage that begins starts the clock anew"
+    run.train(90_100, 1)
+    assert run.stalls(90_159) == []
+    run.add(90_200, SUBJECTS.train("default"), TrainingFinished(lineage="a", step=1, version=1))
+    assert run.stalls(200_000) == []
+
+
+def test_no_environment_worker_is_named_for_what_waits_and_for_what_ran_when_the_last_died() -> None:
+    run = Run()
+    run.begin()
+    run.alive("inference")
+    run.alive("learner")
+    run.request(10, "e1", "e2")
+    stall = run.only(80)
+    assert stall.where == "environment" and stall.seconds == 70
+    assert "2 episodes waiting, 0 running, and no environment worker is alive" in stall.reason
+
+    run.alive("environment", in_flight=2)
+    run.claim(81, "e1", "e2")
+    run.stalls(85)
+    run.beats = [beat for beat in run.beats if beat.role != "environment"]
+    stall = run.only(95)
+    assert "0 episodes waiting, 2 running, and no environment worker is alive (env is silent for 10 s)" in stall.reason
+    assert stall.seconds == 85 and "start `fleetbus environment`" in stall.advice
+
+
+def test_workers_that_drain_take_nothing_new() -> None:
+    run = Run()
+    run.fleet(in_flight=1, draining=True)
+    run.request(0, "e1")
+    assert "every environment worker is draining" in run.only(70).reason
+
+
+def test_free_slots_that_nobody_takes_work_for_are_a_question_of_the_pool() -> None:
+    run = Run()
+    run.fleet(in_flight=0)
+    run.request(0, "e1")
+    stall = run.only(70)
+    assert stall.where == "environment" and "8 free slots take none" in stall.reason and "run.pool" in stall.advice
+
+
+def test_no_inference_worker_is_named_with_the_last_words_of_the_last_one() -> None:
+    run = Run()
+    run.fleet(in_flight=1)
+    run.request(0, "e1")
+    run.claim(1, "e1")
+    run.stalls(50)
+    run.beats = [beat for beat in run.beats if beat.role != "inference"]
+    run.add(60, SUBJECTS.life("inference", "inf"), WorkerStopped(role="inference", worker="inf"))
+    stall = run.only(75)
+    assert stall.where == "inference" and "1 episodes run and no inference worker is alive (inf is stopped" in stall.reason
+
+
+@pytest.mark.parametrize(("version", "have"), [(3, "the newest that one has is 3"), (-1, "none has any version")])
+def test_a_version_that_nobody_loads_is_named(version: int, have: str) -> None:
+    run = Run()
+    run.fleet(in_flight=1)
+    run.alive("inference", version=version)
+    published = PolicyPublished(policy="default", version=4, lineage="a", step=4, uri="u", manifest=(), size_bytes=1)
+    run.add(0, SUBJECTS.policy("default"), published)
+    run.request(0, "e1")
+    run.claim(1, "e1")
+    stall = run.only(75)
+    assert stall.where == "inference" and f"no inference worker has loaded version 4 ({have})" in stall.reason
+
+
+def test_an_engine_that_hangs_is_blamed_also_where_all_slots_are_taken() -> None:
+    run = Run()
+    run.fleet(slots=1, in_flight=1, counters={"begun_action": 5.0, "ended_action": 4.0})
+    run.alive("inference", in_flight=1)
+    run.request(0, "e1", "e2")
+    run.claim(1, "e1")
+    stall = run.only(70)
+    assert stall.where == "inference" and "1 episode waiting, 1 running; 1 observations are being answered" in stall.reason
+
+
+def test_episodes_that_nobody_answers_ask_for_another_policy() -> None:
+    run = Run()
+    run.fleet(in_flight=1, counters={"begun_action": 1.0})
+    run.request(0, "e1")
+    run.claim(1, "e1")
+    stall = run.only(70)
+    assert stall.where == "inference" and "1 wait for an action that no inference worker is at work on" in stall.reason
+
+
+def test_a_slow_verifier_is_named_with_the_group_that_waits_for_it() -> None:
+    run = Run()
+    run.begin()
+    run.fleet(in_flight=1, counters={"begun_verify": 4.0, "ended_verify": 3.0, "begun_step": 9.0, "ended_step": 9.0})
+    run.request(0, "e1", "e2", "e3", "e4")
+    run.claim(1, "e1", "e2", "e3", "e4")
+    run.finish(10, "e1", "e2", "e3")
+    stall = run.only(110)
+    assert stall.where == "environment" and stall.seconds == 100
+    assert "0 episodes waiting, 1 running, and none ends (1 in verify)" in stall.reason
+    assert "group g1 waits for 1 of its 4: e4 on env" in stall.reason
+
+
+def test_a_learner_that_asks_for_nothing_is_told_from_one_that_trains() -> None:
+    run = Run()
+    run.begin()
+    run.fleet()
+    run.request(0, "e1")
+    run.claim(1, "e1")
+    run.finish(5, "e1")
+    assert "it has 2 groups, so it trains" in run.only(70).reason
+    run.alive("learner", slots=2, in_flight=1)
+    stall = run.only(70)
+    assert stall.where == "learner" and "nothing is admitted: it waits for a batch of 2 groups, has 1" in stall.reason
+    assert stall.seconds == 65
+
+
+def test_a_learner_that_never_asks_for_anything_is_named_from_its_beginning_on() -> None:
+    run = Run()
+    run.begin(5)
+    run.fleet()
+    run.alive("learner", slots=2, in_flight=0)
+    assert run.stalls(60) == []
+    stall = run.only(75)
+    assert stall.seconds == 70 and "nothing is admitted" in stall.reason
+
+
+def test_no_learner_is_named_with_the_last_words_of_the_last_one() -> None:
+    run = Run()
+    run.begin()
+    run.fleet()
+    run.stalls(10)
+    run.beats = [beat for beat in run.beats if beat.role != "learner"]
+    stall = run.only(70)
+    assert stall.where == "learner" and "no learner is alive (lea is silent for 60 s)" in stall.reason
+
+
+def test_a_full_log_is_named_before_what_waits_for_it() -> None:
+    run = Run()
+    run.begin()
+    run.fleet(in_flight=1)
+    run.health.looked(720, 1_000, 1, START)
+    assert "it is 72% full, so that new requests wait" in run.only(70).reason
+    run.request(80, "e1")
+    run.claim(81, "e1")
+    assert run.only(145).where == "environment", "admitted work has its room"
+    run.health.looked(960, 1_000, 1, START)
+    stall = run.only(145)
+    assert stall.where == "log" and "it is 96% full, so that what workers publish is refused" in stall.reason
+
+
+def test_a_server_that_does_not_answer_is_named_with_since_when() -> None:
+    run = Run()
+    run.health.failed("the NATS server does not answer", START + 30)
+    run.health.failed("the NATS server does not answer", START + 32)
+    stall = run.only(42)
+    assert (stall.where, stall.seconds) == ("log", 12)
+    run.health.looked(10, 1_000, 1, START + 50)
+    assert run.stalls(51) == []
+
+
+def test_episodes_that_all_fail_are_no_progress_however_many_end() -> None:
+    run = Run()
+    run.begin()
+    run.fleet(in_flight=1)
+    for number in range(MANY_WITHOUT_VERDICT - 1):
+        run.request(number, f"e{number}")
+        run.finish(number + 80, f"e{number}", outcome="env_failed")
+    assert run.stalls(100) == []
+    run.request(100, "last", "open")
+    run.finish(101, "last", outcome="timeout")
+    stall = run.only(110)
+    assert stall.where == "environment" and stall.seconds == 110
+    assert (
+        "none of the 16 episodes since the last step has a verdict: env_failed 15, timeout 1 (ConnectionError)" in stall.reason
+    )
+    run.finish(111, "open")
+    assert run.stalls(112) == [], "one verdict, and there is something to learn from"
+
+
+async def test_workers_count_what_is_in_a_stage_by_its_beginnings_and_ends() -> None:
+    counters: dict[str, float] = {}
+    stages = Stages(counters)
+    with stages.within("verify", 5):
+        assert counters == {"begun_verify": 1.0}
+    with pytest.raises(Exception, match="env_failed"), stages.within("verify", 5):
+        raise ValueError("no")
+    assert counters == {"begun_verify": 2.0, "ended_verify": 2.0}
