@@ -1,8 +1,8 @@
 """Questions about small pictures, made here: which colour is the square, and where is it? For models that see; needs Pillow.
 
 Each turn shows one picture of 32x32 pixels, a square of one colour in a corner of a grey ground, with some noise, and asks the
-task's prompt. The answer is the first word of the reply: the colour or, by the task's config ``ask``: ``place``, the corner. The
-reward is the share of right answers. Everything follows from the task's seed.
+task's prompt. The answer is the first word of the reply: the colour or, by the task's config ``ask``: ``place``, the corner.
+The reward is the share of right answers. Everything follows from the task's seed.
 """
 
 from __future__ import annotations
