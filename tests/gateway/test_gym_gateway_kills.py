@@ -65,12 +65,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet_on(folder: Path) -> AsyncIterator[Fleet]:
+async def fleet_on(folder: Path, *, seconds: float = 55) -> AsyncIterator[Fleet]:
     async with run_server(folder, monitor_port=None) as server, connect(server.url, run=RUN) as bus:
         await bus.declare(plan_run(RUN))
         fleet = Fleet(server.url, bus)
         try:
-            with anyio.fail_after(55):
+            with anyio.fail_after(seconds):
                 yield fleet
         finally:
             fleet.kill_all()
