@@ -54,7 +54,8 @@ class Publication:
         self._ports = ports
         self._store = store or FolderStore()
         self._full_every = full_every
-        self._published: list[tuple[Path, str]] = []
+        self._newest: tuple[Path, str] | None = None
+        self._published = 0
         self.version = -1
 
     async def fence(self, started: LineageStarted, *, decided_on: Chain) -> dict[int, int]:
@@ -87,16 +88,17 @@ class Publication:
             )
         )
         self.version = version
-        self._published.append((file, uri))
+        self._newest = (file, uri)
+        self._published += 1
         for gone in await self._ports.offload(prune_versions, self._folder, self._keep):
             await self._remove(gone)
         return version
 
     async def _travelling(self, file: Path) -> Path:
         """What is sent of a version: all of it, or its difference to the version before when that is smaller."""
-        if not self._published or len(self._published) % self._full_every == 0:
+        if self._newest is None or self._published % self._full_every == 0:
             return file
-        base, base_uri = self._published[-1]
+        base, base_uri = self._newest
         travelling: Path = await when_there_is_room(self._ports, partial(smaller, file, base=base, base_uri=base_uri))
         return travelling
 

@@ -1,0 +1,267 @@
+"""Whether workers grow with the work that they have done: memory blocks, resident memory, tasks and descriptors of each role.
+
+    python benchmarks/soak.py --seconds 120
+
+A real server; learner, environment worker, inference worker and recorder, each in a process of its own, with scripted
+environments, engine and trainer, so that many short episodes are played. Each process says every second how many memory blocks
+its interpreter holds after a collection, and what the operating system says of it. The first ``WARM_UP`` of the time is left
+out; over the rest the growth is that between the medians of the first and the last quarter. A leak of one small object per
+episode shows as one block per episode, long before resident memory tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import anyio
+import msgspec
+import psutil
+import structlog
+import uvloop
+
+from benchmarks.plan import temporary_server
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import (
+    Configuration,
+    EnvironmentSettings,
+    EvaluationSettings,
+    InferenceSettings,
+    LearnerSettings,
+    RunSettings,
+)
+from schemas import EpisodeFinished, Subjects, Task
+from schemas.episode import AttemptReleased, AttemptStarted
+from schemas.message import decode_any
+from workers.learner.scripted import ScriptedTrainer
+
+RUN = "soak"
+ROLES = ("learner", "environment", "inference", "recorder")
+WARM_UP = 0.4
+"""Until queues, caches and thread pools have their size."""
+
+MOST_BLOCKS = 0.1
+"""Memory blocks per episode, as growth; 0.1 of some 64 bytes would be 64 MB after ten million episodes."""
+
+MOST_DESCRIPTORS = 2
+MOST_TASKS = 16
+"""As growth, whatever the episodes: tasks begin and end with them."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker at one moment; ``rss_kib`` is its resident memory."""
+
+    seconds: float
+    blocks: int
+    tasks: int
+    descriptors: int
+    rss_kib: int
+
+
+class Growth(msgspec.Struct, frozen=True, kw_only=True):
+    """One role over the counted part of a soak, in which ``episodes`` were played. Negative is shrinking."""
+
+    role: str
+    episodes: int
+    blocks_per_episode: float
+    tasks: float
+    descriptors: float
+    rss_kib: float
+    rss_mib_at_end: float
+
+    @property
+    def is_flat(self) -> bool:
+        return self.blocks_per_episode <= MOST_BLOCKS and self.descriptors <= MOST_DESCRIPTORS and self.tasks <= MOST_TASKS
+
+
+class ForgetfulTrainer(ScriptedTrainer):
+    """The scripted trainer without its memory of what it was given."""
+
+    def train(self, *arguments: object, **options: object) -> dict[str, float]:
+        metrics = super().train(*arguments, **options)  # type: ignore[arg-type]
+        self.trained.clear()
+        return metrics
+
+
+def configuration(folder: str) -> Configuration:
+    return Configuration(
+        run=RunSettings(name=RUN, folder=folder),
+        environment=EnvironmentSettings(slots=32),
+        inference=InferenceSettings(slots=64, max_length=1 << 16),
+        learner=LearnerSettings(steps=10**6, groups=16, group_size=8, max_staleness=1, checkpoint_every=10),
+        evaluation=EvaluationSettings(episodes=0),
+    )
+
+
+def work_of(role: str, folder: str) -> Callable[[Bus, anyio.Event], Awaitable[None]]:
+    """The loop of one role."""
+    settings = configuration(folder)
+    if role == "environment":
+        from workers.environment.scripted import ScriptedEnvironment
+        from workers.environment.worker import run_environment
+
+        return lambda bus, drain: run_environment(bus, configuration=settings, name=role, drain=drain, make=ScriptedEnvironment)
+    if role == "inference":
+        from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+        from workers.inference.worker import run_inference
+
+        return lambda bus, drain: run_inference(
+            bus, configuration=settings, name=role, drain=drain, sampler=ScriptedSampler(), template=ScriptedTemplate()
+        )
+    if role == "recorder":
+        from workers.recorder.worker import run_recorder
+
+        return lambda bus, drain: run_recorder(
+            bus, configuration=settings, name=role, drain=drain, folder=Path(folder) / "archive"
+        )
+    from workers.learner.curriculum import Curriculum
+    from workers.learner.worker import run_learner
+
+    tasks = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(64)]
+    return lambda bus, drain: run_learner(
+        bus,
+        configuration=settings,
+        name=role,
+        drain=drain,
+        trainer=ForgetfulTrainer(),
+        curriculum=Curriculum(tasks, [], seed=1),
+    )
+
+
+async def serve(role: str, url: str, folder: str) -> None:
+    """One worker's process, until it is killed; a line of figures every second."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    async with connect(url, run=RUN, role=role, worker=role) as bus, anyio.create_task_group() as tasks:
+        tasks.start_soon(tell)
+        await work_of(role, folder)(bus, anyio.Event())
+
+
+async def tell() -> None:
+    process = psutil.Process()
+    while True:
+        await anyio.sleep(1)
+        gc.collect()
+        sample = Sample(
+            seconds=anyio.current_time(),
+            blocks=sys.getallocatedblocks(),
+            tasks=len(asyncio.all_tasks()),
+            descriptors=process.num_fds(),
+            rss_kib=process.memory_info().rss // 1024,
+        )
+        print(json.dumps(msgspec.structs.asdict(sample)), flush=True)
+
+
+async def count_results(bus: Bus, counted: list[int]) -> None:
+    async with bus.read([Subjects(RUN).episodes]) as reader:
+        while True:
+            entry = await reader.receive()
+            message = decode_any((EpisodeFinished, AttemptStarted, AttemptReleased), entry.payload, subject=entry.subject)
+            counted[0] += isinstance(message, EpisodeFinished)
+
+
+async def soak(url: str, folder: str, seconds: float) -> list[Growth]:
+    """All roles for so long, and how each has grown."""
+    counted = [0]
+    async with connect(url, run=RUN, role="test", worker="driver") as bus:
+        await bus.declare(plan_run(RUN, lanes=2, max_bytes=8 << 30, duplicate_window_seconds=10))
+        with ExitStack() as stack:
+            outputs = {role: stack.enter_context(tempfile.TemporaryFile()) for role in ROLES}
+            processes = [start(role, url, folder, outputs[role], stack) for role in ROLES]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(count_results, bus, counted)
+                await anyio.sleep(seconds * WARM_UP)
+                begun, before = anyio.current_time(), counted[0]
+                await anyio.sleep(seconds * (1 - WARM_UP))
+                episodes = counted[0] - before
+                tasks.cancel_scope.cancel()
+            dead = [role for role, process in zip(ROLES, processes, strict=True) if process.poll() is not None]
+            if dead:
+                raise SystemExit(f"ended before the soak was over: {', '.join(dead)}")
+            return [growth(role, samples_of(outputs[role]), episodes, begun) for role in ROLES]
+
+
+def start(role: str, url: str, folder: str, output: object, stack: ExitStack) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--serve", role, "--url", url, "--folder", folder]
+    process = subprocess.Popen(command, stdout=output)  # type: ignore[call-overload]
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    stack.callback(end)
+    return process  # type: ignore[no-any-return]
+
+
+def samples_of(output: object) -> list[Sample]:
+    output.seek(0)  # type: ignore[attr-defined]
+    lines = output.read().splitlines()  # type: ignore[attr-defined]
+    return [msgspec.json.decode(line, type=Sample) for line in lines if line.endswith(b"}")]
+
+
+def growth(role: str, samples: list[Sample], episodes: int, begun: float) -> Growth:
+    """What changed between the first and the last quarter of what is counted; episodes came evenly between their middles."""
+    counted = [sample for sample in samples if sample.seconds >= begun]
+    quarter = max(len(counted) // 4, 1)
+    first, last = counted[:quarter], counted[-quarter:]
+
+    def grown(field: str) -> float:
+        before, after = (statistics.median(getattr(sample, field) for sample in part) for part in (first, last))
+        return float(after - before)
+
+    between = max(round(episodes * 0.75), 1)
+    return Growth(
+        role=role,
+        episodes=between,
+        blocks_per_episode=round(grown("blocks") / between, 4),
+        tasks=round(grown("tasks"), 1),
+        descriptors=round(grown("descriptors"), 1),
+        rss_kib=round(grown("rss_kib")),
+        rss_mib_at_end=round(counted[-1].rss_kib / 1024, 1),
+    )
+
+
+async def run(seconds: float) -> list[Growth]:
+    with tempfile.TemporaryDirectory() as folder:
+        async with temporary_server() as url:
+            return await soak(url, folder, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--serve", choices=ROLES, help=argparse.SUPPRESS)
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        uvloop.run(serve(arguments.serve, arguments.url, arguments.folder))
+        return 0
+    grown = uvloop.run(run(arguments.seconds))
+    if arguments.json:
+        print(json.dumps([msgspec.structs.asdict(each) for each in grown]))
+    else:
+        for each in grown:
+            print(
+                f"{each.role:12} {each.episodes} episodes: {each.blocks_per_episode:+.4f} blocks each, "
+                f"{each.rss_kib:+} KiB resident of {each.rss_mib_at_end} MiB, {each.descriptors:+} descriptors, "
+                f"{each.tasks:+} tasks"
+            )
+    return 0 if all(each.is_flat for each in grown) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
