@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from fleetbus.bus.base import Bus, Stored
+from fleetbus.recording.objects import References
 from fleetbus.recording.reader import RecordingReader
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import FRAME_ENTRIES, RecordingWriter
@@ -26,12 +27,16 @@ EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
 
 
 class Export:
-    """Writes entries to a recording. ``selected`` episodes only, if given; ``redactor`` None keeps secrets."""
+    """Writes entries to a recording. ``selected`` episodes only, if given; ``redactor`` None keeps secrets.
+
+    ``references`` are the objects that the written entries name.
+    """
 
     def __init__(self, writer: RecordingWriter, *, redactor: Redactor | None, selected: Container[str] | None = None) -> None:
         self._writer = writer
         self._redactor = redactor
         self._selected = selected
+        self.references = References()
         self.seen = 0
         """Entries read so far, selected or not."""
 
@@ -84,7 +89,9 @@ class Export:
             chosen = (entry for entry in entries if is_selected(entry.subject, self._selected))
         if self._redactor is not None:
             chosen = map(self._redactor.clean, chosen)
-        self._writer.add(list(chosen))
+        written = list(chosen)
+        self.references.note(written)
+        self._writer.add(written)
 
 
 def is_selected(subject: str, episodes: Container[str]) -> bool:

@@ -4,7 +4,8 @@ A recording is `MAGIC`, then the checked frames of `fleetbus.archive_format`. Th
 every further one the first byte is its kind and the rest is zlib-compressed msgpack:
 
 * ``E``: a list of `ArchivedEntry`, in order of sequence;
-* ``F``: a `FilePart`, a piece of a file that was recorded with the log (weights);
+* ``F``: a `FilePart`, a piece of a file that was recorded with the log: weights, or, with a name that begins with `OBJECTS`,
+  an object of the run's bucket;
 * ``Z``: a `RecordingEnd`. Without it the writer was cut off: what is whole before is readable.
 """
 
@@ -32,6 +33,9 @@ COMPRESSION_LEVEL = 1
 
 MAX_FRAME_CONTENT_BYTES = 64 << 20
 """Decompressed content beyond this is damage, or an attack."""
+
+OBJECTS = "objects/"
+"""Name of an object's file: this and the object's name."""
 
 ENTRIES, FILE, END = b"E", b"F", b"Z"
 

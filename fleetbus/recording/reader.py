@@ -10,7 +10,7 @@ import msgspec
 from fleetbus.archive_format import ArchivedEntry, TornRecord
 from fleetbus.bus.base import Stored
 from fleetbus.errors import UserError
-from fleetbus.recording.format import FilePart, RecordingEnd, RecordingHeader, read_parts, read_start, stored
+from fleetbus.recording.format import OBJECTS, FilePart, RecordingEnd, RecordingHeader, read_parts, read_start, stored
 from schemas import Subjects
 
 
@@ -79,7 +79,11 @@ class RecordingReader:
         if len(content) == part.offset:
             content += part.data
         if part.last:
-            self.files[part.name] = bytes(self._growing.pop(part.name))
+            whole = bytes(self._growing.pop(part.name))
+            if part.name.startswith(OBJECTS):
+                self.objects[part.name.removeprefix(OBJECTS)] = whole
+            else:
+                self.files[part.name] = whole
 
 
 def read_header(path: Path) -> RecordingHeader:

@@ -81,6 +81,13 @@ class Redactor:
         self.redacted += 1
         return msgspec.structs.replace(entry, payload=msgspec.msgpack.encode(cleaned))
 
+    def finds_secret(self, content: bytes) -> bool:
+        """Whether a secret can be read in a file's bytes. What is compressed, or shown by pixels, nobody can read here."""
+        text = content.decode("latin-1")
+        if any(value in text for value in self._known) or _FORMAT.search(text):
+            return True
+        return _is_text(content) and self.clean_text(content.decode()) != content.decode()
+
     def clean_text(self, text: str) -> str:
         """One text without secrets."""
         for value in self._known:
@@ -134,6 +141,14 @@ class Redactor:
         if len(value) >= SHORTEST_KNOWN_SECRET and value not in self._known:
             self._known.add(value)
             self._known_bytes = _any_of(self._known)
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
 
 
 def environment_secrets(variables: Mapping[str, str]) -> list[str]:

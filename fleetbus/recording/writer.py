@@ -45,6 +45,13 @@ class RecordingWriter:
         self._close_frame()
         self._file.flush()
 
+    def add_content(self, name: str, content: bytes) -> None:
+        """Record ``content`` as a file called ``name``."""
+        self._close_frame()
+        for offset in range(0, max(len(content), 1), FILE_PART_BYTES):
+            data = content[offset : offset + FILE_PART_BYTES]
+            self._write(encode_part(FilePart(name, offset, data, offset + len(data) >= len(content))))
+
     def add_file(self, name: str, path: Path) -> None:
         """Record a file under ``name``; raises `OSError`."""
         self._close_frame()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from fleetbus.recording.writer import RecordingWriter
     from workers.cli.sources import Source
 
+OBJECT_SECONDS = 30.0
+"""Longest wait for one object of the bucket; what does not come is told as missing."""
+
 
 @click.command("record")
 @click.argument("source", required=False, metavar="[RUN|FILE]")
@@ -31,6 +35,17 @@ if TYPE_CHECKING:
 @click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C or SIGTERM")
 @click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be given several times")
 @click.option("--weights", is_flag=True, help="Put the published weights files that still exist into the file, too")
+@click.option(
+    "--objects/--no-objects", default=True, show_default=True, help="Put the images that messages refer to into the file, too"
+)
+@click.option(
+    "--max-objects",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    metavar="MIB",
+    help="Most MiB of objects; those first mentioned come first",
+)
 @click.option("--keep-secrets", is_flag=True, help="Do not redact; the file then holds whatever the log holds")
 @click.option("--force", is_flag=True, help="Replace the output file if there is one")
 @click.option(
@@ -46,13 +61,14 @@ def command(
 ) -> int:
     """Export the log of a run, or part of a recording, as one self-describing file.
 
-    API keys, passwords and the like are replaced by [redacted]. `fleetbus episodes FILE` shows what is in it, `fleetbus replay
+    API keys, passwords and the like are replaced by [redacted]; an object in which one can be read is left out, but nobody
+    looks at pictures. `fleetbus episodes FILE` shows what is in it, `fleetbus replay
     FILE` plays it against a worker. Exit status 0: written; 2: bad input, and nothing was written.
     """
     from fleetbus.errors import UserError
     from workers.cli.sources import is_recording
 
-    choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets")}
+    choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets", "objects", "max_objects")}
     if follow and is_recording(source):
         raise UserError("--follow needs a run that is reachable, not a file")
     given = {} if is_recording(source) else {"run__name": source}
@@ -74,10 +90,15 @@ async def _record(
     episodes: tuple[str, ...],
     weights: bool,
     keep_secrets: bool,
+    objects: bool,
+    max_objects: int,
 ) -> dict[str, Any]:
+    import msgspec
+
     from fleetbus.config.run_folder import run_folder
     from fleetbus.errors import UserError
     from fleetbus.recording.export import Export
+    from fleetbus.recording.objects import add_objects
     from fleetbus.recording.redaction import Redactor, environment_secrets
     from fleetbus.recording.writer import create_recording
     from workers.cli.sources import open_source
@@ -97,6 +118,9 @@ async def _record(
                 await _follow(export, entries_of, writer, published.last + 1)
             folder = run_folder(configuration.run).weights
             files = await anyio.to_thread.run_sync(_add_weights, writer, published.uris, folder) if weights else 0
+            names = export.references.names if objects else {}
+            async with _fetching(entries_of) as fetch:
+                added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
             writer.flush()
     return {
         "file": str(output),
@@ -104,11 +128,42 @@ async def _record(
         "entries": writer.entries,
         "bytes": writer.size_bytes,
         "last_sequence": writer.last_sequence,
+        "redacted": redactor is not None,
         "redacted_entries": redactor.redacted if redactor else 0,
         "weights_files": files,
         "weights_missing": len(published.uris) - files if weights else 0,
+        "objects": {**msgspec.structs.asdict(added), "named": len(export.references.names)},
         "torn_source": entries_of.torn,
     }
+
+
+@asynccontextmanager
+async def _fetching(source: Source) -> AsyncIterator[Callable[[str], Awaitable[bytes | None]]]:
+    """A function that reads objects where the entries came from; None for those that are not there, or do not come in time."""
+    import tempfile
+
+    from fleetbus.bus.objects import ObjectMissing
+    from fleetbus.errors import BusError
+    from workers.weights_store import objects_of
+
+    store = objects_of(source.bus, source.subjects.run) if source.bus is not None else None
+    with tempfile.TemporaryDirectory(prefix="fleetbus-record-") as place:
+        file = anyio.Path(place) / "object"
+
+        async def fetch(name: str) -> bytes | None:
+            if store is None:
+                return source.objects.get(name)
+            try:
+                with anyio.fail_after(OBJECT_SECONDS):
+                    await store.get(name, Path(file))
+                return await file.read_bytes()
+            except (ObjectMissing, BusError, OSError):  # OSError has TimeoutError below it
+                return None
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await file.unlink(missing_ok=True)
+
+        yield fetch
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
@@ -222,6 +277,21 @@ def _print(facts: dict[str, Any], output: Path, as_json: bool) -> None:
     files = f", {facts['weights_files']} weights files" if facts["weights_files"] else ""
     if facts["weights_missing"]:
         click.echo(f"fleetbus: {facts['weights_missing']} weights files are not on this machine and were left out", err=True)
-    print(f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}: {output} ({facts['bytes'] / 1e6:.2f} MB)")
+    _tell_of_objects(facts["objects"], redacted=facts["redacted"])
+    said = f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}{_objects(facts['objects'])}"
+    print(f"{said}: {output} ({facts['bytes'] / 1e6:.2f} MB)")
     if facts["torn_source"]:
         click.echo(f"fleetbus: {facts['torn_source']}", err=True)
+
+
+def _objects(found: dict[str, int]) -> str:
+    return f", {found['objects']} objects of {found['bytes'] / 1e6:.1f} MB" if found["objects"] else ""
+
+
+def _tell_of_objects(found: dict[str, int], *, redacted: bool) -> None:
+    reasons = {"missing": "are in no bucket any more", "withheld": "have a secret in them", "beyond": "exceed --max-objects"}
+    for name, reason in reasons.items():
+        if found[name]:
+            click.echo(f"fleetbus: {found[name]} objects {reason} and were left out", err=True)
+    if redacted and found["objects"]:
+        click.echo("fleetbus: nobody looked at the pictures in it for secrets; --no-objects leaves them out", err=True)

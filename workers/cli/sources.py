@@ -29,6 +29,8 @@ class Source:
         self.archive = archive
         self.torn = ""
         """What is missing at the end of a recording, once it was read."""
+        self.objects: dict[str, bytes] = {}
+        """The objects of a recording, once it was read."""
 
     async def entries(self, subjects: list[str] | None = None) -> AsyncIterator[Stored]:
         """All entries, or those that match one of these subjects (wildcards allowed), in order."""
@@ -52,7 +54,7 @@ class Source:
             reader = RecordingReader(self.file)
             async for entry in scan_recording(reader):
                 yield entry
-            self.torn = reader.torn
+            self.torn, self.objects = reader.torn, reader.objects
         elif self.bus is not None:
             async for entry in scan_whole(self.bus, self.subjects, self.archive):
                 yield entry

@@ -95,8 +95,10 @@ async def _environments(
         yield wanted
         return
     from workers.environment.by_task import environments_by_task
+    from workers.environment.picture_store import keep_pictures
     from workers.environment.specs import environment_factory
     from workers.environment.verifier import VerifierLimits
+    from workers.replay.stage_bus import StageObjects
     from workers.replay.verifying import RepeatingVerifier
 
     verifier = RepeatingVerifier(VerifierLimits(seconds=configuration.limits.verify))
@@ -107,6 +109,7 @@ async def _environments(
         observation_bytes=configuration.environment.observation_bytes,
         prompt=None if style == "auto" else style,
         configuration=configuration,
+        keep=keep_pictures(StageObjects({})) if configuration.environment.images else None,
     )
     factory = environments_by_task(wanted or configuration.run.environment, make_factory)
     async with verifier.running(), factory.running():
@@ -114,7 +117,7 @@ async def _environments(
 
 
 async def _inference(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
-    from workers.cli.engines import opened_engine
+    from workers.cli.engines import images_for, opened_engine
     from workers.replay.inference import replay_inference
     from workers.replay.stage import WORKER
 
@@ -139,6 +142,7 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
                 tolerance=replay.tolerance,
                 patience_seconds=replay.patience_seconds,
                 scorer=scoring,
+                images=lambda bus: images_for(template, bus, recording.run),
             )
     _tell_of_tokens(report, scoring)
     return report

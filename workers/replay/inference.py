@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from fleetbus.recording import Recording
 from fleetbus.recording.redaction import is_wiped
 from schemas import ANY_LANE, Action, AttemptStarted, LineageStarted, Message, PolicyPublished
 from schemas.message import MalformedMessage, decode_any
-from workers.inference.base import Generation, GenerationRequest, Sampler, Template, WeightsRejected
+from workers.inference.base import Generation, GenerationRequest, Images, Sampler, Template, WeightsRejected
 from workers.inference.worker import run_inference
 from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
 from workers.replay.expected import Expected, Scorer, expected_turns
@@ -50,10 +50,11 @@ async def replay_inference(
     tolerance: float = LOGPROB_TOLERANCE,
     patience_seconds: float = PATIENCE_SECONDS,
     scorer: Scorer | None = None,
+    images: Callable[[Bus], Images | None] = lambda bus: None,
 ) -> Report:
     """Answer every Observation again and compare the Actions. ``weights`` are files by their recorded name, for versions whose
     recorded URI does not exist any more; what no weights are found for is skipped. ``scorer`` is told beforehand which turns
-    of a version come; it stands in ``sampler``."""
+    of a version come; it stands in ``sampler``. ``images`` shows the recorded objects to a model that sees."""
     report = Report(role="inference", recorded_seconds=recording.seconds)
     began = anyio.current_time()
     stories = list(read_stories(recording.entries).values())
@@ -63,7 +64,15 @@ async def replay_inference(
         director = _Director(stage, watched, report, Pace(recording, speed), ignored, tolerance, patience_seconds, scorer)
 
         async def work(bus: Bus, drain: anyio.Event) -> None:
-            await run_inference(bus, configuration=configuration, name=WORKER, drain=drain, sampler=watched, template=template)
+            await run_inference(
+                bus,
+                configuration=configuration,
+                name=WORKER,
+                drain=drain,
+                sampler=watched,
+                template=template,
+                images=images(bus),
+            )
 
         async def direct() -> None:
             await director.direct(list(_published(recording, policy)), stories, weights or {})
@@ -196,7 +205,11 @@ class _Director:
         """What will be asked of this version, from the story's next turn on."""
         start = self._next.get(story.episode_id, 0)
         for asked, expected in expected_turns(story.turns):
-            if _newest_version(asked) == version and asked.observation.turn >= start and not _unrepeatable(story, asked):
+            if (
+                _newest_version(asked) == version
+                and asked.observation.turn >= start
+                and not _unrepeatable(story, asked, self._stage.objects)
+            ):
                 yield expected
 
     async def _play(self, story: Story, version: int) -> None:
@@ -205,7 +218,7 @@ class _Director:
             asked = story.turns[turn]
             if _newest_version(asked) > version:
                 return
-            reason = _unrepeatable(story, asked)
+            reason = _unrepeatable(story, asked, self._stage.objects)
             if turn == 0:
                 self._claim(story)
             if reason:
@@ -308,7 +321,7 @@ def _newest_version(asked: Asked) -> int:
     return asked.action.versions[-1].version if asked.action is not None and asked.action.versions else 0
 
 
-def _unrepeatable(story: Story, asked: Asked) -> str:
+def _unrepeatable(story: Story, asked: Asked, objects: Container[str]) -> str:
     """Why a recorded Action cannot be expected again; empty if it can."""
     action = asked.action
     if action is None:
@@ -320,4 +333,13 @@ def _unrepeatable(story: Story, asked: Asked) -> str:
     ids = (action.prompt_delta, action.sampled)
     if any(is_wiped(each) for each in ids) or REDACTED in repr((asked.observation.messages, action.text)):
         return "actions of which something was redacted"
+    if any(name not in objects for name in _shown(story, asked)):
+        return "actions upon images that the recording does not hold"
     return ""
+
+
+def _shown(story: Story, asked: Asked) -> Iterable[str]:
+    """The images that the model was shown up to this turn."""
+    for each in story.turns:
+        if each.action is not None and each.observation.turn <= asked.observation.turn:
+            yield from (image.object for image in each.action.images)

@@ -8,7 +8,7 @@ groups that are complete are those that were complete when the recorded batch wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from fleetbus.episodes import decoded, episode_entry
 from fleetbus.errors import UserError
 from fleetbus.ports import Ports, run_in_thread
 from fleetbus.recording import Recording
+from fleetbus.recording.objects import referenced_objects
 from schemas import (
     Action,
     CheckpointStored,
@@ -77,6 +78,7 @@ async def replay_learner(
     began = anyio.current_time()
     expected = _expected(recording)
     stories = read_told(recording)
+    _check_images(recording, stories.values())
     run = msgspec.structs.replace(configuration.run, folder=str(folder))
     configuration = msgspec.structs.replace(configuration, run=run)
     if trainer is None:  # differences to weights that nobody has cannot be made
@@ -148,6 +150,14 @@ def read_told(recording: Recording) -> dict[str, Told]:
         elif told.result is None and isinstance(message := episode_entry(entry), EpisodeFinished):
             told.result, told.result_entry = message, entry
     return found
+
+
+def _check_images(recording: Recording, stories: Iterable[Told]) -> None:
+    """A learner trains on the images that its Actions show: without them it would leave their episodes out."""
+    named = {name for told in stories for entry in told.trained for name in referenced_objects(entry)}
+    missing = len(named - set(recording.objects))
+    if missing:
+        raise UserError(f"{recording.path} lacks {missing} of {len(named)} images: record the run again, with its objects")
 
 
 class _RecordedTasks:

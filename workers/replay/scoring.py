@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from schemas import PolicyPublished, VersionSpan
+from workers.images.folders import has_vision
 from workers.inference.base import Generation, GenerationRequest, Sampler
 from workers.inference.torch import TorchSampler
 from workers.inference.torch.choosing import choose
@@ -159,7 +160,7 @@ class ScoringSampler:
 
 def scoring_sampler(sampler: Sampler, folder: Path, *, max_length: int, threads: int) -> ScoringSampler | None:
     """In front of a torch sampler of a causal language model of text; None in front of any other."""
-    if type(sampler) is not TorchSampler:
+    if type(sampler) is not TorchSampler or has_vision(folder):
         return None
     return ScoringSampler(sampler, folder, max_length=max_length, threads=threads)
 

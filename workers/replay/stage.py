@@ -138,8 +138,9 @@ BESIDE: tuple[type[Message], ...] = (AttemptStarted, AttemptReleased)
 class Stage:
     """One replay. ``bus`` is the feeding hand's own connection."""
 
-    def __init__(self, server: MemoryServer, bus: MemoryBus, configuration: Configuration) -> None:
+    def __init__(self, server: MemoryServer, bus: MemoryBus, configuration: Configuration, objects: dict[str, bytes]) -> None:
         self.server = server
+        self.objects = objects
         self.bus = bus
         self.configuration = configuration
         self.subjects = Subjects(configuration.run.name)
@@ -195,7 +196,7 @@ async def staged(
     run = configuration.run.name
     async with server.connect(run, worker="replay") as bus:
         await bus.declare(plan_run(run, pools=pools, policies=policies, lanes=configuration.nats.lanes, max_bytes=0))
-        yield Stage(server, bus, configuration)
+        yield Stage(server, bus, configuration, recording.objects)
 
 
 async def perform(stage: Stage, work: Work, direct: Callable[[], Awaitable[None]]) -> None:
@@ -203,7 +204,7 @@ async def perform(stage: Stage, work: Work, direct: Callable[[], Awaitable[None]
     drain = anyio.Event()
 
     async def play() -> None:
-        await work(stage_bus(stage.server, stage.configuration.run.name, WORKER), drain)
+        await work(stage_bus(stage.server, stage.configuration.run.name, WORKER, stage.objects), drain)
 
     async with anyio.create_task_group() as group:
         group.start_soon(play)
