@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,15 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.cancel import Cancelled, cancel_episode, drain_worker
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
 from fleetbus.episodes import read_standing
 from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from tests.support.connections import Connect, connections_to
 from workers.environment.scripted import ScriptedEnvironment
 from workers.environment.worker import run_environment
 
-Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 S = Subjects("run")
 
 
@@ -33,17 +30,13 @@ def anyio_backend() -> str:
 
 @pytest.fixture(params=["memory", "nats"])
 async def connections(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
-    if request.param == "memory":
-        server = MemoryServer()
-        yield lambda worker: server.connect("run", worker=worker)
-        return
-    async with run_server(tmp_path / "nats") as nats:
-        yield lambda worker: connect(nats.url, run="run", worker=worker)
+    async with connections_to(request.param, "run", tmp_path) as connect:
+        yield connect
 
 
 @asynccontextmanager
 async def ready(connections: Connect) -> AsyncIterator[Bus]:
-    with anyio.fail_after(20):
+    with anyio.fail_after(50):
         async with connections("test") as bus:
             await bus.declare(plan_run("run", lanes=2))
             yield bus

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +15,6 @@ from fleetbus.archive import read_archive
 from fleetbus.audit import audit_archive, audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import (
     Configuration,
@@ -31,6 +28,7 @@ from fleetbus.config.settings import (
 from fleetbus.episodes import episode_entry
 from fleetbus.errors import UserError
 from schemas import EpisodeFinished, Subjects, Task
+from tests.support.connections import Connect, connections_to
 from workers.environment.scripted import ScriptedEnvironment
 from workers.environment.worker import run_environment
 from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
@@ -39,8 +37,6 @@ from workers.learner.curriculum import Curriculum
 from workers.learner.scripted import ScriptedTrainer
 from workers.learner.worker import run_learner
 from workers.recorder.worker import RecorderSettings, run_recorder
-
-Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 LOG_BYTES = 1 << 20
 STEPS, GROUPS, GROUP_SIZE, TURNS = 12, 2, 4, 12
@@ -56,12 +52,8 @@ def anyio_backend() -> str:
 
 @pytest.fixture(params=["memory", "nats"])
 async def connections(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
-    if request.param == "memory":
-        server = MemoryServer()
-        yield lambda worker: server.connect("small", worker=worker)
-        return
-    async with run_server(tmp_path / "nats") as nats:
-        yield lambda worker: connect(nats.url, run="small", worker=worker)
+    async with connections_to(request.param, "small", tmp_path) as connect:
+        yield connect
 
 
 class Events:
@@ -184,11 +176,12 @@ async def until_all_requested_are_finished(bus: Bus, waits: anyio.Event) -> set[
     return finished
 
 
+@pytest.mark.timeout(180)
 async def test_when_the_log_is_full_new_requests_wait_admitted_work_finishes_and_with_an_archive_room_returns(
     connections: Connect, tmp_path: Path, events: Events
 ) -> None:
     trained = anyio.Event()
-    with anyio.fail_after(50):
+    with anyio.fail_after(150):
         async with connections("test") as bus, anyio.create_task_group() as group:
             await declared(bus)
             fleet = SmallFleet(connections, group, tmp_path)
@@ -211,11 +204,12 @@ async def test_when_the_log_is_full_new_requests_wait_admitted_work_finishes_and
     assert report.books.trained == STEPS * GROUPS * GROUP_SIZE
 
 
+@pytest.mark.timeout(180)
 async def test_with_an_archive_a_fleet_makes_more_than_the_log_could_hold_whoever_is_killed(
     connections: Connect, tmp_path: Path, events: Events
 ) -> None:
     trained = anyio.Event()
-    with anyio.fail_after(50):
+    with anyio.fail_after(150):
         async with connections("test") as bus, anyio.create_task_group() as group:
             await declared(bus)
             fleet = SmallFleet(connections, group, tmp_path)
@@ -246,7 +240,7 @@ async def test_with_an_archive_a_fleet_makes_more_than_the_log_could_hold_whoeve
 
 async def test_a_drained_recorder_has_archived_what_the_log_held(connections: Connect, tmp_path: Path) -> None:
     drain = anyio.Event()
-    with anyio.fail_after(20):
+    with anyio.fail_after(50):
         async with connections("test") as bus, anyio.create_task_group() as group:
             await declared(bus)
             fleet = SmallFleet(connections, group, tmp_path)
@@ -280,7 +274,7 @@ class CountedReads:
 
 
 async def test_a_recorder_that_goes_on_does_not_read_again_what_it_has_archived(connections: Connect, tmp_path: Path) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(50):
         async with connections("test") as bus:
             await declared(bus)
             configuration = Configuration(run=RunSettings(name="small", folder=str(tmp_path)))
@@ -311,7 +305,7 @@ async def test_a_run_has_one_recorder_and_an_archive_one_log(tmp_path: Path) -> 
             await bus.publish(S.session("s"), b"x")
             await run_recorder(bus, configuration=configuration, name="r", drain=drain, folder=tmp_path / "archive")
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(50):
         server = MemoryServer()
         await recorded(server)
         await recorded(server)
