@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -229,3 +231,19 @@ def test_the_picture_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
     assert header.startswith(b"\x89PNG")
     assert int.from_bytes(header[16:20], "big") >= 800
     assert not re.search("part", " ".join(path.name for path in tmp_path.iterdir()))
+
+
+def test_a_book_of_many_steps_does_not_remember_which_episodes_they_trained() -> None:
+    book = Book()
+
+    def book_steps(first: int, count: int) -> int:
+        for step in range(first, first + count):
+            episodes = tuple(f"g{step:06d}-{index}" for index in range(64))
+            metrics = {f"metric_{index}": float(step) for index in range(30)} | {"reward": 1.0}
+            book.apply(StepTrained(lineage="l1", step=step, version=step, episodes=episodes, metrics=metrics))
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = book_steps(1, 100)
+    grown = book_steps(101, 500) - before
+    assert grown / 500 < 16, "memory blocks per step; the ids alone would be 64"

@@ -24,7 +24,20 @@ from schemas import (
 )
 from workers.up.wording import STAGE_PREFIX
 
-E = TypeVar("E", StepTrained, EvaluationFinished, TrainingFinished)
+
+class BookedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What the summary needs of a step: how many episodes and not which, and few of its metrics. A run may have 100,000."""
+
+    lineage: str
+    step: int
+    trained: int
+    excluded: dict[str, int]
+    metrics: dict[str, float]
+
+
+E = TypeVar("E", BookedStep, EvaluationFinished, TrainingFinished)
+
+_KEPT_METRICS = frozenset({"reward", "success", "staleness_max", "logprob_difference_max"})
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +73,7 @@ class Book:
 
     def __init__(self) -> None:
         self._lineages: list[LineageStarted] = []
-        self._steps: list[StepTrained] = []
+        self._steps: list[BookedStep] = []
         self._evaluations: list[EvaluationFinished] = []
         self._finishes: list[TrainingFinished] = []
         self._outcomes: Counter[str] = Counter()
@@ -73,7 +86,7 @@ class Book:
             case LineageStarted():
                 self._lineages.append(message)
             case StepTrained():
-                self._steps.append(message)
+                self._steps.append(_booked(message))
             case EvaluationFinished():
                 self._evaluations.append(message)
             case TrainingFinished():
@@ -88,7 +101,11 @@ class Book:
         """The result so far."""
         steps = self._surviving(self._steps)
         evaluations = {evaluation.name: evaluation.success for evaluation in self._surviving(self._evaluations)}
-        exclusions = [step.excluded for step in steps] + [last.excluded for last in self._surviving(self._finishes)]
+        excluded: Counter[str] = Counter()
+        for step in steps:
+            excluded.update(step.excluded)
+        for last in self._surviving(self._finishes):
+            excluded.update(exclusion.reason for exclusion in last.excluded)
         return Summary(
             run=run,
             seed=seed,
@@ -97,8 +114,8 @@ class Book:
             success_end=evaluations.get("end"),
             success_end_greedy=evaluations.get("end_greedy"),
             optimizer_steps=len(steps),
-            episodes_trained=sum(len(step.episodes) for step in steps),
-            episodes_excluded=dict(Counter(exclusion.reason for each in exclusions for exclusion in each)),
+            episodes_trained=sum(step.trained for step in steps),
+            episodes_excluded=dict(excluded),
             episodes_by_outcome=dict(self._outcomes),
             policy_versions=self._versions,
             max_staleness_seen=round(max(_measured(steps, "staleness_max"), default=0)),
@@ -119,7 +136,7 @@ class Book:
         newest = self._lineages[-1].lineage if self._lineages else None
         return any(entry.lineage == newest for entry in self._finishes)
 
-    def _seconds(self, steps: Sequence[StepTrained]) -> dict[str, float]:
+    def _seconds(self, steps: Sequence[BookedStep]) -> dict[str, float]:
         total: Counter[str] = Counter()
         for step in steps:
             stages = {key: value for key, value in step.metrics.items() if key.startswith(STAGE_PREFIX)}
@@ -128,11 +145,21 @@ class Book:
         return {stage: round(seconds, 3) for stage, seconds in total.items()}
 
 
-def _curve(steps: Sequence[StepTrained], metric: str) -> list[float | None]:
+def _booked(step: StepTrained) -> BookedStep:
+    return BookedStep(
+        lineage=step.lineage,
+        step=step.step,
+        trained=len(step.episodes),
+        excluded=dict(Counter(exclusion.reason for exclusion in step.excluded)),
+        metrics={key: value for key, value in step.metrics.items() if key in _KEPT_METRICS or key.startswith(STAGE_PREFIX)},
+    )
+
+
+def _curve(steps: Sequence[BookedStep], metric: str) -> list[float | None]:
     """The metric of every step, None where it was not measured."""
     values = (step.metrics.get(metric, math.nan) for step in steps)
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _measured(steps: Sequence[StepTrained], metric: str) -> list[float]:
+def _measured(steps: Sequence[BookedStep], metric: str) -> list[float]:
     return [value for value in _curve(steps, metric) if value is not None]
