@@ -1,20 +1,32 @@
 """How fast the gateways are: real processes, clients over HTTP or WebSocket, an environment that answers at once.
 
     python benchmarks/gateway.py --json
+    OPENENV_PYTHON=.venv-openenv/bin/python python benchmarks/gateway.py --json --only openenv      # after `just test-openenv`
 
-``gym``: a nats-server, one environment worker and the remote-gym gateway; text actions. ``service``: `GymService` around an
-environment class in one process, as the protocol's own server is; text, and images of 64x64 and 512x512. ``openenv``: as
-``gym``, over a WebSocket. One client per session, as those protocols have it; CPU is that of all serving processes together.
+``gym`` and ``openenv``: a nats-server, one environment worker and the gateway; text, and images of 64x64 and 512x512, another
+one at every step: rendered, encoded as PNG and put into the run's object bucket by the worker, read from there by the gateway.
+``service``: `GymService` around an environment class in one process, as the protocol's own server is. ``real OpenEnv server``:
+that of the package `openenv`, in the same run, the same images in base64. One client per session, as those protocols have it;
+clients decode no images. CPU is that of all serving processes together, nats-server included, and by process.
 
-For comparison, the remote-gym protocol's own server on two cores of another machine (`mll-lab-nu/VAGEN` @ 2936322): text
-152-236 steps/s with one client and 216-278 with 32; 64x64 124-185 and 126-201; 512x512 17-21 and 21-30 (its client decodes the
-images, this one does not).
+For comparison, the remote-gym protocol's own server on two cores of another machine (`mll-lab-nu/VAGEN` @ 2936322), steps/s
+with one client and with 32, and its server's CPU per step with 32:
+
+    text 152-236, 216-278, 0.37 ms · 64x64 124-185, 126-201, 0.52 ms · 512x512 17-21, 21-30, 5.5 ms (its client decodes them)
+
+Where the time goes (py-spy, 32 clients, text): of the remote-gym gateway's own CPU 31 % is HTTP (h11 12, uvicorn 12, Starlette
+7), 30 % the bus (25 the system calls that write to its socket), 16 % anyio's scopes and tasks, 14 % the multipart body; the
+environment worker spends a third as much, nearly all of it on the bus. The clients (httpx) take as much CPU as all servers
+together, which is why WebSocket clients, a tenth as expensive, get four times the steps. Images: at 512x512 nine tenths of the
+CPU are the worker's PNG encoder (zlib at Pillow's default level); bucket and gateway add 0.5 ms to a step of text.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -25,7 +37,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import anyio
 import httpx
@@ -42,7 +55,11 @@ from workers.gateway.gym_service import BaseGymHandler, build_gym_service
 
 RUN = "gatewaybench"
 ACTION = "x" * 200
+GO_ON = "0"
 START_SECONDS = 30.0
+
+Serving = dict[str, int]
+"""Process ids by name."""
 
 Step = Callable[[], Awaitable[None]]
 Player = Callable[[str], AbstractAsyncContextManager[Step]]
@@ -80,42 +97,56 @@ def serve_painter(port: int) -> None:
 
 
 @asynccontextmanager
-async def on_the_bus(kind: str) -> AsyncIterator[tuple[str, tuple[int, ...]]]:
+async def on_the_bus(kind: str, environment: str) -> AsyncIterator[tuple[str, Serving]]:
     """The address of a gateway, and the processes behind it."""
     port = free_port()
     async with temporary_server() as url, connect(url, run=RUN) as bus:
         await bus.declare(plan_run(RUN))
+        (server,) = (child for child in psutil.Process().children() if "nats-server" in child.name())
         common = ("--nats", url, "--run", RUN, "--log-level", "warning")
-        with running("-m", "workers.cli", "environment", "--environment", "scripted:1000000", *common) as environment:
+        with running("-m", "workers.cli", "environment", "--environment", environment, *common) as worker:
             with running("-m", "workers.cli", "gateway", kind, "--port", str(port), *common) as gateway:
                 with anyio.fail_after(START_SECONDS):
                     async with bus.read([Subjects(RUN).life("*", "*")]) as reader:
                         for _ in range(2):
                             await reader.receive()
-                yield f"http://127.0.0.1:{port}", (environment.pid, gateway.pid)
+                yield f"http://127.0.0.1:{port}", {"gateway": gateway.pid, "environment": worker.pid, "nats": server.pid}
 
 
 @asynccontextmanager
-async def in_one_process() -> AsyncIterator[tuple[str, tuple[int, ...]]]:
+async def of_openenv(python: str) -> AsyncIterator[tuple[str, Serving]]:
+    """The real OpenEnv server."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    with running(str(Path(__file__).with_name("openenv_painted.py")), str(port), python=python) as process:
+        yield await answering(port), {"server": process.pid}
+
+
+@asynccontextmanager
+async def in_one_process() -> AsyncIterator[tuple[str, Serving]]:
+    """`GymService` around a class."""
+    port = free_port()
     with running(__file__, "--serve", str(port)) as process:
-        with anyio.fail_after(START_SECONDS):
-            async with httpx.AsyncClient() as client:
-                while True:
-                    try:
-                        await client.get(f"{url}/health")
-                        break
-                    except httpx.TransportError:
-                        await anyio.sleep(0.1)
-        yield url, (process.pid,)
+        yield await answering(port), {"service": process.pid}
+
+
+async def answering(port: int) -> str:
+    """The address of a server, once it answers."""
+    url = f"http://127.0.0.1:{port}"
+    with anyio.fail_after(START_SECONDS):
+        async with httpx.AsyncClient() as client:
+            while True:
+                try:
+                    await client.get(f"{url}/health")
+                    return url
+                except httpx.TransportError:
+                    await anyio.sleep(0.1)
 
 
 class running:
-    """A process of this Python for the length of a block."""
+    """A process of this Python, or another one, for the length of a block."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen([sys.executable, *arguments])
+    def __init__(self, *arguments: str, python: str = sys.executable) -> None:
+        self._process = subprocess.Popen([python, *arguments], cwd=ROOT)
 
     def __enter__(self) -> subprocess.Popen[bytes]:
         return self._process
@@ -131,7 +162,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def gym_player(config: dict[str, Any]) -> Player:
+def gym_player(config: dict[str, Any], action: str = ACTION) -> Player:
     @asynccontextmanager
     async def player(url: str) -> AsyncIterator[Step]:
         async with httpx.AsyncClient(timeout=120) as client:
@@ -143,10 +174,10 @@ def gym_player(config: dict[str, Any]) -> Player:
                 response.raise_for_status()
                 return decode_response(response.headers["content-type"], response.content).fields
 
-            session = (await call("/connect", {"env_config": config, "seed": 1}))["session_id"]
+            session = (await call("/connect", {"env_config": config, "seed": secrets.randbelow(1 << 30)}))["session_id"]
 
             async def step() -> None:
-                await call("/call", {"session_id": session, "method": "step", "params": {"action_str": ACTION}})
+                await call("/call", {"session_id": session, "method": "step", "params": {"action_str": action}})
 
             yield step
             await call("/call", {"session_id": session, "method": "close"})
@@ -154,24 +185,32 @@ def gym_player(config: dict[str, Any]) -> Player:
     return player
 
 
-@asynccontextmanager
-async def openenv_player(url: str) -> AsyncIterator[Step]:
-    async with connect_socket(url.replace("http", "ws", 1) + "/ws", compression=None) as client:
+def openenv_player(settings: dict[str, Any], action: str = ACTION) -> Player:
+    @asynccontextmanager
+    async def player(url: str) -> AsyncIterator[Step]:
+        async with connect_socket(url.replace("http", "ws", 1) + "/ws", compression=None, max_size=None) as client:
 
-        async def ask(kind: str, data: dict[str, Any]) -> None:
-            await client.send(json.dumps({"type": kind, "data": data}))
-            told = json.loads(await client.recv())
-            assert told["type"] == "observation", told
+            async def ask(kind: str, data: dict[str, Any]) -> None:
+                await client.send(json.dumps({"type": kind, "data": data}))
+                told = json.loads(await client.recv())
+                assert told["type"] == "observation", told
 
-        await ask("reset", {"seed": 1})
+            await ask("reset", {"seed": secrets.randbelow(1 << 30), **settings})
 
-        async def step() -> None:
-            await ask("step", {"text": ACTION})
+            async def step() -> None:
+                await ask("step", {"text": action})
 
-        yield step
+            yield step
+
+    return player
 
 
-async def measured(plan: Plan, url: str, processes: tuple[int, ...], player: Player) -> dict[str, Any]:
+def painted(size: int) -> dict[str, Any]:
+    """What makes the environments of the bus show images."""
+    return {"id": "fleetbus/Painted-v0", "frames": True, "kwargs": {"size": size}, "modules": ["benchmarks.painted"]}
+
+
+async def measured(plan: Plan, url: str, serving: Serving, player: Player) -> dict[str, Any]:
     """All sessions at once, after each has made one step."""
     latencies: list[float] = []
     begin, everybody = anyio.Event(), anyio.Event()
@@ -194,41 +233,53 @@ async def measured(plan: Plan, url: str, processes: tuple[int, ...], player: Pla
         for _ in range(plan.sessions):
             group.start_soon(play)
         await everybody.wait()
-        before, started, own = cpu_of(processes), time.perf_counter(), time.process_time()
+        before, started, own = cpu_of(serving), time.perf_counter(), time.process_time()
         begin.set()
-    wall = time.perf_counter() - started
-    fields = latency_fields(latencies, wall_seconds=wall, cpu_seconds=cpu_of(processes) - before)
-    client_us = (time.process_time() - own) / len(latencies) * 1e6
-    return {"clients": plan.sessions, **fields, "client_cpu_us_per_step": round(client_us, 1)}
+    wall, steps = time.perf_counter() - started, len(latencies)
+    spent = {name: seconds - before[name] for name, seconds in cpu_of(serving).items()}
+    fields = latency_fields(latencies, wall_seconds=wall, cpu_seconds=sum(spent.values()))
+    by_process = {name: round(seconds / steps * 1e6) for name, seconds in spent.items()}
+    client_us = round((time.process_time() - own) / steps * 1e6, 1)
+    return {"clients": plan.sessions, **fields, "cpu_us_by_process": by_process, "client_cpu_us_per_step": client_us}
 
 
-def cpu_of(processes: tuple[int, ...]) -> float:
-    times = [psutil.Process(process).cpu_times() for process in processes]
-    return sum(each.user + each.system for each in times)
+def cpu_of(serving: Serving) -> dict[str, float]:
+    """Seconds of CPU by process, those that it started included."""
+    times = {name: psutil.Process(process).cpu_times() for name, process in serving.items()}
+    return {name: each.user + each.system for name, each in times.items()}
 
 
-async def main(plans: list[Plan]) -> None:
-    gym, openenv, service = on_the_bus("gym"), on_the_bus("openenv"), in_one_process()
+async def main(plans: list[Plan], only: str) -> None:
+    sizes, images = (0, 64, 512), (64, 512)
     cases: list[tuple[Any, list[tuple[str, Player]]]] = [
-        (gym, [("gym, text", gym_player({}))]),
-        (openenv, [("openenv, text", openenv_player)]),
-        (service, [(f"service, {size or 'text'}", gym_player({"size": size})) for size in (0, 64, 512)]),
+        (on_the_bus("gym", "scripted:1000000"), [("gym, text", gym_player({}))]),
+        (on_the_bus("gym", "gym:"), [(f"gym, {size}", gym_player(painted(size), GO_ON)) for size in images]),
+        (on_the_bus("openenv", "scripted:1000000"), [("openenv, text", openenv_player({}))]),
+        (on_the_bus("openenv", "gym:"), [(f"openenv, {size}", openenv_player(painted(size), GO_ON)) for size in images]),
+        (in_one_process(), [(f"service, {size or 'text'}", gym_player({"size": size})) for size in sizes]),
     ]
+    if python := os.environ.get("OPENENV_PYTHON"):
+        players = [(f"real OpenEnv server, {size or 'text'}", openenv_player({"size": size})) for size in sizes]
+        cases.append((of_openenv(python), players))
     for entered, players in cases:
-        async with entered as (url, processes):
-            for name, player in players:
+        wanted = [(name, player) for name, player in players if only in name]
+        if not wanted:
+            continue
+        async with entered as (url, serving):
+            for name, player in wanted:
                 for plan in plans:
-                    print(json.dumps({"case": name} | await measured(plan, url, processes, player)), flush=True)
+                    print(json.dumps({"case": name} | await measured(plan, url, serving, player)), flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="1,32")
     parser.add_argument("--turns", default="200,30")
+    parser.add_argument("--only", default="", help="cases whose name has this in it, as in 'gym' or '512'")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="the output is JSON in any case")
     options = parser.parse_args()
     if options.serve:
         serve_painter(options.serve)
     else:
-        anyio.run(main, parse_plan(options.clients, options.turns), backend_options={"use_uvloop": True})
+        anyio.run(main, parse_plan(options.clients, options.turns), options.only, backend_options={"use_uvloop": True})
