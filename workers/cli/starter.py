@@ -11,16 +11,19 @@ import click
 @click.command("starter")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option("--seed", default=0, metavar="N", help="Seed of conversations and training [0]")
+@click.option("--vision", is_flag=True, help="Build a small model that sees, for the environment colours")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON")
-def command(folder: Path | None, seed: int, as_json: bool) -> None:
+def command(folder: Path | None, seed: int, vision: bool, as_json: bool) -> None:
     """Say where the starter policy is that comes with fleetbus, or build one from nothing into FOLDER.
 
     Building takes minutes on one core and needs `pip install 'fleetbus[torch]'`. Use it with `fleetbus up --model FOLDER`.
     """
+    if folder is None and vision:
+        raise click.UsageError("--vision needs a FOLDER: no model that sees is shipped")
     if folder is None:
         _tell(as_json)
     else:
-        _build(folder, seed, as_json)
+        _build(folder, seed, vision, as_json)
 
 
 def _tell(as_json: bool) -> None:
@@ -29,7 +32,7 @@ def _tell(as_json: bool) -> None:
     print(json.dumps({"folder": str(starter_folder())}) if as_json else starter_folder())
 
 
-def _build(folder: Path, seed: int, as_json: bool) -> None:
+def _build(folder: Path, seed: int, vision: bool, as_json: bool) -> None:
     import msgspec
 
     from fleetbus.errors import UserError
@@ -37,11 +40,16 @@ def _build(folder: Path, seed: int, as_json: bool) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: name a new folder")
     try:
-        from workers.starter.build import build_starter
+        if vision:
+            from workers.starter.seeing import build_seeing_starter as build
+        else:
+            from workers.starter.build import build_starter as build
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'fleetbus[environment,torch]'") from error
-    report = build_starter(folder, seed=seed, report=lambda line: click.echo(line, err=as_json))
+        extras = "torch,vision" if vision else "environment,torch"
+        raise UserError(f"{error.name} is not installed: pip install 'fleetbus[{extras}]'") from error
+    report = build(folder, seed=seed, report=lambda line: click.echo(line, err=as_json))
     if as_json:
         print(json.dumps({"folder": str(folder), **msgspec.structs.asdict(report)}))
     else:
-        print(f"built in {folder}; train it with `fleetbus up --model {folder}`")
+        how = " --environment colours --environment-images --tasks FILE" if vision else ""
+        print(f"built in {folder}; train it with `fleetbus up --model {folder}{how}`")
