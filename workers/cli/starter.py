@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,11 +41,16 @@ def _build(folder: Path, seed: int, vision: bool, as_json: bool) -> None:
 
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: name a new folder")
+    build: Callable[..., Any]
     try:
         if vision:
-            from workers.starter.seeing import build_seeing_starter as build
+            from workers.starter.seeing import build_seeing_starter
+
+            build = build_seeing_starter
         else:
-            from workers.starter.build import build_starter as build
+            from workers.starter.build import build_starter
+
+            build = build_starter
     except ModuleNotFoundError as error:
         extras = "torch,vision" if vision else "environment,torch"
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[{extras}]'") from error

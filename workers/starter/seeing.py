@@ -61,8 +61,9 @@ class SeeingReport(msgspec.Struct, frozen=True, kw_only=True):
 def build_seeing_starter(
     folder: Path, *, seed: int = 0, steps: int = STEPS, report: Callable[[str], None] = lambda line: None
 ) -> SeeingReport:
-    """Write a model folder that `from_pretrained` loads. The same seed gives the same files on the same machine. Raises `OSError`
-    when the folder cannot be written."""
+    """Write a model folder that `from_pretrained` loads; on one thread. The same seed gives the same files on the same machine.
+    Raises `OSError` when the folder cannot be written."""
+    torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = new_tokenizer()
