@@ -129,19 +129,26 @@ def test_an_environment_that_hangs_is_found() -> None:
     assert len(report.differences) == 33
 
 
-def test_the_inference_role_replays_as_recorded() -> None:
+@pytest.mark.parametrize("sample_again", [False, True])
+def test_the_inference_role_replays_as_recorded(sample_again: bool) -> None:
     pytest.importorskip("torch")
-    report = replay_now(GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
+    report = replay_now(
+        GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, sample_again=sample_again
+    )
     report.check()
     assert report.compared == {"Action": 66}
 
 
-def test_a_changed_template_is_found_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sample_again", [False, True])
+def test_a_changed_template_is_found_and_named(tmp_path: Path, sample_again: bool) -> None:
     pytest.importorskip("torch")
     changed = copy_of_model(tmp_path)
     file = changed / "chat_template.jinja"
     file.write_text(file.read_text().replace("{{ message.content }}", "{{ message.content }} "))
-    difference = differing(replay_now(GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=changed))
+    report = replay_now(
+        GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=changed, sample_again=sample_again
+    )
+    difference = differing(report)
     assert difference.message.startswith("Action of turn 0 of episode ") and difference.field.startswith("prompt_delta")
 
 
@@ -161,17 +168,20 @@ def test_the_learner_replays_as_recorded() -> None:
     assert report.compared["StepTrained"] == 3 and report.compared["PolicyPublished"] == 4
 
 
-def test_a_changed_advantage_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
+@pytest.mark.parametrize("until", ["batches", "weights"])
+def test_a_changed_advantage_is_found_and_named(until: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if until == "weights":
+        pytest.importorskip("torch")
     original = advantages.ADVANTAGES["grpo"]
 
     def changed(*arguments: Any, **options: Any) -> Any:
         return np.asarray(original(*arguments, **options)) * 1.01
 
     monkeypatch.setitem(advantages.ADVANTAGES, "grpo", changed)
-    difference = differing(
-        replay_now(GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE)
+    report = replay_now(
+        GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE, until=until
     )
+    difference = differing(report)
     assert difference.message == "StepTrained step 1"
     assert difference.field.startswith("metrics.advantage_")
 

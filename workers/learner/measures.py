@@ -42,7 +42,11 @@ def measure_groups(
 
 
 def measure_advantages(sequences: Sequence[TrainingSequence]) -> dict[str, float]:
-    """The advantages of a batch over its sampled tokens: so that a replay can tell whether they are the same."""
+    """The advantages of a batch over its sampled tokens: so that a replay can tell whether they are the same.
+
+    ``advantage_moment`` is the mean of advantage times place in the batch (0 to 1): the same advantages given to other
+    episodes have the same extremes and the same mean size, but not the same moment.
+    """
     found = np.concatenate([sequence.advantages[sequence.loss_mask] for sequence in sequences])
     if not len(found):
         return {}
@@ -50,4 +54,5 @@ def measure_advantages(sequences: Sequence[TrainingSequence]) -> dict[str, float
         "advantage_min": float(found.min()),
         "advantage_max": float(found.max()),
         "advantage_size_mean": float(np.abs(found).mean()),
+        "advantage_moment": float((found.astype(np.float64) * np.linspace(0.0, 1.0, len(found))).mean()),
     }
