@@ -196,7 +196,7 @@ async def test_a_role_drains_on_sigterm_and_exits_0(tmp_path: Path) -> None:
             cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            with anyio.fail_after(40):
+            with anyio.fail_after(50):
                 async with connect(server.url, run="default", role="test", worker="test") as bus:
                     async with bus.read([Subjects("default").life("environment", "e1")]) as reader:
                         assert isinstance(decode(WorkerStarted, (await reader.receive()).payload), WorkerStarted)

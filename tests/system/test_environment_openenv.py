@@ -62,7 +62,7 @@ async def playing(
     double: OpenEnvDouble, *, task: Task | None = None, grader: Any = None, prompt: Any = "compact"
 ) -> AsyncIterator[tuple[OpenEnvEnvironment, Start]]:
     environment = OpenEnvEnvironment(OpenEnvServer(double.url), grader=grader or RecordingGrader(), prompt=prompt)
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         try:
             await environment.open(task or Task(key="t", prompt="Play."))
             yield environment, await environment.reset()
@@ -190,7 +190,7 @@ async def test_a_full_server_makes_episodes_wait_and_fails_none() -> None:
 
     async with openenv_double(sessions=2) as double:
         server = OpenEnvServer(double.url)
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             async with server.running(), anyio.create_task_group() as group:
                 for number in range(12):
                     group.start_soon(play, server, number)
@@ -239,7 +239,7 @@ async def test_calls_at_the_same_time_get_their_own_replies() -> None:
         async def step(message: str) -> None:
             replies[message] = (await session.step({"message": message})).observation["echoed"]
 
-        with anyio.fail_after(20):
+        with anyio.fail_after(50):
             async with anyio.create_task_group() as group:
                 for number in range(20):
                     group.start_soon(step, str(number))
@@ -250,7 +250,7 @@ async def test_calls_at_the_same_time_get_their_own_replies() -> None:
 async def test_an_idle_session_is_pinged_so_that_the_server_keeps_it() -> None:
     async with openenv_double() as double:
         server = OpenEnvServer(double.url, keep_alive=0.1)
-        with anyio.fail_after(20):
+        with anyio.fail_after(50):
             async with server.running():
                 session = await server.open_session()
                 while not any(frame.get("data", {}).get("method") == "ping" for frame in double.frames):  # noqa: ASYNC110
@@ -272,7 +272,7 @@ async def test_the_session_is_given_back_at_the_end() -> None:
     async with openenv_double() as double:
         async with playing(double):
             assert double.active == 1
-        with anyio.fail_after(20):
+        with anyio.fail_after(50):
             while double.active:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         assert double.frames[-1] == {"type": "close"}

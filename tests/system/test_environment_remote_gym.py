@@ -46,7 +46,7 @@ async def playing(
     task: Task, *, keep: Any = None, pool: ServerPool | None = None
 ) -> AsyncIterator[tuple[RemoteGymEnvironment, Start]]:
     pool = pool or ServerPool()
-    with anyio.fail_after(40):
+    with anyio.fail_after(50):
         async with pool.running():
             environment = RemoteGymEnvironment(pool, (), keep=keep)
             try:
@@ -167,7 +167,7 @@ async def test_a_full_server_makes_episodes_wait_and_fails_none() -> None:
 
     async with remote_gym_double(double):
         pool = ServerPool()
-        with anyio.fail_after(40):
+        with anyio.fail_after(50):
             async with pool.running(), anyio.create_task_group() as group:
                 for number in range(10):
                     group.start_soon(play, pool, number)
@@ -246,7 +246,7 @@ async def test_an_episode_moves_on_before_its_first_step_and_not_after_it() -> N
     first, second = RemoteGymDouble(), RemoteGymDouble()
     async with remote_gym_double(first, second):
         pool = ServerPool(draw=lambda: 0.5)
-        with anyio.fail_after(40):
+        with anyio.fail_after(50):
             async with pool.running():
                 environment = RemoteGymEnvironment(pool, ())
                 await environment.open(make_task(first, second, retries=0))

@@ -64,7 +64,7 @@ async def test_the_spec_and_the_variables_name_the_platform(monkeypatch: pytest.
         for spec, variable in ((f"fleet:{server.url}/", "http://127.0.0.1:9/"), ("fleet", server.url)):
             monkeypatch.setenv("FLEET_BASE_URL", variable)
             factory = environment_factory(spec, verifier=NoGrader(), configuration=settings())
-            with anyio.fail_after(30):
+            with anyio.fail_after(50):
                 async with factory.running():
                     environment = factory()
                     await environment.open(TASK)

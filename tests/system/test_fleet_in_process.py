@@ -98,7 +98,7 @@ async def test_a_fleet_trains_every_requested_episode_once(connections: Connect,
     configuration = configured(tmp_path)
     subjects = Subjects("fleet")
     drain = anyio.Event()
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         async with connections("test") as bus:
             await bus.declare(plan_run("fleet", lanes=4, max_bytes=1 << 28))
             async with anyio.create_task_group() as group:
@@ -124,7 +124,7 @@ async def test_a_fleet_trains_every_requested_episode_once(connections: Connect,
 async def test_a_run_ends_with_its_evaluations_in_the_log(connections: Connect, tmp_path: Path) -> None:
     configuration = configured(tmp_path, steps=1)
     drain = anyio.Event()
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         async with connections("test") as bus:
             await bus.declare(plan_run("fleet", lanes=4, max_bytes=1 << 28))
             async with anyio.create_task_group() as group:

@@ -80,7 +80,7 @@ async def test_a_worker_that_stops_in_the_middle_of_episodes_deletes_all_of_its_
         make, running = fleet_factory(
             "fleet", server.url, configuration=settings(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
         )
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             async with running():
                 for _ in range(3):
                     await make().open(TASK)
@@ -164,7 +164,7 @@ async def test_instances_get_heartbeats_while_they_live(monkeypatch: pytest.Monk
             "fleet", server.url, configuration=configuration, grader=NoGrader(), prompt="fleet", observation_bytes=32_768
         )
         monkeypatch.setattr(fleet_host, "BEATS_PER_INTERVAL", 1000)
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             async with running():
                 environment = make()
                 await environment.open(TASK)

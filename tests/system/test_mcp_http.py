@@ -73,7 +73,7 @@ class Toolbox:
 async def playing(spec: str, *, call_seconds: float = 60.0) -> AsyncIterator[McpEnvironment]:
     configuration = Configuration(limits=LimitSettings(tool_call=call_seconds))
     factory = environment_factory(spec, verifier=NoGrader(), configuration=configuration)
-    with anyio.fail_after(40):
+    with anyio.fail_after(50):
         async with factory.running():
             environment = factory()
             assert isinstance(environment, McpEnvironment)
@@ -88,7 +88,7 @@ async def playing(spec: str, *, call_seconds: float = 60.0) -> AsyncIterator[Mcp
 async def refused(spec: str) -> str:
     """Why an episode cannot begin."""
     factory = environment_factory(spec, verifier=NoGrader())
-    with anyio.fail_after(40):
+    with anyio.fail_after(50):
         async with factory.running():
             environment = factory()
             with pytest.raises(EnvironmentFailed) as caught:

@@ -74,7 +74,7 @@ def game(folder: Path, *, tool: str = "new_game", call_seconds: float = 60.0) ->
 
 async def opened(factory: EnvironmentFactory, seed: int | None = None) -> Environment:
     environment = factory()
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         await environment.open(Task(key="t", prompt="p", seed=seed))
     return environment
 
@@ -87,7 +87,7 @@ def seen(step: Step) -> str:
 
 async def moved(environment: Environment) -> tuple[int, int]:
     """The process that answered, and its count."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         process, count = json.loads(seen(await environment.step(call("move"))))
     return process, count
 
@@ -161,7 +161,7 @@ async def test_a_process_with_a_call_that_timed_out_is_not_used_again(folder: Pa
     async with factory.running():
         first = await opened(factory)
         (folder / "hang").touch()
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             assert "abandoned" in seen(await first.step(call("move")))
         (folder / "hang").unlink()
         await first.close()
@@ -184,7 +184,7 @@ async def test_a_server_that_cannot_be_reset_fails_the_episode(folder: Path) -> 
     async with factory.running():
         (folder / "no-reset").touch()
         environment = factory()
-        with anyio.fail_after(30), pytest.raises(EnvironmentFailed, match="could not be reset: refused"):
+        with anyio.fail_after(50), pytest.raises(EnvironmentFailed, match="could not be reset: refused"):
             await environment.open(Task(key="t", prompt="p"))
         await environment.close()
         assert not children()
@@ -194,7 +194,7 @@ async def test_a_reset_tool_that_is_not_there_is_named(folder: Path) -> None:
     factory = game(folder, tool="begin")
     async with factory.running():
         environment = factory()
-        with anyio.fail_after(30), pytest.raises(EnvironmentFailed, match="no tool 'begin'"):
+        with anyio.fail_after(50), pytest.raises(EnvironmentFailed, match="no tool 'begin'"):
             await environment.open(Task(key="t", prompt="p"))
         await environment.close()
         assert not children()

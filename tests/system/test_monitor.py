@@ -126,7 +126,7 @@ async def empty_run() -> AsyncIterator[tuple[Page, Bus]]:
 
 
 async def test_the_page_and_its_files_come_from_here_alone() -> None:
-    with anyio.fail_after(40):
+    with anyio.fail_after(50):
         async with empty_run() as (page, _):
             answer = await page.client.get("/")
             assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
@@ -141,7 +141,7 @@ async def test_the_page_and_its_files_come_from_here_alone() -> None:
 
 
 async def test_a_run_without_anything_is_shown_as_empty() -> None:
-    with anyio.fail_after(40):
+    with anyio.fail_after(50):
         async with empty_run() as (page, _):
             overview = await page.get("/api/overview")
             assert (overview["run"], overview["workers"], overview["numbers"]["requested"]) == (RUN, [], 0)
@@ -154,7 +154,7 @@ async def test_a_run_without_anything_is_shown_as_empty() -> None:
 
 async def test_another_sites_name_for_this_machine_is_refused() -> None:
     """A page elsewhere whose name points here must not read what is served here."""
-    with anyio.fail_after(40):
+    with anyio.fail_after(50):
         async with empty_run() as (page, _):
             answer = await page.client.get("/api/overview", headers={"host": "evil.example"})
     assert answer.status_code == 400
@@ -252,7 +252,7 @@ async def test_episodes_are_listed_filtered_and_shown_token_by_token() -> None:
 
 
 async def test_stopping_ends_streams_that_are_still_open() -> None:
-    with anyio.fail_after(40):
+    with anyio.fail_after(50):
         server = MemoryServer()
         async with server.connect(RUN) as bus:
             await bus.declare(plan_run(RUN, lanes=2))

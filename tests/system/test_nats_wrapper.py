@@ -123,7 +123,7 @@ async def test_a_cancelled_flush_deafens_the_bare_client(server: NatsServerProce
     try:
         heard = await client.subscribe("trap1")
         await _cancel_flush(client)
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             while not client._reading_task.done():  # noqa: ASYNC110  # nothing tells of it: that is the trap
                 await anyio.sleep(0.005)
         await client.publish("trap1", b"x")
@@ -162,7 +162,7 @@ async def test_a_deaf_connection_is_noticed_and_replaced(server: NatsServerProce
         wire = bus._connection.wire
         wire._reading_task.cancel()
         assert wire.is_connected
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             await bus.publish(SUBJECTS.episode("deaf"), b"x")
         assert wire.stats["reconnects"] == 1
 
@@ -224,7 +224,7 @@ async def test_publishing_on_the_bus_to_a_peer_that_stops_reading_can_be_cancell
 
     async with ready_bus(server.url), Peer(server.url).running() as peer, connect(peer.url, run=RUN) as bus:
         peer.reading = anyio.Event()
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             async with anyio.create_task_group() as tasks:
                 for number in range(150):
                     tasks.start_soon(publish, bus, number)
@@ -267,7 +267,7 @@ async def test_a_left_pull_on_the_bus_leaves_no_request_behind(server: NatsServe
         await _until_waiting(bus, 0)
         await bus.publish(SUBJECTS.task("default", "free"), b"x")
         async with other.pull(tasks_consumer("default"), credits=1) as subscription:
-            with anyio.fail_after(30):
+            with anyio.fail_after(50):
                 delivery = await subscription.receive()
             assert delivery.delivered == 1
             await delivery.ack()
@@ -280,7 +280,7 @@ async def _waiting(bus: Any) -> int:
 
 
 async def _until_waiting(bus: Any, count: int) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         while await _waiting(bus) != count:
             await anyio.lowlevel.checkpoint()
 
@@ -388,7 +388,7 @@ async def test_a_bare_publish_to_a_dead_server_gives_up_and_the_bus_does_not(
         async def publish() -> None:
             results.append(await bus.publish(SUBJECTS.episode("survivor"), b"x", expected_last=0))
 
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(publish)
                 with pytest.raises(NatsTimeoutError):
@@ -415,7 +415,7 @@ async def test_after_a_reconnect_the_inboxes_of_before_are_gone_and_what_waits_i
             peer.heard.clear()
             peer.reading.set()
             await anyio.to_thread.run_sync(portal.call, server.restart)
-            with anyio.fail_after(30):
+            with anyio.fail_after(50):
                 delivery = await subscription.receive()
             await delivery.ack()
         assert inbox + b"." not in peer.heard

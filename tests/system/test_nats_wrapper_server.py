@@ -132,7 +132,7 @@ def _servers_on(store: Path) -> list[int]:
 
 async def test_a_stopped_server_is_killed_after_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetbus.bus.nats.server.STOP_LIMIT_SECONDS", 0.2)
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         async with run_server(tmp_path) as server:
             pid = server.pid
             os.kill(pid, signal.SIGSTOP)
@@ -171,7 +171,7 @@ def orphan(tmp_path: Path) -> Generator[subprocess.Popen[bytes]]:
 
 
 async def test_a_server_whose_owner_was_killed_is_replaced(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anyio.to_thread.run_sync, orphan.wait)  # reaped as init would
             async with run_server(tmp_path) as server:
@@ -182,7 +182,7 @@ async def test_a_server_whose_owner_was_killed_is_replaced(tmp_path: Path, orpha
 async def test_a_bad_config_is_reported_in_the_servers_own_words(tmp_path: Path) -> None:
     config = tmp_path / "server.conf"
     config.write_text("no_such_option: 1")
-    with anyio.fail_after(30), pytest.raises(UserError, match="no_such_option"):
+    with anyio.fail_after(50), pytest.raises(UserError, match="no_such_option"):
         async with run_server(tmp_path / "store", config=config):
             pass
 

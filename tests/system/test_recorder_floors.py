@@ -60,7 +60,7 @@ def naive_floor(floors: dict[str, int]) -> int:
 
 async def test_the_naive_floor_drops_what_an_idle_consumer_has_yet_to_deliver_and_the_safe_floor_does_not(bus: Bus) -> None:
     waiting = S.observation("default", "i0", "a")
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         await publish(bus, S.task("default", "a"))
         await publish(bus, waiting)  # nobody has pulled from lane i0 yet
         await publish(bus, S.observation("default", "any", "a"), 3)
@@ -82,7 +82,7 @@ async def test_the_naive_floor_drops_what_an_idle_consumer_has_yet_to_deliver_an
 
 
 async def test_the_lowest_ack_floor_of_all_never_moves_while_the_safe_floor_follows_the_log(bus: Bus) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         await publish(bus, S.episode("a"), 20)
         assert min(floor.ack_floor for floor in await bus.consumer_floors()) == 0
         assert await safe_floor(bus, limit=END) == 20
@@ -90,7 +90,7 @@ async def test_the_lowest_ack_floor_of_all_never_moves_while_the_safe_floor_foll
 
 
 async def test_a_message_that_is_held_keeps_everything_after_it(bus: Bus) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         await publish(bus, S.episode("a"), 4)
         await publish(bus, S.task("default", "a"), 1)
         await publish(bus, S.episode("a"), 4)
@@ -104,7 +104,7 @@ async def test_a_message_that_is_held_keeps_everything_after_it(bus: Bus) -> Non
 
 
 async def test_a_settled_message_on_the_lane_of_a_dead_worker_holds_nobody_back(bus: Bus) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         await publish(bus, S.observation("default", "i1", "settled"), 2)
         await publish(bus, S.episode("settled"), 2)
         await publish(bus, S.observation("default", "i1", "open"), 1)

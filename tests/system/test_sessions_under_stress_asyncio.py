@@ -34,7 +34,7 @@ class LeakyEnvironment(ScriptedEnvironment):
 
 
 async def test_a_cancellation_that_nobody_asked_for_ends_its_episode_alone() -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(50):
         async with small_fleet() as fleet:
             worker = fleet.environment("environment-0", make=LeakyEnvironment)
             fleet.inference("inference-0")

@@ -87,7 +87,7 @@ class Stage:
 
     async def until(self, event: str, count: int) -> None:
         """Wait for scripted processes in other processes: only polling can."""
-        with anyio.fail_after(40):
+        with anyio.fail_after(50):
             while len(self.names(event)) < count:  # noqa: ASYNC110
                 await anyio.sleep(0.02)
 
@@ -211,7 +211,7 @@ async def test_kill_ends_processes_and_their_children_at_once(tmp_path: Path) ->
             grandchild = int(next(happened for _, happened, _ in stage.events() if "child=" in happened).partition("=")[2])
             assert _alive(grandchild)
             fleet.kill()
-    with anyio.fail_after(30):
+    with anyio.fail_after(50):
         while _alive(grandchild):  # noqa: ASYNC110
             await anyio.sleep(0.02)
     assert stage.names("drained") == [] and stage.running() == []

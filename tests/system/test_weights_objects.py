@@ -99,7 +99,7 @@ async def test_a_cancelled_put_makes_nothing_visible(bus: NatsBus, tmp_path: Pat
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(store.put, "half", tmp_path / "in")
-            with anyio.fail_after(30):
+            with anyio.fail_after(50):
                 while not (await _messages(bus)):  # noqa: ASYNC110  # the server tells nobody
                     await anyio.sleep(0.01)
             scope.cancel()

@@ -65,7 +65,7 @@ async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_p
         progress=lambda: (progress[0], progress[1]),
     )
     pool.published(0, 0)
-    with anyio.fail_after(5):
+    with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(admission.run, anyio.Event())
             await wait_all_tasks_blocked()
@@ -98,7 +98,7 @@ async def test_every_group_waits_for_room_of_its_own() -> None:
         progress=lambda: (0, 0),
     )
     pool.published(0, 0)
-    with anyio.fail_after(5):
+    with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(admission.run, anyio.Event())
             await wait_all_tasks_blocked()

@@ -63,7 +63,7 @@ async def test_what_one_task_binds_does_not_show_in_another() -> None:
             structlog.get_logger().info("stepped", of=episode)
 
     first, second = anyio.Event(), anyio.Event()
-    with anyio.fail_after(5):
+    with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(session, "a", first, second)
             tasks.start_soon(session, "b", second, first)

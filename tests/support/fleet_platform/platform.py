@@ -122,7 +122,7 @@ class FleetPlatform:
         self.changed = anyio.Event()
 
     async def until(self, condition: Any) -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(50):
             while not condition():
                 with anyio.move_on_after(0.05):
                     await self.changed.wait()
