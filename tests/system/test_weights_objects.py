@@ -95,10 +95,12 @@ async def test_an_object_with_a_lost_chunk_is_missing(bus: NatsBus, tmp_path: Pa
 
 async def test_a_cancelled_put_makes_nothing_visible(bus: NatsBus, tmp_path: Path) -> None:
     store = bus.objects("cancelled")
-    (tmp_path / "in").write_bytes(os.urandom(16 << 20))
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 128 << 20)
+    (tmp_path / "in").write_bytes(os.urandom(3 * CHUNK_BYTES))
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(store.put, "half", tmp_path / "in")
+            tasks.start_soon(store.put, "half", tmp_path / "large")
             with anyio.fail_after(50):
                 while not (await _messages(bus)):  # noqa: ASYNC110  # the server tells nobody
                     await anyio.sleep(0.01)
