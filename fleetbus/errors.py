@@ -3,6 +3,7 @@
 FleetbusError
 ├── UserError                 bad input: one line that says what to do; the command line exits with 2
 │   └── NotPermitted          the server forbids this user a subject: it has the wrong key, or lacks a right
+├── TakenOver                 another worker has this one's place: stop for good, and do not start again
 └── BusError                  the bus did not do what it was asked
     ├── SequenceConflict      compare-and-set refused: somebody else wrote; read the subject back
     ├── PublishUnanswered     no ack within the time limit: stored or not, nobody knows; read back or repeat the same id
@@ -31,6 +32,11 @@ class UserError(FleetbusError):
 
 class NotPermitted(UserError):
     """The server forbids this user to publish or subscribe to a subject. Not a `BusError`: waiting will not help."""
+
+
+class TakenOver(FleetbusError):
+    """Another worker has taken this one's place for good. Started again it would take the place back, and so would the other:
+    two workers that are kept running would undo each other's work for ever. So it ends as if its work were done."""
 
 
 class BusError(FleetbusError):

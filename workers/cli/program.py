@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import click
 
-from fleetbus.errors import UserError
+from fleetbus.errors import TakenOver, UserError
 
 FINISHED, CRASHED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -116,6 +116,11 @@ def run_program(arguments: Sequence[str]) -> int:
 def is_bad_input(error: BaseException) -> bool:
     """True if the error is a `UserError`, or a group out of a task group that holds nothing else."""
     return all(isinstance(leaf, UserError) for leaf in _leaves(error))
+
+
+def is_taken_over(error: BaseException) -> bool:
+    """True if the worker stops because another has its place, whatever else went wrong while it stopped."""
+    return any(isinstance(leaf, TakenOver) for leaf in _leaves(error))
 
 
 def _report(error: Exception) -> int:

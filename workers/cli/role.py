@@ -1,7 +1,8 @@
 """One role as one process: connect, work, and stop in the way that was asked for.
 
-A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A process that `fleetbus up`
-started also ends when `up` is gone, however that happened: see `workers.up.guard`.
+A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A worker that was replaced by
+another exits 0 too, so that whoever keeps workers running does not start it again. A process that `fleetbus up` started also
+ends when `up` is gone, however that happened: see `workers.up.guard`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import click
 
 from fleetbus.errors import UserError
 from workers.cli.options import load_settings
-from workers.cli.program import CRASHED, FINISHED, INTERRUPTED, is_bad_input
+from workers.cli.program import CRASHED, FINISHED, INTERRUPTED, is_bad_input, is_taken_over
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
@@ -60,6 +61,9 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
     except Exception as error:
         if is_bad_input(error):
             raise
+        if is_taken_over(error):
+            structlog.get_logger().warning("stopped for good: another worker has taken over", reason=str(error))
+            return FINISHED
         structlog.get_logger().exception("crashed")
         return CRASHED
 

@@ -10,7 +10,7 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.episodes import decoded
-from fleetbus.errors import FleetbusError, LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
 from schemas import CheckpointStored, EvaluationFinished, LineageStarted, Message, StepTrained, TrainingFinished, encode
 
 RETRY_SECONDS = 1.0
@@ -21,7 +21,7 @@ OTHER_ENTRIES = (StepTrained, CheckpointStored, EvaluationFinished, TrainingFini
 log = structlog.get_logger()
 
 
-class Replaced(FleetbusError):
+class Replaced(TakenOver):
     """Another learner has written since: this one must not train any further."""
 
 
