@@ -15,6 +15,8 @@ from fleetbus.errors import BusError, FleetbusError, PublishUnanswered, Sequence
 from schemas import LaneLease, MalformedMessage, Subjects, decode, encode
 
 LEASE_SECONDS = 10.0
+ANSWER_SECONDS = 2.0
+"""How long a renewal waits for the server: heartbeats wait with it."""
 
 
 class LaneLost(FleetbusError):
@@ -36,7 +38,7 @@ class Lane(msgspec.Struct, kw_only=True):
     async def renew(self, bus: Bus) -> None:
         """Extend the lease; raises `LaneLost` when somebody else wrote, keeps quiet while the bus does not answer."""
         try:
-            published = await bus.publish(self.subject, encode(self.lease), expected_last=self.sequence, timeout=2.0)
+            published = await bus.publish(self.subject, encode(self.lease), expected_last=self.sequence, timeout=ANSWER_SECONDS)
             self.sequence = published.sequence
         except SequenceConflict as conflict:
             await self._check(bus, conflict)
@@ -44,8 +46,12 @@ class Lane(msgspec.Struct, kw_only=True):
             return
 
     async def _check(self, bus: Bus, conflict: SequenceConflict) -> None:
-        """A conflict may be one's own unanswered renewal."""
-        stored = await bus.last(self.subject)
+        """A conflict may be one's own unanswered renewal; without an answer the next renewal asks again."""
+        try:
+            with anyio.fail_after(ANSWER_SECONDS):
+                stored = await bus.last(self.subject)
+        except (TimeoutError, BusError):
+            return
         if stored is None or stored.payload != encode(self.lease):
             raise LaneLost(f"lane {self.name} is held by another worker") from conflict
         self.sequence = stored.sequence
@@ -54,7 +60,7 @@ class Lane(msgspec.Struct, kw_only=True):
         """Make the lane free at once; harmless when it is lost already."""
         free = LaneLease(worker="", nonce="", lease_seconds=0)
         try:
-            await bus.publish(self.subject, encode(free), expected_last=self.sequence, timeout=2.0)
+            await bus.publish(self.subject, encode(free), expected_last=self.sequence, timeout=ANSWER_SECONDS)
         except BusError:
             return
 

@@ -1,0 +1,84 @@
+"""A lane is kept through lost answers and absent servers, and lost only to another worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.bus.memory import Faults, MemoryServer
+from fleetbus.bus.memory_bus import MemoryBus
+from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
+from fleetbus.bus.streams import plan_run
+from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, claim_lane
+from schemas import LaneLease, Subjects, encode
+
+SUBJECTS = Subjects("r")
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class LostAnswers(Faults):
+    lost = False
+
+    def publishing(self, worker: str, subject: str) -> PublishFault:
+        return PublishFault(lost="answer") if self.lost else NO_PUBLISH_FAULT
+
+
+async def claimed(bus: MemoryBus, worker: str = "w", wait_seconds: float = 30.0) -> Lane:
+    return await claim_lane(
+        bus, SUBJECTS, role="environment", names=("e0",), worker=worker, nonce=worker, wait_seconds=wait_seconds
+    )
+
+
+async def test_a_renewal_whose_answer_was_lost_and_then_the_server_too_ends_nobody() -> None:
+    faults = LostAnswers()
+    server = MemoryServer(faults=faults)
+    async with server.connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus)
+        faults.lost = True
+        await lane.renew(bus)
+        faults.lost = False
+        last = bus.last
+
+        async def dies(subject: str) -> Any:
+            server.kill()
+            return await last(subject)
+
+        bus.last = dies  # type: ignore[method-assign]
+        with anyio.fail_after(LEASE_SECONDS):
+            await lane.renew(bus)
+        bus.last = last  # type: ignore[method-assign]
+        server.restart()
+        await lane.renew(bus)
+        await lane.renew(bus)
+
+
+async def test_a_lane_that_another_worker_has_is_lost() -> None:
+    server = MemoryServer()
+    async with server.connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus)
+        await anyio.sleep(LEASE_SECONDS + 1)
+        await claimed(bus, "other")
+        with pytest.raises(LaneLost):
+            await lane.renew(bus)
+
+
+async def test_a_lease_that_cannot_be_read_is_no_lease() -> None:
+    server = MemoryServer()
+    async with server.connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        await bus.publish(SUBJECTS.lane("environment", "e0"), b"not a lease")
+        lane = await claimed(bus)
+        assert lane.sequence == 2
+        await lane.release(bus)
+        free = await bus.last(SUBJECTS.lane("environment", "e0"))
+        assert free is not None
+        assert free.payload == encode(LaneLease(worker="", nonce="", lease_seconds=0))
