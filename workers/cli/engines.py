@@ -74,7 +74,7 @@ async def opened_engine(configuration: Configuration, worker: str) -> AsyncItera
                 dtype=settings.dtype,
                 cache_mib=settings.cache_mib,
             )
-            sampler = await anyio.to_thread.run_sync(partial(VllmSampler, engine, place=place))
+            sampler = await anyio.to_thread.run_sync(partial(VllmSampler, engine, place=place, processor=processor))
             try:
                 yield sampler, template
             finally:

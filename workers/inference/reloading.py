@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from schemas import PolicyPublished
+from workers.images.folders import has_vision
 from workers.weights import WeightsRejected, read_weights
 
 WEIGHTS_NAME = "model.safetensors"
@@ -23,6 +25,7 @@ HEAD = "lm_head.weight"
 HEAD_FILE = "lm_head.safetensors"
 EMBEDDING = "embed_tokens.weight"
 BASE = "base"
+NESTINGS = frozenset({"model", "language_model", "vision_model"})
 COMPANIONS = (".json", ".jinja", ".txt", ".model")
 
 
@@ -38,6 +41,7 @@ class Reloadable:
         self._model = model
         self._place = place
         self._shapes = model_shapes(model)
+        self._renames = has_vision(model)
         self._tied = is_tied(model)
         self._unties = untie and self._tied
 
@@ -64,7 +68,10 @@ class Reloadable:
         and dies of a wrong shape. Raises `WeightsRejected`.
         """
         tensors = read_weights(policy.uri, policy.manifest)
-        check_shapes(policy.uri, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes, tied=self._tied)
+        found, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes
+        if self._renames:
+            found, expected = plain_names(found), plain_names(expected)
+        check_shapes(policy.uri, found, expected, tied=self._tied)
         folder = self._place / f"v{policy.version:06d}"
         try:
             self._begin(folder)
@@ -102,6 +109,15 @@ def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, framework="numpy") as stored:
             shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # no mapping
     return shapes
+
+
+def plain_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same under names that do not say how models are nested: an image-text model in memory calls its tensors
+    ``model.language_model.norm.weight``, its older files ``language_model.model.norm.weight``; vLLM loads both. Tensors that
+    would share a name keep their own."""
+    plain = {name: ".".join(part for part in name.split(".") if part not in NESTINGS) for name in shapes}
+    common = Counter(plain.values())
+    return {plain[name] if common[plain[name]] == 1 else name: shape for name, shape in shapes.items()}
 
 
 def is_tied(folder: Path) -> bool:

@@ -31,7 +31,8 @@ ON_CPU = {
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is started with. ``cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there."""
+    """What an engine is started with. ``cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there. ``options`` are
+    further arguments of vLLM's own."""
 
     folder: Path
     slots: int = 32
@@ -39,6 +40,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     dtype: str = "float32"
     cache_mib: int = 0
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def on_gpu() -> bool:
@@ -78,6 +80,7 @@ def start_engine(settings: EngineSettings) -> Any:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         **memory,
+        **settings.options,
     )
     try:
         return AsyncLLM.from_engine_args(arguments)

@@ -12,7 +12,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -24,6 +24,9 @@ from workers.inference.base import EngineFailed, Generation, GenerationRequest, 
 from workers.inference.reloading import Reloadable
 from workers.inference.vllm.engine import EngineSettings, on_gpu, start_engine, stop_engine
 from workers.weights import WeightsRejected
+
+if TYPE_CHECKING:
+    from workers.images.processing import ImageProcessor
 
 MAX_DEATHS = 2
 """Engines that one request may outlive: one that killed them is left to the rule on poison."""
@@ -37,12 +40,20 @@ log = structlog.get_logger()
 
 class VllmSampler:
     """`Sampler` for a model folder; its own weights count as version ``version``. Folders of versions are made in ``place``.
+    With ``processor``, that of the folder, the model is shown images.
 
     Making one starts the engine and blocks; `close` ends it if `running` was never entered. Raises `UserError`.
     """
 
-    def __init__(self, settings: EngineSettings, *, place: Path, version: int = 0) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, place: Path, version: int = 0, processor: ImageProcessor | None = None
+    ) -> None:
         self.version = version
+        self._processor = processor
+        if processor is not None:
+            from workers.inference.vllm.images import CACHE_GIB
+
+            settings = msgspec.structs.replace(settings, options={"mm_processor_cache_gb": CACHE_GIB} | settings.options)
         self._weights = Reloadable(settings.folder, place, untie=not on_gpu())
         self._settings = msgspec.structs.replace(settings, folder=self._weights.base())
         self._folder = self._settings.folder
@@ -137,9 +148,11 @@ class VllmSampler:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
         final = None
         try:
+            prompt: Any = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
+            if request.images:
+                prompt = await self._with_images(engine, request)
             async with aclosing(engine.generate(prompt, parameters, name)) as outputs:
                 async for output in outputs:
                     final = output
@@ -149,11 +162,18 @@ class VllmSampler:
             with anyio.move_on_after(CALL_SECONDS, shield=True):
                 await engine.abort(name)
             raise
-        except _dead_error():
+        except (_dead_error(), RequestRefused):
             raise
         except Exception as error:
             raise EngineFailed(f"vllm failed this request: {_line(error)}") from error
         return self._generation(final)
+
+    async def _with_images(self, engine: Any, request: GenerationRequest) -> Any:
+        if self._processor is None:
+            raise RequestRefused("this engine was started without images, and its prompt has one")
+        from workers.inference.vllm.images import prompt_with_images
+
+        return await prompt_with_images(engine, request, self._salt, self._processor)
 
     def _generation(self, final: Any) -> Generation:
         chosen = final.outputs[0] if final is not None and final.outputs else None
@@ -181,6 +201,8 @@ class VllmSampler:
                 self._salt = str(next(self._loads))
                 if not await engine.reset_prefix_cache(reset_running_requests=True):
                     raise EngineFailed("vllm did not give up the keys and values of its old weights")
+                if self._processor is not None:
+                    await engine.reset_encoder_cache()
                 await engine.update_weight_version(str(version))
         except BaseException:
             with anyio.move_on_after(CALL_SECONDS, shield=True), suppress(_dead_error()):
