@@ -48,6 +48,12 @@ test-openenv *arguments:
     .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
     .venv/bin/pytest -q -m openenv {{arguments}}
 
+# TensorBoard and Weights & Biases themselves, in an environment of their own: they bring a good deal
+test-sinks *arguments:
+    test -d .venv-sinks || python3 -m venv .venv-sinks
+    .venv-sinks/bin/pip install -q -c constraints.txt -e '.[metrics]' tensorboard wandb pytest pytest-timeout pytest-xdist trio
+    .venv-sinks/bin/python -m pytest -n0 -q tests/system/test_sinks.py {{arguments}}
+
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
     .venv/bin/pytest -q -m browser {{arguments}}

@@ -28,52 +28,97 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line: ``{"step": 3, "time": 1.7e9, "reward": 0.5}``; appended and flushed line by line."""
+    """One JSON object per line: ``{"step": 3, "time": 1.7e9, "reward": 0.5}``; appended and flushed line by line.
+
+    A file that is there already is gone on with: a line that was torn is cut off, and no step is written a second time.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
+            self._written = _steps_in(path)
             self._file = path.open("ab")
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise UserError(f"{path} is no file of metrics, so nothing is added to it: {error}") from error
 
     def write(self, step: int, time_seconds: float, values: Mapping[str, float]) -> None:
-        self._file.write(msgspec.json.encode({"step": step, "time": time_seconds, **values}) + b"\n")
-        self._file.flush()
+        line = _Line(step=step, time=time_seconds)
+        if line in self._written:
+            return
+        self._written.add(line)
+        try:
+            self._file.write(msgspec.json.encode({"step": step, "time": time_seconds, **values}) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self._file.name} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()
 
 
+class _Line(msgspec.Struct, frozen=True):
+    """What tells a line from others: a step that was trained again, by a later lineage, has another time."""
+
+    step: int
+    time: float
+
+
+def _steps_in(path: Path) -> set[_Line]:
+    if not path.exists():
+        return set()
+    with path.open("r+b") as file:
+        whole = file.read()
+        end = whole.rfind(b"\n") + 1
+        found = {msgspec.json.decode(line, type=_Line) for line in whole[:end].splitlines()}
+        file.truncate(end)
+    return found
+
+
 class TensorBoardSink:
-    """Scalars in an event file, by torch's own writer."""
+    """Scalars in an event file, by TensorBoard's own writer, which keeps them as 32-bit floats; needs no torch."""
 
     def __init__(self, folder: Path) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.summary import Writer  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError as error:
-            raise UserError("TensorBoard is not installed: pip install tensorboard torch") from error
-        self._writer: Any = SummaryWriter(str(folder))
+            raise UserError("TensorBoard is not installed: pip install tensorboard") from error
+        try:
+            self._writer: Any = Writer(str(folder))
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror}") from error
 
     def write(self, step: int, time_seconds: float, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step, time_seconds)
+            self._writer.add_scalar(name, value, step, wall_time=time_seconds)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbSink:
-    """A run of Weights & Biases, which takes its key from its own login or ``WANDB_API_KEY``."""
+    """A run of Weights & Biases, which takes its key from its own login or ``WANDB_API_KEY``.
+
+    Steps are a value of their own, so that one that is trained again after a resume is not refused as out of order. Of the
+    machine that exports nothing is told: not its load, its console, its repository.
+    """
 
     def __init__(self, project: str, *, run: str) -> None:
         try:
-            import wandb  # type: ignore[import-not-found,unused-ignore]
+            import wandb  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError as error:
             raise UserError("Weights & Biases is not installed: pip install wandb") from error
-        self._run: Any = wandb.init(project=project, name=run, resume="allow")
+        quiet = wandb.Settings(console="off", x_disable_stats=True, disable_git=True, disable_code=True)
+        try:
+            self._run: Any = wandb.init(project=project, name=run, settings=quiet)
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"Weights & Biases cannot be reached: {reason} (WANDB_MODE=offline needs no account)") from error
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, time_seconds: float, values: Mapping[str, float]) -> None:
-        self._run.log({**values, "time": time_seconds}, step=step)
+        self._run.log({**values, "step": step, "time": time_seconds})
 
     def close(self) -> None:
         self._run.finish()

@@ -114,10 +114,10 @@ def scraped(port: int) -> str:
 @VIRTUAL
 async def test_every_step_is_written_to_the_sinks_once(tmp_path: Path) -> None:
     _, state = await samples_of_a_fleet()
-    file = tmp_path / "metrics.jsonl"
+    file, written = tmp_path / "metrics.jsonl", set[tuple[str, int]]()
     with open_sinks(run="r", jsonl=file) as sinks:
-        for seen in (0, 1):
-            for step, seconds, values in step_values(state, seen):
+        for _ in range(2):
+            for step, seconds, values in step_values(state, written):
                 sinks.write(step, seconds, {**values, "broken": math.nan})
     (line,) = map(json.loads, file.read_text().splitlines())
     assert line["step"] == 1 and line["success"] == 0.5 and line["version"] == 1.0 and "broken" not in line

@@ -6,12 +6,15 @@ import io
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import trio.testing
 from rich.console import Console
 
 from schemas import Task
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_fleet import LIMITS, RUN, SmallFleet, configured, small_fleet
+from workers.environment.base import Verdict
+from workers.environment.scripted import ScriptedEnvironment
 from workers.inference.base import GenerationRequest
 from workers.inference.scripted import ScriptedSampler
 from workers.monitor.follow import Watch
@@ -125,6 +128,37 @@ async def test_an_engine_that_hangs_is_where_the_run_is_stuck() -> None:
         assert stall.where == "inference" and "1 observations are being answered" in stall.reason
         for member in (env, inf):
             member.kill()
+        group.cancel_scope.cancel()
+
+
+class SlowToVerify(ScriptedEnvironment):
+    """Episodes of the task ``slow`` are verified for ever."""
+
+    async def verify(self) -> Verdict:
+        if self._prompt == "slow":
+            await anyio.sleep_forever()
+        return await super().verify()
+
+
+async def test_a_group_that_waits_for_one_slow_verifier_is_stuck_there() -> None:
+    limits = msgspec.structs.replace(LIMITS, verify=1e5, episode=2e5)
+    async with small_fleet(configured(limits=limits)) as fleet, anyio.create_task_group() as group:
+        look = Onlooker(fleet)
+        group.start_soon(look.watch.run)
+        env = fleet.environment("env", make=SlowToVerify)
+        fleet.inference("inf")
+        for name in ("quick", "slow"):
+            await fleet.request(f"e-{name}", task=Task(key="t", prompt=name), deadline_seconds=1e5)
+        await fleet.result("e-quick")
+        await anyio.sleep(70)
+        (stall,) = look.stalls()
+        assert stall.where == "environment" and 60 < stall.seconds < 75
+        assert "0 episodes waiting, 1 running, and none ends (1 in verify)" in stall.reason
+        assert "group g waits for 1 of its 2: e-slow on env" in stall.reason
+        env.kill()
+        await anyio.sleep(6)
+        (stall,) = look.stalls()
+        assert "no environment worker is alive (env is silent for" in stall.reason
         group.cancel_scope.cancel()
 
 

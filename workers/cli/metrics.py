@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack
+import sys
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from fleetbus.config.settings import Configuration
+    from fleetbus.metrics.sinks import Sink
 
 DEFAULT_PORT = 9464
 EVERY_SECONDS = 1.0
+CLOSE_SECONDS = 60.0
 
 
 @click.command("metrics")
@@ -79,27 +82,41 @@ async def _export(
     from workers.watchdog import find_stalls
 
     run, state = configuration.run.name, FleetState(configuration.learner.steps)
+    opening = open_sinks(run=run, jsonl=jsonl, tensorboard=tensorboard, wandb=wandb)
     async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
         await tasks.start(_obey, tasks.cancel_scope)
         with ExitStack() as stack:
-            sinks = stack.enter_context(open_sinks(run=run, jsonl=jsonl, tensorboard=tensorboard, wandb=wandb))
             publish = _exposition(stack, run, host, port)
+            sinks = await tasks.start(_held, opening)
             watch = Watch(bus, Subjects(run), state)
             tasks.start_soon(watch.run)
-            written = 0
+            written: set[tuple[str, int]] = set()
             while True:
                 await anyio.sleep(EVERY_SECONDS)
                 server = await look_at_server(bus, run, nats_http)
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 is_behind = watch.is_behind(now)
-                stalls = [] if is_behind else find_stalls(state, watch.health, now=now, now_ns=now_ns)
+                share = configuration.nats.admission
+                stalls = [] if is_behind else find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share)
                 publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns))
                 for step, time_seconds, values in step_values(state, written):
                     await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
-                    written = step
                 if until_finished and state.finished and not is_behind:
                     break
         tasks.cancel_scope.cancel()
+
+
+async def _held(opening: AbstractContextManager[Sink], *, task_status: TaskStatus[Sink] = anyio.TASK_STATUS_IGNORED) -> None:
+    """Keep sinks open until cancelled. They open and close in a thread, because W&B takes seconds for both."""
+    sinks = await anyio.to_thread.run_sync(opening.__enter__)
+    try:
+        task_status.started(sinks)
+        await anyio.sleep_forever()
+    finally:
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True) as closing:
+            await anyio.to_thread.run_sync(partial(opening.__exit__, None, None, None), abandon_on_cancel=True)
+        if closing.cancelled_caught:
+            print(f"fleetbus: not everything was sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
 
 def _exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:

@@ -31,10 +31,14 @@ def collect(
     ]
 
 
-def step_values(state: FleetState, seen: int) -> Iterable[tuple[int, float, dict[str, float]]]:
-    """Step, Unix time and metrics of the surviving lineage's steps after ``seen``."""
+def step_values(state: FleetState, written: set[tuple[str, int]]) -> Iterable[tuple[int, float, dict[str, float]]]:
+    """Step, Unix time and metrics of the surviving lineage's steps that are not ``written`` yet, and are from now on.
+
+    ``written`` are lineages and steps: what a later lineage trains again is another step of the same number.
+    """
     for point in state.points():
-        if point.step > seen:
+        if (point.lineage, point.step) not in written:
+            written.add((point.lineage, point.step))
             yield point.step, point.time_ns / 1e9, point.metrics | {"version": float(point.version)}
 
 
