@@ -1,4 +1,4 @@
-"""A server that comes back without what it had: whoever follows the log is told, instead of waiting for old positions."""
+"""A server that comes back without what it had, or cannot hold what it will be given: who connects or follows is told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleetbus.bus.nats import connect, connection, reader
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.errors import BusError, PublishUnanswered
+from fleetbus.errors import BusError, PublishUnanswered, UserError
 from schemas import Subjects
 
 RUN = "r"
@@ -81,3 +81,13 @@ async def test_a_stream_without_a_leader_for_a_while_is_waited_for_by_who_has_pu
                     await bus.publish(SUBJECTS.episode("impatient"), b"x", timeout=0.6)
                 await other.declare(plan_run(RUN, lanes=1))
             assert await bus.last(SUBJECTS.episode("waits")) is not None
+
+
+async def test_a_server_that_takes_short_messages_only_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Otherwise the long episodes, and those alone, would end as lost."""
+    (tmp_path / "short.conf").write_text("max_payload: 65536\n")
+    with anyio.fail_after(50):
+        async with run_server(tmp_path / "store", config=tmp_path / "short.conf") as server:
+            with pytest.raises(UserError, match=r"takes 65536 bytes.*raise its max_payload"):
+                async with connect(server.url, run=RUN):
+                    pass

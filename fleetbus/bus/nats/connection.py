@@ -24,6 +24,7 @@ from fleetbus.bus.nats.exchange import Exchanges
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.wire import WireClient
 from fleetbus.errors import BusClosed, NotPermitted, UserError
+from schemas import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,11 @@ WATCH_EVERY_SECONDS = 2.0
 ROUND_TRIP_LIMITS_SECONDS = (2.5, 0.5)
 
 CLOSE_LIMIT_SECONDS = 2.0
+HEADER_BYTES = 1024
+"""More than the headers of any message."""
+
 MINIMUM_VERSION = (2, 11)
+MINIMUM_PAYLOAD_BYTES = MAX_MESSAGE_BYTES + HEADER_BYTES
 _RECONNECT_WAIT_SECONDS = (0.15, 0.35)
 _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"")
 
@@ -229,6 +234,9 @@ async def _connect(connection: Connection, url: str, **options: Any) -> None:
     version = tuple(int(part) for part in re.findall(r"\d+", wire._server_info.get("version", "0.0"))[:2])
     if version < MINIMUM_VERSION:
         raise UserError(f"the NATS server at {_without_secrets(url)} is older than 2.11: upgrade it")
+    if wire.max_payload < MINIMUM_PAYLOAD_BYTES:  # long episodes alone would be lost, and training would never see them
+        limit = f"takes {wire.max_payload} bytes per message, and long turns need {MINIMUM_PAYLOAD_BYTES}"
+        raise UserError(f"the NATS server at {_without_secrets(url)} {limit}: raise its max_payload")
 
 
 def _distrust(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
