@@ -8,6 +8,7 @@ groups that are complete are those that were complete when the recorded batch wa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +55,9 @@ COMPARED: tuple[type[Message], ...] = (
     TrainingFinished,
 )
 """Everything that a learner publishes."""
+
+ADMISSION_SECONDS = 5.0
+"""Longest that training waits for requests that were recorded before it ended."""
 
 Key = tuple[str, ...]
 
@@ -212,13 +216,36 @@ class _Director:
         self._consumed = _consumed(steps)
         self._step = 1
         self._ready: dict[int, list[Told]] = {}
-        self._requested: set[str] = set()
+        self._steps = {step.step: self._place(step) for step in steps}
+        self._due = deque(key for key, (_, message) in expected.items() if isinstance(message, EpisodeRequested))
+        self._training = 0
+        self._asked = anyio.Event()
+
+    def _place(self, message: StepTrained) -> int:
+        return self._expected[_key("", message)][0].sequence
 
     async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Blocking work of the learner; with the last batch taken, whatever else was recorded may come in."""
-        if getattr(function, "__name__", "") == "train" and self._step >= self._last_step:
-            await self._feed_all(self._last_step + 1)
+        """Blocking work of the learner. It trains no faster than it asked for episodes meanwhile, in the recording; with the
+        last batch taken, whatever else was recorded may come in."""
+        if getattr(function, "__name__", "") == "train":
+            self._training += 1
+            await self._asked_before(self._steps.get(self._training, 0))
+            if self._step >= self._last_step:
+                await self._feed_all(self._last_step + 1)
         return await run_in_thread(function, *arguments, **options)
+
+    async def _asked_before(self, sequence: int) -> None:
+        """Until all that was asked for before this entry of the recording is asked for, if it comes soon."""
+        with anyio.move_on_after(ADMISSION_SECONDS):
+            while self._due:
+                recorded = self._expected.get(self._due[0])
+                if recorded is None:  # it came
+                    self._due.popleft()
+                elif recorded[0].sequence < sequence:
+                    self._asked = anyio.Event()
+                    await self._asked.wait()
+                else:
+                    return
 
     async def direct(self) -> None:
         with self._stage.published("task", "train", "policy", types=COMPARED) as published:
@@ -252,7 +279,7 @@ class _Director:
     async def _asked_for(self, request: EpisodeRequested) -> None:
         """Its result comes at once if it is evaluated, else with the others of its step."""
         story = self._stories[request.episode_id]
-        self._requested.add(request.episode_id)
+        self._asked.set()
         if request.split == "eval":
             await self._feed(story)
             return
