@@ -1,9 +1,8 @@
-"""`OpenAISampler` against real HTTP servers: what they answer, how they fail, how new weights reach them."""
+"""`OpenAISampler` against real HTTP servers: what they answer, how they fail, how episodes spread over them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -11,35 +10,20 @@ import pytest
 
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.errors import UserError
-from schemas import ChatMessage, PolicyPublished, SamplingSettings, VersionSpan
+from schemas import ChatMessage, SamplingSettings, VersionSpan
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
+from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, asking, model_servers, opened, until
 from workers.cli.engines import opened_engine
 from workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from workers.inference.openai import OpenAISampler, pool
-from workers.inference.openai.answer import Answer
-from workers.inference.openai.dialects import Piece
-from workers.inference.reloading import Reloadable
-from workers.weights import WeightsRejected
 
-torch = pytest.importorskip("torch")
-
-PROMPT = [5, 6, 7]
-LIMIT_SECONDS = 40
-
-MakeServer = Callable[..., ModelServer]
+pytest.importorskip("torch")
 
 
 @pytest.fixture
 def make_server() -> Iterator[MakeServer]:
-    started: list[ModelServer] = []
-
-    def make(**options: object) -> ModelServer:
-        started.append(ModelServer(**options).start())  # type: ignore[arg-type]
-        return started[-1]
-
-    yield make
-    for server in started:
-        server.stop()
+    with model_servers() as make:
+        yield make
 
 
 @pytest.fixture(autouse=True)
@@ -50,65 +34,6 @@ def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@asynccontextmanager
-async def opened(*servers: ModelServer, purpose: str = "train", **options: object) -> AsyncIterator[OpenAISampler]:
-    urls = [server.url for server in servers]
-    sampler = OpenAISampler(urls, codec=ByteCodec(), prompt=PROMPT, purpose=purpose, **options)  # type: ignore[arg-type]
-    with anyio.fail_after(LIMIT_SECONDS):
-        async with sampler.running():
-            yield sampler
-
-
-def asking(
-    prompt: list[int] = PROMPT, *, episode: str = "e1", tokens: int = 6, trained: bool = True, **sampling: float
-) -> GenerationRequest:
-    return GenerationRequest(
-        cache_key=episode,
-        ids=prompt,
-        sampling=SamplingSettings(**sampling),  # type: ignore[arg-type]
-        stop_ids=frozenset({STOP}),
-        max_tokens=tokens,
-        seed=2**64 - 1,
-        trained=trained,
-    )
-
-
-class Weights:
-    """A tiny model folder and versions of it."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors.torch import save_file
-
-        self.folder = folder
-        self.model = folder / "model"
-        self.model.mkdir()
-        (self.model / "config.json").write_text("{}")
-        save_file({"a": torch.zeros(2, 3)}, self.model / "model.safetensors")
-
-    @property
-    def reloadable(self) -> Reloadable:
-        return Reloadable(self.model, self.folder / "served")
-
-    def published(self, version: int, *, step: int = 1, shape: tuple[int, ...] = (2, 3)) -> PolicyPublished:
-        from workers.weights import write_weights
-
-        file = self.folder / f"v{version}.safetensors"
-        manifest = write_weights(file, {"a": torch.full(shape, float(version))})
-        return PolicyPublished(
-            policy="default", version=version, lineage="l", step=step, uri=file.as_uri(), manifest=manifest, size_bytes=1
-        )
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Weights:
-    return Weights(tmp_path)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110  # another thread's state
-        await anyio.sleep(0.005)
 
 
 @pytest.mark.parametrize("dialect", ["generate", "completions"])
@@ -161,15 +86,6 @@ async def test_a_server_whose_weights_are_fixed_is_refused_for_training(make_ser
     with pytest.raises(UserError, match="takes no new weights"):
         async with opened(make_server(takes_weights=False)):
             pytest.fail("it may not begin")
-
-
-async def test_fixed_weights_stand_for_the_untrained_policy_only(make_server: MakeServer, weights: Weights) -> None:
-    async with opened(make_server(takes_weights=False), purpose="evaluate") as sampler:
-        await sampler.load(weights.published(3, step=0))
-        generation = await sampler.generate(asking(trained=False))
-        assert generation.versions[0].version == sampler.version == 3
-        with pytest.raises(WeightsRejected, match="no new weights"):
-            await sampler.load(weights.published(4, step=1))
 
 
 async def test_logprobs_before_the_temperature_are_refused_where_it_matters(make_server: MakeServer) -> None:
@@ -298,105 +214,6 @@ async def test_never_more_than_its_slots_are_asked_at_once(make_server: MakeServ
         for number in range(12):
             group.start_soon(sampler.generate, asking(episode=f"e{number}"))
     assert server.most_streaming <= 3
-
-
-# New weights
-
-
-async def test_new_weights_are_checked_linked_and_loaded_into_every_server(make_server: MakeServer, weights: Weights) -> None:
-    servers = [make_server(), make_server()]
-    async with opened(*servers, weights=weights.reloadable) as sampler:
-        await sampler.load(weights.published(1))
-        assert sampler.version == 1
-        assert [server.label for server in servers] == ["fleetbus-1"] * 2
-        assert servers[0].calls == ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
-        generation = await sampler.generate(asking())
-        await sampler.load(weights.published(2))
-        assert [folder.name for folder in (weights.folder / "served").iterdir()] == ["v000002"]
-    assert generation.ids == answer(PROMPT, 6, "fleetbus-1")
-
-
-async def test_an_answer_in_the_middle_goes_on_under_the_new_weights_with_a_span_for_each(
-    make_server: MakeServer, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, take = make_server(), Answer.take
-    taken: list[Piece] = []
-
-    def counting(answer: Answer, piece: Piece, version: int) -> None:
-        take(answer, piece, version)
-        taken.append(piece)
-
-    monkeypatch.setattr(Answer, "take", counting)
-    async with opened(server, weights=weights.reloadable) as sampler:
-        await sampler.load(weights.published(1))
-        server.held, server.hold_after = True, 2
-        found = []
-
-        async def generate() -> None:
-            found.append(await sampler.generate(asking()))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(generate)
-            await until(lambda: len(taken) == 2)
-            await sampler.load(weights.published(2))
-            server.held = False
-    [generation] = found
-    [old, new] = generation.versions
-    assert (old.version, new.version, new.stop) == (1, 2, 6) and old.stop == new.start == 2
-    begun = answer(PROMPT, old.stop, "fleetbus-1")
-    assert generation.ids == [*begun, *answer([*PROMPT, *begun], 6 - old.stop, "fleetbus-2")]
-    assert sampler.stats["interruptions"] == 1
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (2, 4)])
-async def test_weights_of_another_shape_never_reach_a_server(
-    make_server: MakeServer, weights: Weights, shape: tuple[int, ...]
-) -> None:
-    server = make_server()
-    async with opened(server, weights=weights.reloadable) as sampler:
-        with pytest.raises(WeightsRejected, match="has shape"):
-            await sampler.load(weights.published(1, shape=shape))
-        assert (sampler.version, server.reloads) == (0, [])
-        assert (await sampler.generate(asking())).versions[0].version == 0
-
-
-async def test_a_failed_load_brings_the_old_weights_back_before_anything_is_sampled(
-    make_server: MakeServer, weights: Weights
-) -> None:
-    server = make_server()
-    server.bad_folders = {"v000002"}
-    async with opened(server, weights=weights.reloadable) as sampler:
-        await sampler.load(weights.published(1))
-        with pytest.raises(WeightsRejected, match="no server loaded version 2"):
-            await sampler.load(weights.published(2))
-        assert (sampler.version, server.label) == (1, "fleetbus-1")
-        assert [Path(folder).name for folder in server.reloads] == ["v000001", "v000002", "v000001"]
-        assert (await sampler.generate(asking())).ids == answer(PROMPT, 6, "fleetbus-1")
-
-
-async def test_a_server_that_was_started_again_gets_the_weights_before_it_answers(
-    make_server: MakeServer, weights: Weights
-) -> None:
-    server = make_server()
-    async with opened(server, weights=weights.reloadable) as sampler:
-        await sampler.load(weights.published(1))
-        server.label = "base"  # as after a restart that no connection noticed
-        generation = await sampler.generate(asking())
-        assert server.label == "fleetbus-1"
-    assert generation.ids == answer(PROMPT, 6, "fleetbus-1")
-    assert generation.versions == (VersionSpan(version=1, start=0, stop=6),)
-
-
-async def test_one_server_that_cannot_load_is_left_out_until_it_can(make_server: MakeServer, weights: Weights) -> None:
-    good, bad = make_server(), make_server()
-    bad.bad_folders = {"v000001"}
-    async with opened(good, bad, weights=weights.reloadable) as sampler:
-        await sampler.load(weights.published(1))
-        for number in range(4):
-            await sampler.generate(asking(episode=f"e{number}"))
-        assert bad.asked == []
-        bad.bad_folders = set()
-        await until(lambda: bad.label == "fleetbus-1")
 
 
 # As the command line opens it

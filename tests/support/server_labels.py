@@ -1,0 +1,14 @@
+"""Labels of servers that are started for an episode, of living workers and of dead ones."""
+
+from __future__ import annotations
+
+import time
+
+from workers.environment.providers.base import Labels, owner_of_this_process
+
+GONE = "somewhere_999999999_1"
+"""An owner that is on no machine."""
+
+
+def labels(*, owner: str | None = None, seconds: int = 600) -> Labels:
+    return Labels(run="r1", episode="task 1", owner=owner or owner_of_this_process(), expires=int(time.time()) + seconds)

@@ -1,0 +1,162 @@
+"""Sessions that end before their time: by the episode's deadline, by an order to cancel, by a worker that drains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.config.settings import LimitSettings
+from schemas import Task
+from tests.support.small_fleet import small_fleet
+from tests.support.troubled_sessions import (
+    BEFORE_THE_VERDICT,
+    Stage,
+    StuckOnce,
+    assert_not_graded,
+    fleet_on,
+    hanging,
+    lasting,
+    played,
+)
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+# The deadline
+
+
+@pytest.mark.parametrize("stage", BEFORE_THE_VERDICT)
+async def test_the_episodes_deadline_ends_whatever_stage_it_is_in(stage: str) -> None:
+    result = await played(Stage(**{stage: hanging}), deadline_seconds=3)
+    assert_not_graded(result, "timeout", "episode_timeout")
+
+
+async def test_the_episodes_deadline_ends_the_wait_for_an_action() -> None:
+    async with fleet_on(Stage(), sampler=StuckOnce()) as fleet:
+        started = anyio.current_time()
+        await fleet.request(deadline_seconds=3)
+        assert_not_graded(await fleet.result(), "timeout", "episode_timeout")
+        assert anyio.current_time() - started == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("stage", ["verify", "close"])
+async def test_what_was_played_in_time_is_still_graded_and_closed_after_the_deadline(stage: str) -> None:
+    result = await played(Stage(**{stage: lasting(4)}), deadline_seconds=3)
+    assert (result.outcome, result.reward) == ("completed", 1.0)
+
+
+async def test_a_request_that_waited_past_its_deadline_is_not_begun() -> None:
+    stage = Stage()
+    with anyio.fail_after(100):
+        async with small_fleet() as fleet:
+            await fleet.request(deadline_seconds=3)
+            await anyio.sleep(4)
+            fleet.environment("environment-0", make=stage)
+            result = await fleet.result()
+            assert_not_graded(result, "timeout", "episode_timeout")
+            assert (result.attempts, stage.entered) == (0, [])
+            await fleet.rests()
+
+
+# Cancellation
+
+
+@pytest.mark.parametrize("stage", [*BEFORE_THE_VERDICT, "verify", "close"])
+async def test_an_episode_cancelled_in_any_stage_ends_as_cancelled(stage: str) -> None:
+    at = Stage(**{stage: lasting(4)})
+    async with fleet_on(at) as fleet:
+        await fleet.request()
+        await at.begun.wait()
+        answer = await fleet.control(fleet.members["environment-0"], "cancel", "e", "another")
+        assert (answer.done, answer.detail) == (True, "e")
+        assert_not_graded(await fleet.result(), "cancelled", "cancelled")
+
+
+async def test_an_episode_cancelled_while_it_waits_for_an_action_ends_as_cancelled() -> None:
+    sampler = StuckOnce()
+    async with fleet_on(Stage(), sampler=sampler) as fleet:
+        await fleet.request(deadline_seconds=20)
+        await anyio.sleep(2)
+        await fleet.control(fleet.members["environment-0"], "cancel", "e")
+        assert_not_graded(await fleet.result(), "cancelled", "cancelled")
+        await anyio.sleep(20)
+
+
+async def test_an_order_to_cancel_is_kept_while_the_log_is_away() -> None:
+    """Longer than a question to it is waited for; the episode is not played again when the log is back."""
+    at = Stage(step=lasting(4))
+    async with fleet_on(at) as fleet:
+        worker = fleet.members["environment-0"]
+        await fleet.request()
+        await at.begun.wait()
+        answer = await fleet.control(worker, "cancel", "e")
+        assert answer.detail == "e"
+        worker.cut()
+        await anyio.sleep(40)
+        worker.mend()
+        result = await fleet.result()
+        assert_not_graded(result, "cancelled", "cancelled")
+        assert result.attempts == 1
+
+
+async def test_cancelling_an_episode_that_does_not_run_here_says_so() -> None:
+    async with fleet_on(Stage()) as fleet:
+        await fleet.request()
+        await fleet.result()
+        answer = await fleet.control(fleet.members["environment-0"], "cancel", "e")
+        assert (answer.done, answer.detail) == (False, "")
+
+
+# Draining
+
+
+@pytest.mark.parametrize("stage", [*BEFORE_THE_VERDICT, "verify", "close"])
+async def test_a_draining_worker_finishes_what_ends_in_time(stage: str) -> None:
+    at = Stage(**{stage: lasting(2)})
+    async with fleet_on(at) as fleet:
+        worker = fleet.members["environment-0"]
+        await fleet.request(task=Task(key="task", config={"turns": 1}))
+        await at.begun.wait()
+        worker.drain.set()
+        result = await fleet.result()
+        await worker.ended.wait()
+        assert (result.outcome, result.attempts) == ("completed", 1)
+        assert worker.error is None
+
+
+@pytest.mark.parametrize("stage", [*BEFORE_THE_VERDICT, "verify", "close"])
+async def test_a_draining_worker_hands_back_what_does_not_end_and_another_plays_it_at_once(stage: str) -> None:
+    at = Stage(**{stage: hanging})
+    limits = LimitSettings(open=30, reset=30, step=30, action=30, verify=8, close=8, drain=3)
+    async with fleet_on(at, limits=limits) as fleet:
+        worker = fleet.members["environment-0"]
+        await fleet.request()
+        await at.begun.wait()
+        await fleet.heard(fleet.environment("environment-1"))
+        worker.drain.set()
+        result = await fleet.result()
+        await worker.ended.wait()
+        claims = await fleet.claims()
+        assert (result.outcome, result.worker, result.attempts) == ("completed", "environment-1", 2)
+        assert [claim.reason for claim in claims] == ["fresh", "handed_back"]
+        assert (await fleet.standing()).losses == 1, "a hand-back counts as no loss"
+        assert fleet.finished_at["e"] == pytest.approx(anyio.current_time(), abs=0.5), "it was not played at once"
+
+
+async def test_a_worker_drained_while_it_waits_for_an_action_hands_back_and_the_turn_is_asked_again() -> None:
+    sampler = StuckOnce()
+    limits = LimitSettings(action=60, drain=3)
+    async with fleet_on(Stage(), sampler=sampler, limits=limits) as fleet:
+        await fleet.request(deadline_seconds=40)
+        await anyio.sleep(1)
+        await fleet.heard(fleet.environment("environment-1"))
+        await fleet.drained([fleet.members["environment-0"]])
+        result = await fleet.result()
+        assert (result.outcome, result.worker) == ("completed", "environment-1")
+        await anyio.sleep(40)
