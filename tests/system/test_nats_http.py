@@ -27,7 +27,7 @@ from workers.monitor.follow import LogHealth
 from workers.monitor.state import FleetState
 from workers.top.jetstream import ServerView, look_at_server
 from workers.top.nats_http import HOW, NatsServer, checked_address, read_nats_server
-from workers.top.view import facts, screen
+from workers.top.view import SLOW_BYTES, facts, screen
 
 RUN = "r"
 
@@ -95,7 +95,7 @@ async def test_a_client_that_does_not_read_is_named_with_its_unread_bytes_and_wh
         )
         for _ in range(40):
             await bus.broadcast("flood", b"x" * 500_000)
-        await until(lambda: read_nats_server(str(server.monitor_url), RUN).clients[0].pending_bytes > 0)
+        await until(lambda: read_nats_server(str(server.monitor_url), RUN).clients[0].pending_bytes > SLOW_BYTES)
         view = await look_at_server(bus, RUN, server.monitor_url)
         assert view.clients[0].worker == "inf-slow"
         assert "inf-slow has" in drawn(view) and "unread" in drawn(view)

@@ -175,7 +175,7 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
 def check_nats_http(url: str | None, run: str) -> list[Finding]:
     """What the server's own endpoints tell; how to turn them on where they are not known; nothing where there is no server."""
     from workers.top.nats_http import read_nats_server
-    from workers.top.view import size
+    from workers.top.view import SLOW_BYTES, size
 
     if url is None:
         return []
@@ -190,7 +190,9 @@ def check_nats_http(url: str | None, run: str) -> list[Finding]:
         f"of run {run} {len(server.clients)} of them, {size(stored)}, {waiting} pending, {again} redelivered"
     )
     slow = [f"{each.worker} ({each.reason} at {each.at[:19]})" for each in server.cut]
-    slow += [f"{each.worker} ({size(each.pending_bytes)} unread)" for each in server.clients if each.pending_bytes]
+    slow += [
+        f"{each.worker} ({size(each.pending_bytes)} unread)" for each in server.clients if each.pending_bytes >= SLOW_BYTES
+    ]
     findings = [Finding(name="nats monitoring", state="ok", detail=detail)]
     if slow or server.slow_consumers:
         count = f"{server.slow_consumers} cut off since the server started"

@@ -107,9 +107,9 @@ async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) ->
 
     from workers.top.view import screen
 
-    with Live(screen(await look()), auto_refresh=False, screen=True) as live:
+    with Live("", auto_refresh=False, screen=True) as live:
         while True:
-            live.update(screen(await look()), refresh=True)
+            live.update(screen(await look(), live.console), refresh=True)
             await anyio.sleep(REFRESH_SECONDS)
 
 

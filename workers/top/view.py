@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,21 @@ from workers.up.wording import duration, rounded
 from workers.watchdog import Stall
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
     from rich.table import Table
-    from rich.text import Text
 
 SHOWN_WORKERS = 24
+"""Where the height of the terminal does not say how many there is room for."""
+
+LEAST_WORKERS = 3
+BETWEEN = " · "
 SHOWN_SLOW = 3
+SLOW_BYTES = 256 << 10
+"""Less than this is unread for a moment everywhere."""
+
+FULL_SHARE = 0.7
 NAME_WIDTH = 30
+_URGENT = {"failed": 0, "silent": 1, "draining": 2, "starting": 3}
 _STYLES = {"silent": "bold red", "failed": "bold red", "stopped": "dim", "draining": "yellow", "starting": "yellow"}
 
 
@@ -46,36 +55,55 @@ def facts(
     }
 
 
-def screen(shown: dict[str, Any]) -> Group:
-    """The facts as rows of text and one table."""
+def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
+    """The facts as rows of text and one table, with as many workers as fit the height of ``console``, if it is given."""
     from rich.console import Group
     from rich.text import Text
 
     numbers, step = shown["numbers"], shown["step"]
-    lines = [Text(_headline(shown), style="bold", no_wrap=True, overflow="ellipsis"), Text(_learning(numbers, step))]
-    lines += [Text(_episodes(numbers)), Text(_log(shown["log"], shown["server"]))]
+    lines: list[RenderableType] = [_Row(_headline(shown), "bold"), _Row(_learning(numbers, step)), _Row(_episodes(numbers))]
+    lines += [_Row(_log(shown["log"], shown["server"]), _log_style(shown["log"]))]
     lines += _server(shown["server"])
-    wrong = _errors(numbers)
-    if wrong:
-        lines.append(Text(wrong, style="yellow"))
+    if wrong := _errors(numbers):
+        lines.append(_Row(wrong, "yellow"))
     lines += [Text(stall.line, style="bold red") for stall in shown["stalls"]]
-    hidden = len(shown["workers"]) - SHOWN_WORKERS
-    more = [Text(f"and {hidden} more workers", style="dim")] if hidden > 0 else []
-    return Group(*lines, _table(shown["workers"][:SHOWN_WORKERS]), *more)
+    room = SHOWN_WORKERS
+    if console is not None:
+        room = max(console.height - len(console.render_lines(Group(*lines), pad=False)) - 2, LEAST_WORKERS)
+    return Group(*lines, *_workers(shown["workers"], room))
 
 
-def _headline(shown: dict[str, Any]) -> str:
+class _Row:
+    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part."""
+
+    def __init__(self, parts: Sequence[str], style: str = "") -> None:
+        self._parts = parts
+        self._style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        line = ""
+        for part in self._parts:
+            if line and len(line) + len(BETWEEN) + len(part) > options.max_width:
+                yield Text(line, style=self._style)
+                line = "  "
+            line += (BETWEEN if line.strip() else "") + part
+        yield Text(line, style=self._style)
+
+
+def _headline(shown: dict[str, Any]) -> list[str]:
     numbers = shown["numbers"]
     state = (
         "finished"
         if numbers["finished"]
         else f"step {numbers['step']}" + (f"/{numbers['steps']}" if numbers["steps"] > numbers["step"] else "")
     )
-    rates = f"{numbers['episodes_per_second']:.1f} episodes/s · {rounded(numbers['tokens_per_second'])} tokens/s"
-    return f"run {shown['run']} · {state} · version {numbers['version']} · {rates}"
+    rates = [f"{numbers['episodes_per_second']:.1f} episodes/s", f"{rounded(numbers['tokens_per_second'])} tokens/s"]
+    return [f"run {shown['run']}", state, f"version {numbers['version']}", *rates]
 
 
-def _learning(numbers: dict[str, Any], step: dict[str, float]) -> str:
+def _learning(numbers: dict[str, Any], step: dict[str, float]) -> list[str]:
     parts = [f"reward {_number(numbers['reward'])}"]
     if "success" in step:
         parts.append(f"success {step['success']:.2f}")
@@ -84,48 +112,49 @@ def _learning(numbers: dict[str, Any], step: dict[str, float]) -> str:
     for name, label in (("seconds_wait", "wait"), ("seconds_train", "train"), ("entropy", "entropy")):
         if name in step:
             parts.append(f"{label} {step[name]:.2f}{' s' if name.startswith('seconds') else ''}")
-    return " · ".join(parts)
+    return parts
 
 
-def _episodes(numbers: dict[str, Any]) -> str:
-    oldest = f", oldest open {duration(numbers['oldest_open_seconds'])}" if numbers["oldest_open_seconds"] else ""
-    return (
-        f"episodes {numbers['finished_episodes']:,} finished, {numbers['running']:,} running, "
-        f"{numbers['waiting']:,} waiting{oldest}"
-    )
+def _episodes(numbers: dict[str, Any]) -> list[str]:
+    oldest = [f"oldest open {duration(numbers['oldest_open_seconds'])}"] if numbers["oldest_open_seconds"] else []
+    finished, running, waiting = (numbers[name] for name in ("finished_episodes", "running", "waiting"))
+    return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
 
 
-def _log(log: dict[str, Any], server: ServerView) -> str:
+def _log(log: dict[str, Any], server: ServerView) -> list[str]:
     if log["problem"]:
-        return f"log: {log['problem']}"
-    share = f" of {log['limit_bytes'] / 1e9:.1f} GB" if log["limit_bytes"] else ""
-    parts = [f"log {log['bytes'] / 1e6:.1f} MB{share}", f"{log['entries_per_second']:.0f} entries/s"]
+        return [f"log: {log['problem']}"]
+    share = f" of {size(log['limit_bytes'])}" if log["limit_bytes"] else ""
+    parts = [f"log {size(log['bytes'])}{share}", f"{log['entries_per_second']:.0f} entries/s"]
     if server.consumers:
         parts += [f"pending {server.pending:,}", f"redelivered {server.redelivered:,}"]
     if server.oldest:
         parts.append(f"since {server.oldest[11:19]}")
-    return " · ".join(parts)
+    return parts
 
 
-def _server(server: ServerView) -> list[Text]:
+def _log_style(log: dict[str, Any]) -> str:
+    if log["problem"]:
+        return "bold red"
+    return "yellow" if log["limit_bytes"] and log["bytes"] > FULL_SHARE * log["limit_bytes"] else ""
+
+
+def _server(server: ServerView) -> list[RenderableType]:
     """The NATS server in a line, who does not read what it asked for in another."""
-    from rich.text import Text
-
     if server.hint:
-        return [Text(server.hint, style="dim")]
+        return [_Row([server.hint], "dim")]
     parts = [f"nats {server.version} up {server.uptime}"] if server.version else []
     if server.connections is not None:
         parts.append(f"{server.connections} connections")
     if server.memory_bytes:
-        parts.append(f"{server.memory_bytes / 1e6:.0f} MB")
+        parts.append(f"{size(server.memory_bytes)} of memory")
     if server.slow_consumers is not None:
         parts.append(f"slow consumers {server.slow_consumers}")
-    slow = [
-        f"{each.worker} has {size(each.pending_bytes)} unread" for each in server.clients[:SHOWN_SLOW] if each.pending_bytes
-    ]
+    unread = [each for each in server.clients if each.pending_bytes >= SLOW_BYTES]
+    slow = [f"{each.worker} has {size(each.pending_bytes)} unread" for each in unread[:SHOWN_SLOW]]
     slow += [f"{each.worker} was cut off at {each.at[11:19]}" for each in server.cut[-SHOWN_SLOW:]]
-    lines = [Text(" · ".join(parts))] if parts else []
-    return lines + ([Text(" · ".join(slow), style="yellow")] if slow else [])
+    lines: list[RenderableType] = [_Row(parts)] if parts else []
+    return lines + ([_Row(slow, "yellow")] if slow else [])
 
 
 def size(count: float) -> str:
@@ -136,12 +165,27 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _errors(numbers: dict[str, Any]) -> str:
+def _errors(numbers: dict[str, Any]) -> list[str]:
     found = {**numbers["excluded"], **numbers["errors"]}
     counted = [f"{name} {count}" for name, count in sorted(found.items(), key=lambda each: -each[1]) if count]
     takeovers = [f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else []
     named = [f"by class: {counted[0]}", *counted[1:6]] if counted else []
-    return " · ".join([*named, *takeovers])
+    return [*named, *takeovers]
+
+
+def _workers(workers: Sequence[WorkerRow], room: int) -> list[RenderableType]:
+    """Those that one looks for before those that work, if there is no room for all; the others are counted."""
+    from rich.text import Text
+
+    if not workers:
+        return [Text("no worker has been heard of yet", style="dim")]
+    if len(workers) <= room:
+        return [_table(workers)]
+    urgent = sorted(workers, key=lambda row: (_URGENT.get(row.state, len(_URGENT)), row.role != "learner"))
+    chosen = {row.worker for row in urgent[: room - 1]}
+    hidden = Counter((row.role, row.state) for row in workers if row.worker not in chosen)
+    counted = [f"{count} {role} {state}" for (role, state), count in sorted(hidden.items())]
+    return [_table([row for row in workers if row.worker in chosen]), _Row([f"and {counted[0]}", *counted[1:]], "dim")]
 
 
 def _table(workers: Sequence[WorkerRow]) -> Table:

@@ -1,0 +1,88 @@
+"""The screen of `top`: within 80 columns and the terminal's height, and what one looks for is never what does not fit."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from schemas import Heartbeat, WorkerRole
+from workers.monitor.follow import LogHealth
+from workers.monitor.state import FleetState
+from workers.top.jetstream import ConsumerPending, ServerView
+from workers.top.nats_http import Client, Cut
+from workers.top.view import SLOW_BYTES, facts, screen, size
+from workers.watchdog import Stall
+
+NOW = 1_000.0
+SERVER = ServerView(
+    entries=5,
+    oldest="2026-11-21T12:00:00Z",
+    consumers=(ConsumerPending(kind="obs", consumers=500, pending=1_234_567, unacked=3, redelivered=4_321),),
+    connections=612,
+    slow_consumers=2,
+    memory_bytes=123_456_789,
+    version="2.15.1",
+    uptime="12d3h22m11s",
+    clients=(Client(worker="environment-17-a-long-name", pending_bytes=12_345_678), Client(worker="quick", pending_bytes=9)),
+    cut=(Cut(worker="inference-9-a-long-name", reason="Slow Consumer", at="2026-11-21T12:34:56Z"),),
+)
+STALL = Stall(where="learner", reason="nothing is admitted", seconds=70.0, advice="see its log")
+
+
+def drawn(state: FleetState, server: ServerView = SERVER, *, width: int = 80, height: int = 24, run: str = "r") -> list[str]:
+    console = Console(width=width, height=height, file=io.StringIO())
+    health = LogHealth()
+    health.looked(2_900_000_000, 1 << 32, 12_345, NOW)
+    shown = facts(state, health, server, [STALL], run=run, now=NOW, now_ns=int(NOW * 1e9))
+    console.print(screen(shown, console))
+    return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+
+
+def fleet(workers: int, *, silent: int = -1) -> FleetState:
+    state = FleetState(steps=100)
+    roles: tuple[WorkerRole, ...] = ("environment", "inference")
+    for number in range(workers):
+        beat = Heartbeat(role=roles[number % 2], worker=f"w{number:03}", slots=64, in_flight=7, policy_version=150)
+        state.heard(beat, NOW - (9.0 if number == silent else 0.5))
+    state.heard(Heartbeat(role="learner", worker="lea", slots=8, in_flight=8), NOW)
+    return state
+
+
+def test_a_silent_worker_is_shown_however_many_work_and_however_low_the_terminal_is() -> None:
+    lines = drawn(fleet(60, silent=41))
+    assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
+    (line,) = [line for line in lines if line.startswith("w041")]
+    assert "silent" in line and "9 s ago" in line
+    assert any(line.startswith("lea") for line in lines), "the one learner is worth a row"
+    shown = sum(line.startswith(("w0", "lea")) for line in lines)
+    hidden = [int(part.split()[0]) for part in lines[-1].removeprefix("and ").split(" · ")]
+    assert shown + sum(hidden) == 61
+
+
+@pytest.mark.parametrize("workers", [0, 3, 60])
+@pytest.mark.parametrize("server", [SERVER, ServerView(), ServerView(hint="no server monitoring: how to turn it on")])
+def test_nothing_is_wider_than_80_columns_or_broken_within_a_number(workers: int, server: ServerView) -> None:
+    lines = drawn(fleet(workers), server, run="the-run-of-somebody-who-likes-long-names-and-has-many")
+    assert all(len(line) <= 80 for line in lines)
+    text = "\n".join(lines)
+    assert "0.0 episodes/s" in text and "0 tokens/s" in text, "the name of the run leaves room for what it does"
+    assert "stuck at the learner for 70 s" in text
+
+
+def test_the_server_is_a_line_and_who_does_not_read_another() -> None:
+    text = "\n".join(drawn(fleet(2)))
+    assert "nats 2.15.1 up 12d3h22m11s · 612 connections · 123.5 MB of memory" in text
+    assert "environment-17-a-long-name has 12.3 MB unread" in text and "quick" not in text
+    assert "inference-9-a-long-name was cut off at 12:34:56" in text
+    assert SLOW_BYTES > 9
+
+
+def test_without_workers_a_line_says_so() -> None:
+    assert drawn(FleetState(1))[-1] == "no worker has been heard of yet"
+
+
+@pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (1_500, "1.5 kB"), (2e6, "2.0 MB"), (3.21e9, "3.2 GB")])
+def test_bytes_have_units(count: float, text: str) -> None:
+    assert size(count) == text
