@@ -17,10 +17,11 @@ from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings
 from schemas import Action, ChatMessage, Task, ToolSpec
 from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
+from workers.connections import Bounds
 from workers.environment.base import Start, Step, Verdict
 from workers.environment.openenv_client import open_session
 from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-from workers.gateway.serve import serve
+from workers.gateway.serve import BOUNDS, serve
 from workers.listening import bind
 
 
@@ -33,7 +34,7 @@ class World:
     def __init__(self) -> None:
         self.opened = self.closed = 0
         self.steps: list[str] = []
-        self.stepping = anyio.Event()
+        self.begun, self.stepping = anyio.Event(), anyio.Event()
 
     def __call__(self) -> Adder:
         return Adder(self)
@@ -54,6 +55,7 @@ class Adder:
         await anyio.lowlevel.checkpoint()
 
     async def reset(self) -> Start:
+        self._world.begun.set()
         text = f"{self._task.prompt or 'hello'} {self._task.seed}"
         return Start(
             messages=(ChatMessage(role="system", content="Add."), ChatMessage(role="user", content=text)),
@@ -148,7 +150,7 @@ async def gateway(
 
 
 @asynccontextmanager
-async def serving(fleet: SmallFleet, load: Any = None, **settings: Any) -> AsyncIterator[str]:
+async def serving(fleet: SmallFleet, load: Any = None, bounds: Bounds = BOUNDS, **settings: Any) -> AsyncIterator[str]:
     """The address of a gateway to the fleet."""
     async with anyio.create_task_group() as group:
         listener = bind("127.0.0.1", 0)
@@ -158,7 +160,7 @@ async def serving(fleet: SmallFleet, load: Any = None, **settings: Any) -> Async
         stop, stopped = anyio.Event(), anyio.Event()
 
         async def run() -> None:
-            await serve(told.application(), listener, stop)
+            await serve(told.application(), listener, stop, bounds=bounds)
             stopped.set()
 
         group.start_soon(run)

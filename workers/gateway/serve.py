@@ -11,6 +11,7 @@ import uvicorn
 
 from workers.connections import Bounds, bounded, room_for
 from workers.listening import QuietServer
+from workers.web_sockets import bounded_socket
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that none is closed under a request."""
@@ -35,6 +36,7 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
         http=bounded(bounds),
+        ws=bounded_socket(bounds),
         limit_concurrency=bounds.connections,
         proxy_headers=False,
         ws_ping_interval=PING_SECONDS,

@@ -1,0 +1,179 @@
+"""WebSocket clients that trickle, flood, take nothing, or talk nonsense: each ends, its slot is free, others play meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from anyio.abc import SocketAttribute, SocketStream
+
+from tests.gateway.test_openenv_gateway import Here, gateway
+from workers.connections import Bounds
+
+IDLE_SOCKETS = 150
+HANDSHAKE = (
+    b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings every second, and answers within one."""
+    monkeypatch.setattr("workers.gateway.serve.PING_SECONDS", 1.0)
+    monkeypatch.setattr("workers.web_sockets.END_SECONDS", 0.5)
+
+
+def frame(payload: bytes, *, opcode: int = 1, claimed: int | None = None) -> bytes:
+    """A masked frame of a client; ``claimed`` is the length in its head if it lies."""
+    length = len(payload) if claimed is None else claimed
+    head = bytes([0x80 | opcode])
+    if length < 126:
+        head += bytes([0x80 | length])
+    else:
+        head += bytes([0x80 | 127]) + length.to_bytes(8, "big")
+    return head + bytes(4) + payload
+
+
+def asking(kind: str, **data: Any) -> bytes:
+    return frame(json.dumps({"type": kind} | ({"data": data} if data else {})).encode())
+
+
+async def shaken(here: Here) -> SocketStream:
+    """A connection that is a WebSocket by now, and answers nothing by itself."""
+    stream = await anyio.connect_tcp("127.0.0.1", port_of(here))
+    await stream.send(HANDSHAKE)
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += await stream.receive()
+    assert received.startswith(b"HTTP/1.1 101")
+    return stream
+
+
+def port_of(here: Here) -> int:
+    return int(here.url.rpartition(":")[2])
+
+
+async def all_closed(here: Here) -> None:
+    """Until the gateway has no connection left."""
+    process = psutil.Process()
+
+    def one_is_open() -> bool:
+        own = (each for each in process.net_connections("tcp") if each.laddr.port == port_of(here))
+        return any(each.status in ("ESTABLISHED", "CLOSE_WAIT") for each in own)
+
+    while one_is_open():  # noqa: ASYNC110 - sockets of the kernel, which nobody tells about
+        await anyio.sleep(0.05)
+
+
+async def others_play(here: Here) -> None:
+    async with here.socket() as player:
+        await player.ask("reset")
+        assert (await player.ask("step", text="x"))["data"]["reward"] == 0.5
+
+
+async def test_a_frame_that_never_ends_ends_its_connection() -> None:
+    async with gateway() as here, await shaken(here) as stream:
+        await stream.send(asking("reset") + frame(b"{", claimed=1 << 20))
+        await others_play(here)
+        with pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+            while True:
+                await stream.send(b" ")
+                with anyio.move_on_after(0.1):
+                    await stream.receive()
+        await all_closed(here)
+        await here.empty()
+
+
+async def never_taken(stream: SocketStream) -> None:
+    """Ask for more than all buffers hold, for as long as the gateway reads."""
+    stream.extra(SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reset = asking("reset", prompt="x" * 30_000)
+    try:
+        for _ in range(600):
+            await stream.send(reset)
+    except anyio.BrokenResourceError:
+        pass
+
+
+async def test_a_client_that_takes_no_answers_loses_its_connection_and_its_slot() -> None:
+    """It answers no ping, and a polite end would wait for ever behind what it does not take."""
+    async with gateway(slots=1) as here, await shaken(here) as stream, anyio.create_task_group() as group:
+        group.start_soon(never_taken, stream)
+        await here.world.begun.wait()
+        await here.empty()
+        await all_closed(here)
+        await others_play(here)
+
+
+async def test_a_client_that_takes_nothing_is_cut_before_any_ping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.gateway.serve.PING_SECONDS", 600.0)
+    bounds = Bounds(send_seconds=0.5)
+    async with gateway(slots=1, bounds=bounds) as here, await shaken(here) as stream, anyio.create_task_group() as group:
+        group.start_soon(never_taken, stream)
+        await here.world.begun.wait()
+        await here.empty()
+        await all_closed(here)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        frame(b"x", opcode=3),
+        b"\x81\x05hello",
+        frame(b"\xff\xfe"),
+        frame(b"", claimed=1 << 62),
+        frame(b"", claimed=(16 << 20) + 1),
+        frame(b"x" * 200, opcode=9),
+        os.urandom(4096),
+        frame(b"\x00", opcode=8),
+    ],
+    ids=["opcode", "no mask", "no text", "endless", "too large", "long ping", "noise", "bad close"],
+)
+async def test_what_is_no_frame_ends_the_connection_and_frees_its_slot(sent: bytes) -> None:
+    async with gateway(slots=1) as here, await shaken(here) as stream:
+        await stream.send(asking("reset") + sent)
+        with pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+            while True:
+                await stream.receive()
+        await here.empty()
+        await all_closed(here)
+        await others_play(here)
+
+
+async def test_frames_in_one_piece_are_answered_one_after_the_other() -> None:
+    async with gateway() as here, await shaken(here) as stream:
+        await stream.send(asking("reset") + asking("step", text="x") + asking("state") * 100)
+        received = b""
+        while received.count(b'"step_count": 1') < 100:
+            received += await stream.receive()
+
+
+@pytest.mark.parametrize("path", [b"/nowhere", b"/health"])
+async def test_a_handshake_that_leads_nowhere_is_refused(path: bytes) -> None:
+    async with gateway() as here, await anyio.connect_tcp("127.0.0.1", port_of(here)) as stream:
+        await stream.send(HANDSHAKE.replace(b"/ws ", path + b" "))
+        received = b""
+        with pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+            while True:
+                received += await stream.receive()
+        assert received.startswith(b"HTTP/1.1 403")
+        await all_closed(here)
+
+
+async def test_idle_sockets_hold_no_slots_and_are_in_nobody_s_way() -> None:
+    async with gateway(slots=1) as here, AsyncExitStack() as stack:
+        for _ in range(IDLE_SOCKETS):
+            await stack.enter_async_context(here.socket())
+        await others_play(here)
