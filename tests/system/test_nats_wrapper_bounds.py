@@ -12,6 +12,7 @@ import pytest
 from fleetbus.bus.nats import connect, pull
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.puller import NatsSubscription
+from fleetbus.bus.nats.reader import NatsReader
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run, tasks_consumer
 from schemas import Subjects
@@ -51,3 +52,23 @@ async def test_a_puller_that_never_rests_forgets_the_requests_that_were_filled(
             assert subscription.credits == 64
         assert subscription._line._count > 50, "too few requests to tell"
         assert len(subscription._line._requests) <= 2
+
+
+async def test_a_puller_or_reader_that_has_left_does_not_come_back_when_the_server_answers(tmp_path: Path) -> None:
+    """Its own task may have the answer already when it is cancelled, and attach once more: nobody would ever take what that
+    pulls, and its handler would stay."""
+    async with declared(tmp_path) as bus:
+        handlers = bus._connection.wire._handlers
+        await bus._connection.round_trip(5)
+        before = set(handlers)
+        async with bus.pull(tasks_consumer("default"), credits=4) as subscription:
+            assert isinstance(subscription, NatsSubscription)
+        async with bus.read([SUBJECTS.episodes]) as reader:
+            assert isinstance(reader, NatsReader)
+        subscription.attach()
+        await reader._attach()
+        while set(handlers) - before:  # noqa: ASYNC110  # the goodbye of the puller takes a round trip
+            await anyio.sleep(0.01)
+        await bus.publish(SUBJECTS.task("default", "e"), b"x")
+        async with bus.pull(tasks_consumer("default"), credits=1) as other:
+            assert (await other.receive()).delivered == 1

@@ -53,13 +53,19 @@ class PullLine:
         self._requests: dict[bytes, tuple[int, float]] = {}
         self._count = 0
         self._planned: asyncio.Handle | None = None
+        self._closed = False
         self.wanted = 0
         self.asked = 0
         self.heard_at = 0.0
 
     def attach(self, stream: str, consumer: str) -> None:
-        """Pull from this consumer on a new inbox; all unused credits are asked for again."""
+        """Pull from this consumer on a new inbox; all unused credits are asked for again.
+
+        Does nothing once closed: whoever attaches may have waited for the server while its owner left.
+        """
         self.detach()
+        if self._closed:
+            return
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox = self._connection.new_inbox()
         self._route = self._wire.open_route(f"{self._inbox}.*", self._on_wire, passing=True)
@@ -82,6 +88,11 @@ class PullLine:
             return route
         self._wire.close_route(route)
         return 0
+
+    def close(self, late: Handler | None = None) -> int:
+        """As `detach`, for good."""
+        self._closed = True
+        return self.detach(late)
 
     def add(self, credits: int) -> None:
         """Allow that many more messages; grants of one turn of the loop become one request."""

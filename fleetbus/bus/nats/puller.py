@@ -115,7 +115,7 @@ class NatsSubscription:
     async def leave(self) -> None:
         """Stop pulling and hand back what nobody took, what is still under way included."""
         wire = self._connection.wire
-        route = self._line.detach(late=self._nak_late)
+        route = self._line.close(late=self._nak_late)
         for delivery in self._inlet.items:
             await delivery.nak()
         self._inlet.items.clear()

@@ -90,6 +90,7 @@ class NatsReader:
             self._drop_consumer()
 
     def leave(self) -> None:
+        self._line.close()
         self._drop_consumer()
 
     async def _attach(self) -> bool:
