@@ -71,6 +71,7 @@ def segment_files(folder: Path) -> list[Path]:
 
 
 def first_sequence(segment: Path) -> int:
+    """The sequence of a segment's first entry, which is its file's name."""
     return int(segment.stem)
 
 

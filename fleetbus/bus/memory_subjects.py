@@ -11,6 +11,7 @@ T = TypeVar("T")
 
 
 def is_literal(pattern: str) -> bool:
+    """True if the pattern has no wildcard token, and so is one subject."""
     return not {"*", ">"} & set(pattern.split("."))
 
 

@@ -48,30 +48,37 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def log_stream(run: str) -> str:
+    """The stream that is the run's log."""
     return f"fb_{run}"
 
 
 def lane_stream(run: str) -> str:
+    """The stream beside the log in which lanes are leased: of each lane its last entry alone."""
     return f"fblane_{run}"
 
 
 def tasks_consumer(pool: str) -> str:
+    """The durable consumer that the environment workers of a pool share."""
     return f"task_{pool}"
 
 
 def observations_consumer(policy: str, lane: str) -> str:
+    """The durable consumer of the observations for a policy on one inference lane, or on `any`."""
     return f"obs_{policy}_{lane}"
 
 
 def actions_consumer(lane: str) -> str:
+    """The durable consumer of the Actions on one environment worker's lane."""
     return f"act_{lane}"
 
 
 def environment_lanes(count: int) -> tuple[str, ...]:
+    """The lanes that environment workers claim: ``e0``, ``e1``, ..."""
     return tuple(f"e{index}" for index in range(count))
 
 
 def inference_lanes(count: int) -> tuple[str, ...]:
+    """The lanes that inference workers claim, beside `any`: ``i0``, ``i1``, ..."""
     return tuple(f"i{index}" for index in range(count))
 
 

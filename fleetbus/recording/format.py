@@ -104,10 +104,12 @@ def encode_part(part: Part) -> bytes:
 
 
 def archived(entry: Stored) -> ArchivedEntry:
+    """An entry of the log as recordings keep it."""
     return ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)
 
 
 def stored(entry: ArchivedEntry) -> Stored:
+    """The entry of the log that a recording kept."""
     return Stored(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
 
 

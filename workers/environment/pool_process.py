@@ -71,6 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
+    """``pool_process.py FD LIFELINE PATH``: answer requests on the socket FD until it closes."""
     import anyio
 
     end_with_the_worker(int(sys.argv[2]))
@@ -105,6 +106,7 @@ def end_with_the_worker(lifeline: int) -> None:
 
 
 def send(channel: socket.socket, message: dict[str, Any]) -> None:
+    """One frame: JSON after its length."""
     payload = json.dumps(message).encode()
     channel.sendall(_HEADER.pack(len(payload)) + payload)
 
@@ -117,6 +119,7 @@ def receive(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def read(channel: socket.socket, count: int) -> bytes:
+    """So many bytes; none when the other end closes before."""
     data = bytearray()
     while len(data) < count:
         chunk = channel.recv(count - len(data))

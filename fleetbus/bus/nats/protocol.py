@@ -38,10 +38,12 @@ def publish_with_headers_command(subject: str, reply: str, headers: bytes, paylo
 
 
 def subscribe_command(subject: str, identifier: int) -> bytes:
+    """SUB, without a queue group; ``identifier`` comes back with each message."""
     return f"SUB {subject}  {identifier}\r\n".encode()
 
 
 def unsubscribe_command(identifier: int) -> bytes:
+    """UNSUB, at once."""
     return f"UNSUB {identifier}\r\n".encode()
 
 

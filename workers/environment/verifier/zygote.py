@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from workers.environment.sandbox.inside import confine, landlock
 
     class Asking(Protocol):
+        """Whoever answers what verifier code asks of its environment."""
+
         def ask(self, call: str, *arguments: Any) -> Any: ...
 else:
     import confine
@@ -58,6 +60,7 @@ KEYWORDS, COROUTINE = 0x08, 0x80
 
 
 def main() -> None:
+    """Get warm, give up what children need not have, say so on FD, and fork for whoever asks."""
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = json.loads(sys.argv[2])
     hidden = True
@@ -91,6 +94,7 @@ def rehearse() -> None:
 
 
 def serve(control: socket.socket, limits: dict[str, int]) -> None:
+    """Fork a child for each socket that arrives, kill it when that socket closes, and end with ``control``."""
     wake, woken = socket.socketpair()
     woken.setblocking(False)
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
@@ -138,6 +142,7 @@ def start(channel: int, limits: dict[str, int]) -> int:
 
 
 def reap(children: dict[int, int], sockets: dict[int, int], poll: select.poll) -> None:
+    """Collect the children that have died and say so on their sockets."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -162,6 +167,7 @@ def say_last(channel: int, message: dict[str, Any]) -> None:
 
 
 def run_child(channel: int, limits: dict[str, int]) -> NoReturn:
+    """One verification: the request, the code under ``limits`` and without rights, the verdict. Never returns."""
     zygote = os.getppid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -214,6 +220,7 @@ def load_imports(code: CodeType) -> None:
 
 
 def call_verifier(code: CodeType, request: dict[str, Any], connection: Asking) -> Any:
+    """What the verifier function of ``code`` returns; raises whatever the code raises."""
     scope: dict[str, Any] = {"__name__": "verifier", "__builtins__": builtins}
     exec(code, scope)
     function = find_function(scope)
@@ -231,6 +238,7 @@ def call_verifier(code: CodeType, request: dict[str, Any], connection: Asking) -
 
 
 def find_function(scope: dict[str, Any]) -> Any:
+    """``verify``, or the only function of the code; raises `NameError` if there is neither."""
     functions = [
         value for value in scope.values() if getattr(getattr(value, "__code__", None), "co_filename", "") == "<verifier>"
     ]
@@ -285,6 +293,8 @@ class Environment:
 
 
 class AsyncEnvironment:
+    """`Environment` for verifiers that await its calls."""
+
     def __init__(self, connection: Asking) -> None:
         self._ask = connection.ask
 
@@ -307,6 +317,8 @@ class CallFailed(RuntimeError):
 
 
 class Connection:
+    """The child's end of its socket. Exits when the worker's end has closed."""
+
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
 
@@ -355,6 +367,7 @@ class Output:
 
 
 def frame(message: dict[str, Any]) -> bytes:
+    """A message as JSON after its length in four bytes."""
     payload = json.dumps(message).encode()
     return struct.pack("!I", len(payload)) + payload
 

@@ -56,6 +56,17 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     def max_tokens(self) -> int:
         return self.request.max_tokens - len(self.so_far)
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What all dialects say in the same words."""
+        settings = self.request.sampling
+        return {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_tokens": self.max_tokens,
+            "seed": self.request.seed & SEED_MASK,
+        }
+
 
 class Dialect(Protocol):
     """One way to talk. ``exact`` if it gives token ids with log-probabilities."""
@@ -72,15 +83,13 @@ class Dialect(Protocol):
 
 
 class Generate:
+    """Ids in, ids and log-probabilities out, and the label of the weights that made them."""
+
     name, path, exact = "generate", "/inference/v1/generate", True
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.request.sampling
         parameters = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": ask.max_tokens,
-            "seed": ask.request.seed & SEED_MASK,
+            **ask.sampling,
             "stop_token_ids": sorted(ask.request.stop_ids),
             "logprobs": ask.candidates,
             "detokenize": False,
@@ -103,17 +112,15 @@ class Generate:
 
 
 class Completions:
+    """Completions with vLLM's additions: ids in, ids and log-probabilities out."""
+
     name, path, exact = "completions", "/v1/completions", True
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.request.sampling
         body = {
             "model": ask.model,
             "prompt": ask.ids,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": ask.max_tokens,
-            "seed": ask.request.seed & SEED_MASK,
+            **ask.sampling,
             "stop_token_ids": sorted(ask.request.stop_ids),
             "logprobs": ask.candidates,
             "return_token_ids": True,
@@ -141,17 +148,15 @@ class Completions:
 
 
 class TextOnly:
+    """Completions of any server: text in, text out."""
+
     name, path, exact = "text", "/v1/completions", False
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.request.sampling
         return {
             "model": ask.model,
             "prompt": ask.prompt_text,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": ask.max_tokens,
-            "seed": ask.request.seed & SEED_MASK,
+            **ask.sampling,
             "stop": list(ask.stops)[:4],  # the protocol's limit
             "stream": ask.stream,
         }

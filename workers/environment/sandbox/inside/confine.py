@@ -96,6 +96,7 @@ def confine(limits: Mapping[str, int], *, user: int) -> None:
 
 
 def set_limits(limits: Mapping[str, int]) -> None:
+    """Limit this process and its children; ``limits`` as in `confine`. What a system refuses to limit stays as it is."""
     for name, soft in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:
@@ -107,6 +108,7 @@ def set_limits(limits: Mapping[str, int]) -> None:
 
 
 def drop_privileges(user: int) -> None:
+    """Become ``user`` where this is root, and lose capabilities, set-uid programs and core dumps for good."""
     for other in (user, NOBODY):  # a container may have no users but the first 65,536, a user namespace of its own none
         if os.geteuid() == 0:
             try:
@@ -132,6 +134,7 @@ def reach_nobody() -> bool:
 
 
 def install(program: bytes) -> bool:
+    """Whether ``program`` filters the system calls of this process from now on."""
     if sys.platform != "linux" or not program:
         return False
     LIBRARY.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)

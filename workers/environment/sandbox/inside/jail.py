@@ -31,6 +31,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def main() -> NoReturn:
+    """Build the jail and run the command in it; exits as the command does."""
     description, command = json.loads(sys.argv[1]), sys.argv[2:]
     die_with_parent(os.getppid())
     enter_namespaces(own_users=description["own_users"])
@@ -51,12 +52,14 @@ def main() -> NoReturn:
 
 
 def die_with_parent(parent: int) -> None:
+    """Be killed when ``parent`` dies, also if it has died already."""
     LIBRARY.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def enter_namespaces(*, own_users: bool) -> None:
+    """Namespaces of its own of every kind, without any network; ``own_users`` where this is not root."""
     user, group = os.getuid(), os.getgid()
     flags = NEW_MOUNTS | NEW_CGROUPS | NEW_NAMES | NEW_IPC | NEW_PROCESSES | NEW_NETWORK
     check(LIBRARY.unshare(flags | (NEW_USERS if own_users else 0)), "unshare")
@@ -89,6 +92,7 @@ def build_root(description: dict[str, Any]) -> None:
 
 
 def bind(path: str, *, writable: bool = False) -> None:
+    """Show a file or folder of the host at its own path, read-only unless ``writable``."""
     source = f"/host{path}"
     if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)
@@ -103,11 +107,13 @@ def bind(path: str, *, writable: bool = False) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2); raises `OSError` that names the target."""
     result = LIBRARY.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
     check(result, f"mount {target}")
 
 
 def check(result: int, what: str) -> None:
+    """Raise the error of the last call into the C library unless it gave 0."""
     if result != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")

@@ -42,6 +42,7 @@ def show_only(paths: list[str]) -> bool:
 
 
 def allow(ruleset: int, path: str) -> None:
+    """Let what is below ``path`` be read and executed under ``ruleset``."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

@@ -36,6 +36,7 @@ class TimeUp(BaseException):
 
 
 def main() -> NoReturn:
+    """``runner.py FD SETTINGS``: give up every right, then execute the code that arrives on the socket FD until it closes."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     settings = json.loads(sys.argv[2])
     del sys.argv[1:], sys.path[0], sys.modules["confine"]
@@ -103,6 +104,7 @@ def told(error: BaseException, name: str) -> str:
 
 
 def say(text: str) -> None:
+    """Write to the code's standard error."""
     try:
         sys.stderr.write(text)
     except Exception:
@@ -110,16 +112,19 @@ def say(text: str) -> None:
 
 
 def on_alarm(*_: object) -> None:
+    """The handler of the timer that bounds the code."""
     raise TimeUp
 
 
 def receive(channel: socket.socket) -> dict[str, Any]:
+    """The next request; exits when the other end has closed."""
     (length,) = struct.unpack("!I", read(channel, 4))
     request: dict[str, Any] = json.loads(read(channel, length))
     return request
 
 
 def read(channel: socket.socket, count: int) -> bytes:
+    """So many bytes; exits when the other end has closed."""
     data = b""
     while len(data) < count:
         chunk = channel.recv(count - len(data))
@@ -130,6 +135,7 @@ def read(channel: socket.socket, count: int) -> bytes:
 
 
 def frame(message: dict[str, Any]) -> bytes:
+    """A message as JSON after its length in four bytes."""
     payload = json.dumps(message).encode()
     return struct.pack("!I", len(payload)) + payload
 
