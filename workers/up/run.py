@@ -31,8 +31,10 @@ from workers.up.plans import RoleCommand, role_plans, server_plan, stream_plan
 from workers.up.progress import Progress
 from workers.up.server import end_stray_server
 
-SUMMARY_SECONDS = 1.5
-"""For reading the rest of the log; most of it was read while the run went on."""
+SUMMARY_SECONDS = 8.0
+HASTY_SUMMARY_SECONDS = 1.5
+"""For reading the rest of the log: after the run's own end, and where somebody waits for it to stop or the server is gone. Most
+of it was read while the run went on."""
 
 STRAY_SECONDS = 6.0
 """For a server that its holder left behind; there is hardly ever one."""
@@ -167,11 +169,13 @@ class Run:
             self._display.line(f"progress is shown no more: {errors.exceptions[0]}")
 
     async def _read_the_rest(self, follower: Follower) -> None:
+        in_haste = self._asked_to_stop.is_set() or self._server.over.is_set()
+        seconds = HASTY_SUMMARY_SECONDS if in_haste else SUMMARY_SECONDS
         try:
-            with anyio.fail_after(SUMMARY_SECONDS):
+            with anyio.fail_after(seconds):
                 await follower.finish()
         except (TimeoutError, BusError) as error:
-            log.warning("the summary is incomplete", reason=str(error) or f"no answer within {SUMMARY_SECONDS:g} s")
+            log.warning("the summary is incomplete", reason=str(error) or f"no answer within {seconds:g} s")
 
 
 async def _first(*events: anyio.Event) -> None:
