@@ -112,7 +112,12 @@ class Site:
                 "run": self._subjects.run,
                 "numbers": state.numbers(bus.now_ns()),
                 "workers": state.workers(now),
-                "log": usage | {"entries_per_second": health.entries_per_second, "problem": health.problem},
+                "log": usage
+                | {
+                    "entries_per_second": health.entries_per_second,
+                    "problem": health.problem,
+                    "is_behind": self._watch.is_behind(now),
+                },
                 "server": self._watch.server,
                 "stalls": self._stalls(now, bus.now_ns()),
             }

@@ -1,6 +1,6 @@
 // Routes, live events, keys. Each view is a function of data to elements; live views are drawn again when an event comes.
 import { curves } from "./curves.js";
-import { el } from "./dom.js";
+import { el, percent } from "./dom.js";
 import { episode } from "./episode.js";
 import { episodes, groups } from "./episodes.js";
 import { fleet } from "./fleet.js";
@@ -41,6 +41,9 @@ async function draw({ fresh = false } = {}) {
 const typing = () => ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement?.tagName);
 const pointing = () => main.matches(":hover") && !!main.querySelector("svg:hover");
 
+/** How far a long log is read; what is shown until then is of some time ago. */
+const reading = ({ log }) => (log.is_behind && log.followed < 0.9 * log.last_sequence ? `reading the log: ${percent(log.followed / log.last_sequence)}` : "");
+
 function listen() {
   const source = new EventSource("/api/events");
   const say = (text, state) => { if (live.textContent !== text) live.textContent = text; live.dataset.state = state; };
@@ -48,7 +51,7 @@ function listen() {
     seen.overview = JSON.parse(event.data);
     document.getElementById("run").textContent = seen.overview.run;
     document.title = `fleetbus · ${seen.overview.run} · step ${seen.overview.numbers.step}`;
-    say(seen.overview.log.problem || "live", seen.overview.log.problem ? "lost" : "live");
+    say(seen.overview.log.problem || reading(seen.overview) || "live", seen.overview.log.problem ? "lost" : "live");
     if (route().view === "fleet") draw();
   });
   source.addEventListener("curves", (event) => {

@@ -29,8 +29,8 @@ export function seconds(value) {
 }
 
 export function bytes(value) {
-  for (const [size, unit] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
-  return `${value} B`;
+  for (const [size, unit] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) if (value >= size) return `${(value / size).toFixed(1)}\u00a0${unit}`;
+  return `${value}\u00a0B`;
 }
 
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(value * 100).toFixed(0)} %`);

@@ -1,6 +1,7 @@
 // The first view: counters, workers, what failed, and how the log stands.
 import { bytes, el, number, percent, seconds, section, table } from "./dom.js";
 
+const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
 export function fleet(overview) {
@@ -41,8 +42,11 @@ function workerTable(workers) {
     ["last heard", (row) => `${seconds(row.seconds)} ago`, "number"],
     ["note", (row) => row.note, "wide"],
   ];
-  const lost = workers.filter((row) => row.state === "silent" || row.state === "failed").length;
-  return section("Workers", table(`${workers.length} workers${lost ? `, ${lost} silent or failed` : ""}`, columns, workers));
+  const isLost = (row) => row.state === "silent" || row.state === "failed";
+  const lost = workers.filter(isLost);
+  const shown = [...lost, ...workers.filter((row) => !isLost(row))].slice(0, MOST_WORKERS);
+  const hidden = workers.length > MOST_WORKERS ? `, the first ${MOST_WORKERS} of them` : "";
+  return section("Workers", table(`${workers.length} workers${lost.length ? `, ${lost.length} silent or failed` : ""}${hidden}`, columns, workers.length > 20 ? shown : workers));
 }
 
 function outcomes(numbers) {
@@ -90,5 +94,5 @@ function natsServer(server) {
     ...server.cut.map((each) => el("p", { class: "bad" }, `${each.worker} was cut off at ${each.at}: ${each.reason}`)),
     el("div", { class: "grid" },
       server.consumers.length ? table("Durable consumers, by what they deliver", consumers, server.consumers) : null,
-      server.clients.length ? table(`${server.clients.length} connections, most unread bytes first`, clients, server.clients.slice(0, 100)) : null));
+      server.clients.length ? table(`Connections of the run: ${server.clients.length}, most unread bytes first`, clients, server.clients.slice(0, 100)) : null));
 }
