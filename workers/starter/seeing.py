@@ -1,4 +1,4 @@
-"""A small model that sees, from nothing: LLaVA with a tiny vision tower, taught by an expert that seldom looks.
+"""A small model that sees, from nothing: Idefics3 with a tiny vision tower, taught by an expert that seldom looks.
 
 It answers the questions of the environment `colours` with a colour, hardly more often the right one than by chance: looking is
 left to training. Blocking, on the CPU, half a minute; no download.
@@ -17,15 +17,13 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    CLIPVisionConfig,
     GenerationConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
     PreTrainedTokenizerFast,
-    Qwen3Config,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
 from workers.environment.colours import COLOURS, PLACES, SIZE, draw
@@ -34,6 +32,9 @@ from workers.images.processing import ImageProcessor, Seen, expanded
 from workers.starter.tokenizer import PAD, TURN_END, TURN_START
 
 IMAGE = "<image>"
+AROUND_IMAGES = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+"""Further tokens that the model's processor knows by name."""
+
 PATCH = 8
 STEPS = 120
 RIGHT = 0.3
@@ -87,7 +88,7 @@ def new_tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=[PAD, TURN_START, TURN_END, IMAGE],
+        special_tokens=[PAD, TURN_START, TURN_END, IMAGE, *AROUND_IMAGES],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -96,7 +97,7 @@ def new_tokenizer() -> Any:
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=TURN_END,
-        additional_special_tokens=[TURN_START, IMAGE],
+        additional_special_tokens=[TURN_START, IMAGE, *AROUND_IMAGES],
         chat_template=CHAT_TEMPLATE,
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
@@ -104,48 +105,46 @@ def new_tokenizer() -> Any:
 
 
 def new_model(tokenizer: Any, *, seed: int) -> Any:
-    """LLaVA of a quarter of a million parameters with random weights; an image is 16 tokens."""
+    """Idefics3 of a third of a million parameters with random weights; an image is 16 embeddings."""
     torch.manual_seed(seed)
-    vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=SIZE, patch_size=PATCH
-    )
-    text = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 16) * 16,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=48,
-        max_position_embeddings=2048,
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    config = LlavaConfig(
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIZE,
+        "patch_size": PATCH,
+    }
+    text = {
+        "model_type": "llama",
+        "vocab_size": -(-len(tokenizer) // 16) * 16,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 48,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    config = Idefics3Config(
         vision_config=vision,
         text_config=text,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
-        image_seq_length=(SIZE // PATCH) ** 2,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="default",
+        scale_factor=1,
         tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    return LlavaForConditionalGeneration(config).eval()
+    return Idefics3ForConditionalGeneration(config).eval()
 
 
 def _processor(tokenizer: Any) -> Any:
-    side = {"height": SIZE, "width": SIZE}
-    return LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size=side, crop_size=side, do_center_crop=False),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=CHAT_TEMPLATE,
-    )
+    side = {"longest_edge": SIZE}
+    processor = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    return Idefics3Processor(processor, tokenizer, image_seq_len=(SIZE // PATCH) ** 2, chat_template=CHAT_TEMPLATE)
 
 
 def _learn_to_answer(
