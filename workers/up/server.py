@@ -1,12 +1,13 @@
 """The run's own nats-server, held by a process of its own: ``python -m workers.up.server STORE PORT FILE [CONFIG]``.
 
-It starts the server again when that dies, tells the address in FILE, and stops it when it is told to or when `up` is gone.
-`up` cannot hold the server itself: killed hard, it would leave it behind.
+It starts the server again when that dies, or when its disk was full and is not any more, tells the address in FILE, and stops
+it when it is told to or when `up` is gone. `up` cannot hold the server itself: killed hard, it would leave it behind.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +20,12 @@ from fleetbus.errors import UserError
 from workers.cli.program import CRASHED, FINISHED, REFUSED
 from workers.up.guard import end_with_supervisor
 from workers.up.restarts import RestartBudget
+
+DISK_CHECK_SECONDS = 5.0
+MEND_PAUSE_SECONDS = 60.0
+FULL = b"no space left on device"
+ROOM_BYTES = 64 << 20
+READ_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +41,7 @@ async def hold_server(store: Path, port: int, file: Path, config: Path | None = 
     status = FINISHED
     async with run_server(store, port=port, config=config) as server, anyio.create_task_group() as tasks:
         tasks.start_soon(_until_told, tasks.cancel_scope)
+        tasks.start_soon(_mend_after_full_disk, server)
         status = await _keep_running(server, file)
         tasks.cancel_scope.cancel()
     return status
@@ -50,6 +58,31 @@ async def _until_told(scope: anyio.CancelScope) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for _ in signals:
             scope.cancel()
+
+
+async def _mend_after_full_disk(server: NatsServerProcess) -> None:
+    """For ever: a server that found its disk full answers no publish any more, not even when there is room again; started
+    again then, it does."""
+    position = server.log_file.stat().st_size
+    while True:
+        await anyio.sleep(DISK_CHECK_SECONDS)
+        position, text = _read_on(server.log_file, position)
+        if FULL not in text:
+            continue
+        if shutil.disk_usage(server.store).free < ROOM_BYTES:
+            print("the disk under the nats-server is full: make room", flush=True)  # noqa: T201
+            continue
+        print("there is room again, and the nats-server is started again", flush=True)  # noqa: T201
+        server.terminate()
+        await anyio.sleep(MEND_PAUSE_SECONDS)
+
+
+def _read_on(file: Path, position: int) -> tuple[int, bytes]:
+    """What was written to a file since, and where it ends now."""
+    with file.open("rb") as log:
+        log.seek(position)
+        text = log.read(READ_BYTES)
+        return log.seek(0, os.SEEK_END), text
 
 
 async def _keep_running(server: NatsServerProcess, file: Path) -> int:

@@ -112,6 +112,12 @@ class NatsServerProcess:
         """SIGKILL: as if the machine's memory killer had come."""
         await self._end(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        """SIGTERM, without waiting: `wait` tells when it has ended."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+
     async def restart(self) -> None:
         """Start again after `kill` or `stop`, on the same ports and store."""
         await self.start()
