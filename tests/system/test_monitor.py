@@ -50,6 +50,8 @@ pytest.importorskip("uvicorn")
 
 from workers.listening import bind
 from workers.monitor.serve import page_files, serve
+from workers.top.nats_http import HOW
+from workers.watchdog import find_stalls
 
 SUBJECTS = Subjects(RUN)
 
@@ -88,7 +90,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 
 
 @asynccontextmanager
-async def served_run(bus: Bus, configuration: Configuration) -> AsyncIterator[str]:
+async def served_run(bus: Bus, configuration: Configuration, nats_http: str | None = None) -> AsyncIterator[str]:
     """The address of the page on a run, for the length of the block."""
     stop, told = anyio.Event(), anyio.Event()
     addresses: list[str] = []
@@ -101,7 +103,7 @@ async def served_run(bus: Bus, configuration: Configuration) -> AsyncIterator[st
         async with anyio.create_task_group() as tasks:
 
             async def run() -> None:
-                await serve(bus, configuration, host="127.0.0.1", bound=bound, stop=stop, told=tell)
+                await serve(bus, configuration, host="127.0.0.1", bound=bound, stop=stop, told=tell, nats_http=nats_http)
 
             tasks.start_soon(run)
             await told.wait()
@@ -110,8 +112,8 @@ async def served_run(bus: Bus, configuration: Configuration) -> AsyncIterator[st
 
 
 @asynccontextmanager
-async def served(bus: Bus) -> AsyncIterator[Page]:
-    async with served_run(bus, Configuration(run=RunSettings(name=RUN))) as address:
+async def served(bus: Bus, nats_http: str | None = None) -> AsyncIterator[Page]:
+    async with served_run(bus, Configuration(run=RunSettings(name=RUN)), nats_http) as address:
         async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False) as client:
             yield Page(address, client)
 
@@ -150,6 +152,36 @@ async def test_a_run_without_anything_is_shown_as_empty() -> None:
             assert (await page.get("/api/groups"))["rows"] == []
             assert (await page.client.get("/api/episodes/none")).status_code == 404
             assert (await page.client.get("/api/episodes/no.name")).status_code == 400
+
+
+async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.0))
+    with anyio.fail_after(50):
+        async with empty_run() as (page, bus), page.events() as events:
+            assert (await page.get("/api/overview"))["stalls"] == []
+            await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="a", worker="l")))
+            async for name, facts in events:
+                if name == "overview" and facts["stalls"]:
+                    break
+    (stall,) = facts["stalls"]
+    assert stall["where"] == "learner" and stall["line"].startswith("stuck at the learner for ")
+
+
+async def test_the_nats_server_is_shown_with_who_is_connected_and_without_it_how_to_turn_that_on(tmp_path: Path) -> None:
+    with anyio.fail_after(50):
+        async with run_server(tmp_path) as server, connect(server.url, run=RUN, role="monitor", worker="looker") as bus:
+            await bus.declare(plan_run(RUN, lanes=2))
+            async with served(bus, server.monitor_url) as page, page.events() as events:
+                shown = await anext(
+                    facts["server"] async for name, facts in events if name == "overview" and facts["server"]["version"]
+                )
+            assert [client["worker"] for client in shown["clients"]] == ["looker"] and shown["slow_consumers"] == 0
+            assert {each["kind"] for each in shown["consumers"]} == {"task", "obs", "act"}
+            async with served(bus, "") as page, page.events() as events:
+                shown = await anext(
+                    facts["server"] async for name, facts in events if name == "overview" and facts["server"]["hint"]
+                )
+    assert shown["hint"] == HOW and shown["connections"] is None and shown["consumers"]
 
 
 async def test_another_sites_name_for_this_machine_is_refused() -> None:
