@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
+import trio.testing
 
 from fleetbus.bus.base import Stored
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
 from schemas import (
     AttemptStarted,
     EpisodeFinished,
@@ -23,7 +27,7 @@ from schemas import (
     encode,
 )
 from workers.environment.stages import Stages
-from workers.monitor.follow import LogHealth
+from workers.monitor.follow import LogHealth, Watch
 from workers.monitor.state import FleetState
 from workers.watchdog import MANY_WITHOUT_VERDICT, Stall, find_stalls
 
@@ -292,3 +296,28 @@ async def test_workers_count_what_is_in_a_stage_by_its_beginnings_and_ends() -> 
     with pytest.raises(Exception, match="env_failed"), stages.within("verify", 5):
         raise ValueError("no")
     assert counters == {"begun_verify": 2.0, "ended_verify": 2.0}
+
+
+@pytest.mark.parametrize(
+    "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
+)
+async def test_a_log_that_never_rests_is_known_once_its_beginning_was_read() -> None:
+    server = MemoryServer()
+    async with server.connect("r", worker="w") as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run("r", lanes=2))
+        watch = Watch(bus, SUBJECTS, FleetState(steps=1))
+        assert watch.is_behind(anyio.current_time()), "nothing is known yet"
+
+        async def go_on() -> None:
+            for number in range(10_000):
+                beat = WorkerStopped(role="environment", worker=f"w{number}")
+                await bus.publish(SUBJECTS.life("environment", "w"), encode(beat))
+                await anyio.sleep(0.1)
+
+        tasks.start_soon(go_on)
+        await anyio.sleep(30)
+        tasks.start_soon(watch.run)
+        await anyio.sleep(5)
+        assert not watch.is_behind(anyio.current_time())
+        assert watch.health.followed > 300
+        tasks.cancel_scope.cancel()

@@ -18,6 +18,8 @@ from workers.up.follow import FOLLOWED
 READ_TYPES: tuple[type[Message], ...] = (EpisodeRequested, *FOLLOWED)
 LOOK_SECONDS = 2.0
 BEHIND_SECONDS = 1.0
+FIRST_ENTRY_SECONDS = 10.0
+"""In a log that has entries the first one comes within this, or none of them is of interest."""
 
 log = structlog.get_logger()
 
@@ -58,15 +60,23 @@ class Watch:
         self.health = LogHealth()
         self.server = ServerView()
         self.bus = bus
-        self._taken_at = -math.inf
+        self._began = self._taken_at = -math.inf
+        self._end: int | None = None
+        self._has_caught_up = False
 
     def is_behind(self, now: float) -> bool:
-        """Whether entries keep coming, so that what is known now may be long over."""
-        return now - self._taken_at < BEHIND_SECONDS
+        """Whether the log of before the beginning is still being read, so that what is known now may be long over.
+
+        It is read once an entry comes that was stored later; its last entries may be of no interest here, so silence counts.
+        """
+        if not self._has_caught_up and self._end is not None:
+            patience = BEHIND_SECONDS if self.health.followed or not self._end else FIRST_ENTRY_SECONDS
+            self._has_caught_up = self.health.followed >= self._end or now - max(self._taken_at, self._began) >= patience
+        return not self._has_caught_up
 
     async def run(self) -> None:
         """Until cancelled, or until the connection is gone for good."""
-        self._taken_at = anyio.current_time()
+        self._began = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_log)
             tasks.start_soon(self._follow_heartbeats)
@@ -105,6 +115,8 @@ class Watch:
                 with anyio.fail_after(LOOK_SECONDS):
                     used, limit = await self._bus.usage()
                     self.health.looked(used, limit, await self._bus.last_sequence(), anyio.current_time())
+                if self._end is None:
+                    self._end = self.health.last_sequence
             except BusClosed:
                 raise
             except TimeoutError:
