@@ -3,9 +3,12 @@
     python benchmarks/recording.py --json                       # export and step loop
     python benchmarks/recording.py --json --recording FILE      # and the replay of a recording, e.g. of a default run
 
-Export: a log of ``--messages`` entries on a real nats-server, written compressed and redacted. Step loop: the median of
-``--repeats`` runs of `benchmarks/step_loop.py` each way, alternating, with `fleetbus record --follow` beside it. CPU seconds
-are given beside wall seconds: on a machine that others use, the former are what a change can be judged by.
+Replay: each role in each of its ways, beside the time that the recording spans, or ``--real-seconds`` if it was made on a busy
+machine. What no replay can undercut is measured in the same run: the bare forward passes over the tokens that are scored, the
+training itself. Export: a log of ``--messages`` entries on a real nats-server, written compressed and redacted. Step loop: the
+median of ``--repeats`` runs of `benchmarks/step_loop.py` each way, alternating, with `fleetbus record --follow` beside it. CPU
+seconds, those of all processes below, are given beside wall seconds: on a machine that others use, the former are what a change
+can be judged by.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import anyio
 
 from benchmarks import step_loop
+from benchmarks.cpu_of_tree import TreeCpu
 from benchmarks.plan import Plan, temporary_server
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
@@ -40,6 +44,7 @@ from fleetbus.recording.writer import create_recording
 from schemas import Action, ChatMessage, Observation, Subjects, VersionSpan, encode
 from schemas.tokens import pack_ids, pack_logprobs
 from workers.replay import Replay, replay_recording
+from workers.replay.report import FORWARD, TRAINING
 
 RUN = "bench"
 EXPORT_BOUND, REPLAY_BOUND, COST_BOUND = 20_000, 20.0, 0.05
@@ -107,28 +112,42 @@ async def measure_export(count: int, folder: Path) -> dict[str, Any]:
         }
 
 
-async def measure_replay(file: Path) -> dict[str, Any]:
-    """How many times faster than it was recorded each role replays at full speed."""
+WAYS: dict[str, dict[str, Any]] = {
+    "environment": {"role": "environment"},
+    "environment, one process": {"role": "environment", "jobs": 1},
+    "inference": {"role": "inference"},
+    "inference, one process": {"role": "inference", "jobs": 1},
+    "inference, sampled again": {"role": "inference", "jobs": 1, "sample_again": True},
+    "learner, until batches": {"role": "learner", "until": "batches"},
+    "learner": {"role": "learner"},
+}
+BOUNDS = {"inference, one process": FORWARD, "learner": TRAINING}
+"""The part of a way's work that a replay cannot do without."""
+
+
+async def measure_replay(file: Path, real_seconds: float | None, ways: Sequence[str]) -> dict[str, Any]:
+    """How many times faster than real time each way of replaying is, and how much longer than its bare arithmetic."""
     found: dict[str, Any] = {}
-    for role in ("environment", "inference", "learner"):
-        before = _cpu()
-        report = await replay_recording(file, Replay(role=role))  # type: ignore[arg-type]
-        cpu = _cpu() - before
-        found[role] = {
+    for way in ways:
+        with TreeCpu() as cpu:
+            report = await replay_recording(file, Replay(**WAYS[way]))
+        real = real_seconds or report.recorded_seconds
+        found[way] = {
             "same": report.same,
-            "recorded_seconds": round(report.recorded_seconds, 1),
+            "jobs": report.jobs,
+            "compared": dict(report.compared),
+            "checked": report.checked,
+            "real_seconds": round(real, 1),
             "seconds": round(report.seconds, 2),
-            "cpu_seconds": round(cpu, 2),
-            "speed": round(report.recorded_seconds / report.seconds, 1),
+            "cpu_seconds": round(cpu.seconds, 2),
+            "speed": round(real / report.seconds, 1),
+            "speed_per_cpu": round(real / cpu.seconds, 1),
+            "measured": {what: round(seconds, 2) for what, seconds in report.measured.items()},
             "first": report.first.lines() if report.first else [],
         }
+        if bare := report.measured.get(BOUNDS.get(way, "")):
+            found[way] |= {"bare_seconds": round(bare, 2), "times_bare": round(report.seconds / bare, 2)}
     return found
-
-
-def _cpu() -> float:
-    """CPU seconds of this process and of its children that ended."""
-    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 async def measure_cost(sessions: int, turns: int, repeats: int) -> dict[str, Any]:
@@ -173,19 +192,22 @@ def _recorder(url: str, file: Path) -> subprocess.Popen[bytes]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--messages", type=int, default=100_000, help="of the export; 0: none")
     parser.add_argument("--recording", type=Path, help="replay this recording with all roles, too")
+    parser.add_argument("--real-seconds", type=float, help="what the recorded run takes on this machine when nothing else runs")
+    parser.add_argument("--way", action="append", choices=WAYS, help="replay in this way only; may be given several times")
     parser.add_argument("--sessions", type=int, default=64, help="of each step loop; 0: none")
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     facts: dict[str, Any] = {"load": os.getloadavg()[0]}
-    with tempfile.TemporaryDirectory(prefix="fleetbus-bench-") as place:
-        facts["export"] = run(partial(measure_export, arguments.messages, Path(place)))
+    if arguments.messages:
+        with tempfile.TemporaryDirectory(prefix="fleetbus-bench-") as place:
+            facts["export"] = run(partial(measure_export, arguments.messages, Path(place)))
     if arguments.sessions:
         facts["step_loop"] = run(partial(measure_cost, arguments.sessions, arguments.turns, arguments.repeats))
     if arguments.recording:
-        facts["replay"] = run(partial(measure_replay, arguments.recording))
+        facts["replay"] = run(partial(measure_replay, arguments.recording, arguments.real_seconds, arguments.way or list(WAYS)))
     facts["bounds"] = {"export": EXPORT_BOUND, "replay": REPLAY_BOUND, "cost": COST_BOUND}
     print(json.dumps(facts, indent=None if arguments.json else 2))
 

@@ -22,7 +22,7 @@ from fleetbus.recording.export import restore_files
 from workers.replay.compare import LOGPROB_TOLERANCE
 from workers.replay.configured import configuration_of
 from workers.replay.quiet import quiet
-from workers.replay.report import Report
+from workers.replay.report import FORWARD, SCORING, Report
 from workers.replay.stage import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ def _tell_of_tokens(report: Report, scoring: ScoringSampler | None) -> None:
     report.notes["turns that a forward pass showed to be sampled so"] += scoring.proved
     report.notes["turns sampled again"] += scoring.sampled
     report.notes["tokens through the model at once"] += scoring.tokens
+    report.measured = {FORWARD: scoring.forward_seconds, SCORING: scoring.seconds}
 
 
 async def _learner(recording: Recording, configuration: Configuration, replay: Replay) -> Report:

@@ -41,7 +41,7 @@ from workers.learner.base import Trainer
 from workers.learner.curriculum import Curriculum
 from workers.learner.worker import run_learner
 from workers.replay.compare import first_difference
-from workers.replay.report import Difference, Report
+from workers.replay.report import TRAINING, Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.untrained import RecordedTrainer, Trained, WrongBatch
 
@@ -106,6 +106,9 @@ async def replay_learner(
             )
 
         await perform(stage, work, director.direct)
+    if trainer is not None:
+        report.checked = "checked: requests, groups, advantages, batches, evaluations, lineage, and what training makes of them"
+        report.measured = {TRAINING: director.seconds.get("train", 0.0)}
     if isinstance(training, RecordedTrainer):
         _tell_of_batches(report, training)
     report.seconds = anyio.current_time() - began
@@ -219,6 +222,8 @@ class _Director:
         self._steps = {step.step: self._place(step) for step in steps}
         self._due = deque(key for key, (_, message) in expected.items() if isinstance(message, EpisodeRequested))
         self._training = 0
+        self.seconds: dict[str, float] = {}
+        """What blocking work took, by the name of its function."""
         self._asked = anyio.Event()
 
     def _place(self, message: StepTrained) -> int:
@@ -227,12 +232,16 @@ class _Director:
     async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Blocking work of the learner. It trains no faster than it asked for episodes meanwhile, in the recording; with the
         last batch taken, whatever else was recorded may come in."""
-        if getattr(function, "__name__", "") == "train":
+        name = getattr(function, "__name__", "")
+        if name == "train":
             self._training += 1
             await self._asked_before(self._steps.get(self._training, 0))
             if self._step >= self._last_step:
                 await self._feed_all(self._last_step + 1)
-        return await run_in_thread(function, *arguments, **options)
+        began = anyio.current_time()
+        result = await run_in_thread(function, *arguments, **options)
+        self.seconds[name] = self.seconds.get(name, 0.0) + anyio.current_time() - began
+        return result
 
     async def _asked_before(self, sequence: int) -> None:
         """Until all that was asked for before this entry of the recording is asked for, if it comes soon."""

@@ -8,6 +8,10 @@ import msgspec
 
 MAX_SHOWN_CHARACTERS = 400
 
+FORWARD, SCORING = "in bare forward passes", "in scoring, forward passes included"
+TRAINING = "in training itself"
+"""Parts of a replay's work, as `Report.measured` names them."""
+
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One field that a worker published differently. ``message`` names the message, ``field`` the path in it, ``sequence``
@@ -31,13 +35,15 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, kw_only=True):
     """A replay of one role. ``compared`` counts messages by type, ``skipped`` what could not be replayed, by reason, ``notes``
-    what else is worth knowing; ``checked`` says how, where there are several ways; ``jobs`` processes shared the work;
+    what else is worth knowing; ``measured`` are seconds of parts of the work, added up over the ``jobs`` processes that shared
+    it; ``checked`` says how far the check goes, where there are several ways; ``torn`` what the recording lacks at its end.
     ``recorded_seconds`` is the time that the recording spans, ``seconds`` what the replay took."""
 
     role: str
     compared: Counter[str] = msgspec.field(default_factory=Counter)
     skipped: Counter[str] = msgspec.field(default_factory=Counter)
     notes: Counter[str] = msgspec.field(default_factory=Counter)
+    measured: dict[str, float] = msgspec.field(default_factory=dict)
     differences: list[Difference] = msgspec.field(default_factory=list)
     checked: str = ""
     torn: str = ""
@@ -63,6 +69,7 @@ class Report(msgspec.Struct, kw_only=True):
         shown = [f"{self.role}: compared {counts} in {self.seconds:.1f} s{shared}{faster}"]
         shown += [f"  {self.checked}"] if self.checked else []
         shown += [f"  {count:,} {note}" for note, count in sorted(self.notes.items())]
+        shown += [f"  {seconds:.1f} s {what}" for what, seconds in sorted(self.measured.items())]
         shown += [f"  not replayed: {count:,} {reason}" for reason, count in sorted(self.skipped.items())]
         if self.first is not None:
             others = len(self.differences) - 1

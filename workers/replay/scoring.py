@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import anyio.to_thread
@@ -48,7 +49,8 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
 class ScoringSampler:
     """`Sampler` that answers what the recording proves and leaves the rest to ``sampler``; ``folder`` is its model's.
 
-    ``proved`` and ``sampled`` count turns, ``tokens`` what ran through the model, ``seconds`` how long that took.
+    ``proved`` and ``sampled`` count turns, ``tokens`` what ran through the model; ``forward_seconds`` are those of the bare
+    forward passes, ``seconds`` of all that scoring took.
     """
 
     def __init__(self, sampler: Sampler, folder: Path, *, max_length: int, threads: int = 1) -> None:
@@ -64,7 +66,7 @@ class ScoringSampler:
         self._shares, self._plain_head = can_share(self._model), head_is_plain(self._model)
         self._known: dict[tuple[str, int], Proved] = {}
         self.proved = self.sampled = self.tokens = 0
-        self.seconds = 0.0
+        self.seconds = self.forward_seconds = 0.0
 
     @property
     def version(self) -> int:
@@ -147,15 +149,21 @@ class ScoringSampler:
 
     def _logits(self, batch: MicroBatch, shared: SharedPrefix | None) -> Iterator[torch.Tensor]:
         """Float32 [n, vocabulary] where tokens were sampled, sequence by sequence in the order of ``batch.indices``."""
+        began = perf_counter()
         options: dict[str, Any] = {"use_cache": False}
         if shared is not None:
             options = {"use_cache": True, "past_key_values": shared.cache(len(batch.ids))}
         if not self._plain_head:
-            yield self._model(input_ids=batch.ids, **options).logits[batch.rows, batch.columns].float()
+            logits = self._model(input_ids=batch.ids, **options).logits[batch.rows, batch.columns].float()
+            self.forward_seconds += perf_counter() - began
+            yield logits
             return
         hidden = self._model.base_model(input_ids=batch.ids, **options).last_hidden_state[batch.rows, batch.columns]
         for part in hidden.split(max(LOGITS // self._vocabulary, 1)):
-            yield self._model.get_output_embeddings()(part).float()
+            logits = self._model.get_output_embeddings()(part).float()
+            self.forward_seconds += perf_counter() - began
+            yield logits
+            began = perf_counter()
 
 
 def scoring_sampler(sampler: Sampler, folder: Path, *, max_length: int, threads: int) -> ScoringSampler | None:

@@ -74,11 +74,12 @@ async def replay_shared(file: Path, replay: Replay, jobs: int) -> Report:
 def merge(reports: list[Report]) -> Report:
     """One report of all shares. Differences stand in the order of the log, whichever process found them."""
     first, *others = reports
-    merged = msgspec.structs.replace(first, differences=list(first.differences))
+    merged = msgspec.structs.replace(first, differences=list(first.differences), measured=dict(first.measured))
     for report in others:
         merged.compared += report.compared
         merged.skipped += report.skipped
         merged.notes += report.notes
+        merged.measured |= {what: merged.measured.get(what, 0.0) + seconds for what, seconds in report.measured.items()}
         merged.differences += report.differences
     merged.differences.sort(key=lambda each: (each.sequence, each.episode_id))
     merged.jobs = len(reports)
