@@ -61,7 +61,7 @@ async def samples_of_a_fleet() -> tuple[list[Sample], FleetState]:
         await anyio.sleep(5)
         view = ServerView(consumers=(ConsumerPending(kind="obs", pending=4, redelivered=1),), slow_consumers=2)
         stall = Stall(where="learner", reason="r", seconds=9.0, advice="a")
-        found = collect(state, watch.health, view, [stall], now=anyio.current_time(), now_ns=fleet.bus.now_ns())
+        found = collect(state, watch.health, view, [stall, stall], now=anyio.current_time(), now_ns=fleet.bus.now_ns())
         group.cancel_scope.cancel()
     return found, state
 

@@ -26,7 +26,7 @@ def collect(
         *_step(state),
         *_episodes(state),
         *_workers(state, now),
-        *(Sample("fleetbus_stalled", 1.0, (stall.where,)) for stall in stalls),
+        *(Sample("fleetbus_stalled", 1.0, (where,)) for where in sorted({stall.where for stall in stalls})),
         *_log(health, server),
     ]
 
