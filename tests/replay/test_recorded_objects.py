@@ -1,0 +1,143 @@
+"""What messages only refer to is in the recording, within bounds and without secrets that can be read, and a replay has it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbus.bus.base import Stored
+from fleetbus.recording import Recording, RecordingHeader, load_recording
+from fleetbus.recording.export import Export
+from fleetbus.recording.objects import add_objects, referenced_objects
+from fleetbus.recording.redaction import Redactor
+from fleetbus.recording.writer import FILE_PART_BYTES, create_recording
+from schemas import Action, ChatMessage, Image, Observation, ShownImage, Subjects, Text, encode
+from workers.cli.program import run_program
+from workers.images.reading import ImageMissing, image_reader
+from workers.replay.stage_bus import stage_bus
+
+HERE = Path(__file__).parent
+RUN = "pictures"
+SUBJECTS = Subjects(RUN)
+
+
+def name_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def shows(sequence: int, *contents: bytes, episode: str = "e") -> Stored:
+    parts = (Text(text="look"), *(Image(object=name_of(content)) for content in contents))
+    observation = Observation(
+        episode_id=episode,
+        attempt=1,
+        turn=sequence,
+        policy="default",
+        messages=(ChatMessage(role="user", content=parts),),
+        tokens_left=9,
+        environment_lane="e0",
+        deadline_ns=1,
+    )
+    subject = SUBJECTS.observation("default", "any", episode)
+    return Stored(sequence=sequence, time_ns=sequence, subject=subject, payload=encode(observation))
+
+
+async def recorded(
+    file: Path, entries: Sequence[Stored], bucket: dict[str, bytes], *, redactor: Redactor | None = None, **options: Any
+) -> tuple[Recording, dict[str, int]]:
+    """The entries with the objects that they name, written and read back; and what was said of the objects."""
+
+    async def fetch(name: str) -> bytes | None:
+        return bucket.get(name)
+
+    with create_recording(file, RecordingHeader(run=RUN)) as writer:
+        export = Export(writer, redactor=redactor)
+        export.write(entries)
+        added = await add_objects(writer, export.references.names, fetch, redactor=redactor, **options)
+    return load_recording(file), {name: getattr(added, name) for name in added.__struct_fields__}
+
+
+def bucket_of(*contents: bytes) -> dict[str, bytes]:
+    return {name_of(content): content for content in contents}
+
+
+async def test_objects_are_read_back_once_each_whatever_their_size(tmp_path: Path) -> None:
+    small, large = b"\x89PNG small", bytes(range(256)) * (FILE_PART_BYTES // 256) + b"more"
+    bucket = bucket_of(small, large, b"nobody names this one")
+    recording, said = await recorded(tmp_path / "a.fbrec", [shows(1, small), shows(2, small, large)], bucket)
+    assert recording.objects == bucket_of(small, large)
+    assert recording.files == {} and recording.torn == "" and len(recording.entries) == 2
+    assert said == {"objects": 2, "bytes": len(small) + len(large), "missing": 0, "withheld": 0, "beyond": 0}
+
+
+async def test_what_there_is_no_room_for_and_what_is_gone_is_counted(tmp_path: Path) -> None:
+    first, second, third = b"1" * 60, b"2" * 60, b"3" * 40
+    bucket = bucket_of(first, second, third)
+    entries = [shows(1, first, second), shows(2, third, b"gone")]
+    recording, said = await recorded(tmp_path / "a.fbrec", entries, bucket, limit_bytes=100)
+    assert recording.objects == bucket_of(first, third)
+    assert (said["objects"], said["beyond"], said["missing"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"api_key": "abcdefgh12345678"}',
+        b"\x89PNG\x00 tEXt sk-abcdefghijklmnopqrstuv \x00",
+        b"\x00\xff known-to-be-secret \x00",
+    ],
+)
+async def test_an_object_with_a_secret_in_it_is_withheld_unless_secrets_are_kept(content: bytes, tmp_path: Path) -> None:
+    redactor = Redactor(["known-to-be-secret"])
+    entries = [shows(1, content, b"innocent")]
+    bucket = bucket_of(content, b"innocent")
+    cleaned, said = await recorded(tmp_path / "a.fbrec", entries, bucket, redactor=redactor)
+    assert cleaned.objects == bucket_of(b"innocent") and said["withheld"] == 1
+    kept, said = await recorded(tmp_path / "b.fbrec", entries, bucket)
+    assert kept.objects == bucket and said["withheld"] == 0
+
+
+async def test_actions_name_objects_and_other_entries_name_none() -> None:
+    image = ShownImage(object=name_of(b"x"), start=0, stop=1)
+    action = Action(episode_id="e", attempt=1, turn=0, text="", images=(image,))
+    entry = Stored(sequence=1, time_ns=1, subject=SUBJECTS.action("e0", "e"), payload=encode(action))
+    assert list(referenced_objects(entry)) == [name_of(b"x")]
+    broken = Stored(sequence=2, time_ns=1, subject=SUBJECTS.action("e0", "e"), payload=b"images")
+    assert list(referenced_objects(broken)) == []
+    recording = load_recording(HERE / "recordings" / "guessing.fbrec")
+    assert not any(name for entry in recording.entries for name in referenced_objects(entry)) and recording.objects == {}
+
+
+async def test_a_recording_that_is_cut_out_of_another_keeps_the_objects_of_its_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [shows(1, b"mine", episode="one"), shows(2, b"other", episode="two")]
+    await recorded(tmp_path / "a.fbrec", entries, bucket_of(b"mine", b"other"))
+    import anyio.to_thread
+
+    def cut(*options: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+        file = tmp_path / "b.fbrec"
+        command = ["record", str(tmp_path / "a.fbrec"), "-o", str(file), "--episode", "one", "--json", "--force", *options]
+        assert run_program(command) == 0
+        return json.loads(capsys.readouterr().out)["objects"], load_recording(file).objects
+
+    said, objects = await anyio.to_thread.run_sync(cut)
+    assert objects == bucket_of(b"mine") and (said["objects"], said["named"]) == (1, 1)
+    said, objects = await anyio.to_thread.run_sync(cut, "--no-objects")
+    assert objects == {} and (said["objects"], said["named"]) == (0, 1)
+    said, objects = await anyio.to_thread.run_sync(cut, "--max-objects", "0")
+    assert objects == {} and said["beyond"] == 1
+
+
+async def test_a_worker_under_test_reads_the_recorded_images_and_is_told_of_those_that_lack(tmp_path: Path) -> None:
+    from fleetbus.bus.memory import MemoryServer
+
+    recording, _ = await recorded(tmp_path / "a.fbrec", [shows(1, b"seen")], bucket_of(b"seen"))
+    images = image_reader(stage_bus(MemoryServer(), RUN, "tested", recording.objects), RUN)
+    assert await images.read(name_of(b"seen")) == b"seen"
+    with pytest.raises(ImageMissing, match="the recording holds no object"):
+        await images.read(name_of(b"unseen"))
