@@ -141,3 +141,46 @@ async def test_a_worker_under_test_reads_the_recorded_images_and_is_told_of_thos
     assert await images.read(name_of(b"seen")) == b"seen"
     with pytest.raises(ImageMissing, match="the recording holds no object"):
         await images.read(name_of(b"unseen"))
+
+
+async def pictures_recorded() -> Recording:
+    """Two episodes that show pictures, played by a policy that does not look."""
+    from tests.support.small_fleet import configured, small_fleet
+    from workers.environment.colours import colours_factory
+    from workers.environment.picture_store import keep_pictures
+    from workers.replay.stage_bus import StageObjects
+
+    bucket: dict[str, bytes] = {}
+    make = colours_factory("colours", "2", keep=keep_pictures(StageObjects(bucket)))
+    async with small_fleet(configured()) as fleet:
+        fleet.environment("env", make=make)
+        fleet.inference("inf")
+        for episode in ("one", "two"):
+            await fleet.request(episode)
+            assert (await fleet.result(episode)).outcome == "completed"
+        entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
+    tables = {"environment": {"images": True}}
+    return Recording(
+        path=Path("memory"), header=RecordingHeader(run="small", configuration=tables), entries=entries, objects=bucket
+    )
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_pictures_that_an_environment_shows_are_compared_by_their_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    from workers.environment import colours
+    from workers.replay import Replay, replay_recording
+
+    recording = await pictures_recorded()
+    assert recording.objects and recording.objects.keys() == {
+        name for entry in recording.entries for name in referenced_objects(entry)
+    }
+    report = await replay_recording(recording, Replay(environment="colours:2"))
+    report.check()
+    assert report.compared["Observation"] == 4
+    monkeypatch.setitem(colours.COLOURS, "red", (221, 40, 40))
+    monkeypatch.setitem(colours.COLOURS, "green", (41, 190, 60))
+    monkeypatch.setitem(colours.COLOURS, "blue", (51, 70, 220))
+    monkeypatch.setitem(colours.COLOURS, "yellow", (231, 210, 40))
+    changed = await replay_recording(recording, Replay(environment="colours:2"))
+    assert changed.first is not None and changed.first.field == "messages[0].content[0].object"

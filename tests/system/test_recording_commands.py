@@ -71,6 +71,49 @@ def test_the_log_of_a_run_is_recorded_whole(server: str, tmp_path: Path, capsys:
     assert "exists already" in said(capsys, "record", RUN, "--nats", server, "-o", str(file), code=2)
 
 
+async def fill_pictures(url: str, folder: Path) -> None:
+    """An observation that names two images, of which the bucket has one."""
+    import hashlib
+
+    from fleetbus.bus.objects import weights_bucket
+    from schemas import ChatMessage, Image, Observation, encode
+
+    file = folder / "picture"
+    file.write_bytes(b"a picture")
+    names = [hashlib.sha256(content).hexdigest() for content in (b"a picture", b"one that is gone")]
+    observation = Observation(
+        episode_id="e",
+        attempt=1,
+        turn=0,
+        policy="default",
+        messages=(ChatMessage(role="user", content=tuple(Image(object=name) for name in names)),),
+        tokens_left=9,
+        environment_lane="e0",
+        deadline_ns=1,
+    )
+    async with connect(url, run="pictures", role="test") as bus:
+        await bus.declare(plan_run("pictures", lanes=1, max_bytes=0))
+        await bus.objects(weights_bucket("pictures")).put(names[0], file)
+        await bus.publish(Subjects("pictures").observation("default", "any", "e"), encode(observation))
+
+
+def test_images_of_the_run_s_bucket_are_recorded_and_nobody_claims_to_have_looked_at_them(
+    server: str, tmp_path: Path, capsys: Any
+) -> None:
+    anyio.run(fill_pictures, server, tmp_path)
+    file = tmp_path / "pictures.fbrec"
+    assert run_program(["record", "pictures", "--nats", server, "-o", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert "1 objects of 0.0 MB" in captured.out
+    assert "1 objects are in no bucket any more" in captured.err and "nobody looked at the pictures" in captured.err
+    assert list(load_recording(file).objects.values()) == [b"a picture"]
+    without = ["record", "pictures", "--nats", server, "-o", str(file), "--force", "--no-objects", "--json"]
+    assert json.loads(said(capsys, *without))["objects"] == {
+        **dict.fromkeys(("objects", "bytes", "missing", "withheld", "beyond"), 0),
+        "named": 2,
+    }
+
+
 def test_one_episode_is_cut_out_of_a_recording(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "one.fbrec"
     said(capsys, "record", str(GUESSING), "-o", str(file), "--episode", "g000001-2")
@@ -209,11 +252,20 @@ def test_replay_ends_with_0_where_nothing_changed_and_with_1_where_something_did
         (("--speed", "fast"), "--speed fast"),
         (("--environment", "nothing:here"), "nothing"),
         (("--role", "inference", "--model", "not-a-folder"), "not-a-folder"),
+        (("--role", "learner", "--jobs", "2"), "--jobs"),
     ],
 )
 def test_bad_input_to_replay_is_one_line(arguments: tuple[str, ...], reason: str, capsys: Any) -> None:
     pytest.importorskip("torch")
     assert reason in said(capsys, "replay", str(GUESSING), *arguments, code=2)
+
+
+def test_the_report_says_how_far_the_check_of_a_learner_went(capsys: Any) -> None:
+    command = ("replay", str(GUESSING), "--role", "learner", "--until", "batches")
+    shown = said(capsys, *command)
+    assert "replays as recorded" in shown and "not checked: loss, gradients, weights" in shown
+    report = json.loads(said(capsys, *command, "--json"))
+    assert report["same"] is True and "not checked" in report["checked"]
 
 
 def test_a_replay_can_go_at_a_multiple_of_the_recorded_speed(capsys: Any) -> None:
