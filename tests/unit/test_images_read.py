@@ -1,0 +1,134 @@
+"""Images by their hash: what a bucket has is checked and kept within bounds, what it lacks is told apart from what is late."""
+
+from __future__ import annotations
+
+import hashlib
+
+import anyio
+import pytest
+
+from fleetbus.core.groups import Group
+from fleetbus.errors import BusError
+from schemas import Action, ActionReference, EpisodeFinished, ShownImage
+from schemas.tokens import pack_ids
+from tests.support.bucket import Bucket
+from workers.images.reading import ImageMissing, ImageReader, ImageUnread
+from workers.learner import images as learner_images
+from workers.learner.images import read_images, shown_images
+
+DATA = [bytes([number]) * 100 for number in range(4)]
+NAMES = [hashlib.sha256(data).hexdigest() for data in DATA]
+
+
+def bucket() -> Bucket:
+    return Bucket(dict(zip(NAMES, DATA, strict=True)))
+
+
+async def test_an_image_is_fetched_once_and_kept() -> None:
+    reader = ImageReader(objects := bucket())
+    assert [await reader.read(NAMES[0]) for _ in range(3)] == [DATA[0]] * 3
+    assert (objects.gets, reader.fetched) == (1, 1)
+
+
+async def test_what_is_kept_is_bounded_and_the_longest_unused_goes_first() -> None:
+    reader = ImageReader(objects := bucket(), kept_bytes=250)
+    for number in (0, 1, 0, 2, 0):
+        await reader.read(NAMES[number])
+    assert objects.gets == 3
+    await reader.read(NAMES[1])
+    assert objects.gets == 4
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 64, NAMES[0] + "\n", NAMES[0][:63]])
+async def test_a_name_that_is_no_hash_never_reaches_the_bucket(name: str) -> None:
+    reader = ImageReader(objects := bucket())
+    with pytest.raises(ImageMissing, match="no SHA-256"):
+        await reader.read(name)
+    assert objects.gets == 0
+
+
+async def test_an_image_that_is_gone_or_is_another_one_is_missing_for_ever() -> None:
+    reader = ImageReader(Bucket({NAMES[0]: DATA[1]}))
+    with pytest.raises(ImageMissing, match="another hash"):
+        await reader.read(NAMES[0])
+    with pytest.raises(ImageMissing, match="not in the bucket"):
+        await reader.read(NAMES[1])
+    with pytest.raises(ImageMissing, match="stores no objects"):
+        await ImageReader(None).read(NAMES[1])
+
+
+async def test_a_bucket_that_does_not_answer_is_given_up_at_the_deadline() -> None:
+    (objects := bucket()).wait = anyio.sleep_forever
+    with pytest.raises(ImageUnread, match=r"not fetched within 0\.01 s"):
+        await ImageReader(objects, fetch_seconds=0.01).read(NAMES[0])
+
+
+async def test_a_bus_that_fails_leaves_the_image_to_a_later_try() -> None:
+    reader = ImageReader(objects := bucket())
+    objects.failure = BusError("cut\noff")
+    with pytest.raises(ImageUnread, match="cut off"):
+        await reader.read(NAMES[0])
+    objects.failure = None
+    assert await reader.read(NAMES[0]) == DATA[0]
+
+
+def played(*objects: str) -> list[Action]:
+    """Turns of three prompt ids, the last of which shows an image, and two sampled ones."""
+    return [
+        Action(
+            episode_id="e",
+            attempt=1,
+            turn=turn,
+            text="",
+            prompt_delta=pack_ids([1, 2, 3]),
+            sampled=pack_ids([4, 5]),
+            images=(ShownImage(object=name, start=2, stop=3),),
+        )
+        for turn, name in enumerate(objects)
+    ]
+
+
+def group_of(*episodes: str) -> Group:
+    group = Group(group_id="g", size=len(episodes))
+    for episode in episodes:
+        group.add(
+            EpisodeFinished(
+                episode_id=episode,
+                group_id="g",
+                attempt=1,
+                outcome="completed",
+                worker="w",
+                reward=1.0,
+                actions=(ActionReference(sequence=1, lane="e0", turn=0),),
+            )
+        )
+    return group
+
+
+def test_images_stand_where_their_tokens_stand_in_the_whole_episode() -> None:
+    assert [(image.start, image.stop) for image in shown_images(played(*NAMES[:3]))] == [(2, 3), (7, 8), (12, 13)]
+
+
+async def test_an_episode_whose_image_is_gone_leaves_its_group_with_that_reason() -> None:
+    group = group_of("a", "b", "c")
+    plain = Action(episode_id="c", attempt=1, turn=0, text="")
+    actions = {"a": played(NAMES[0], NAMES[1]), "b": played(NAMES[0], "f" * 64), "c": [plain]}
+    found = await read_images(ImageReader(bucket()), [group], actions)
+    assert [image.data for image in found["a"]] == DATA[:2]
+    assert [result.episode_id for result in group.graded] == ["a", "c"]
+    assert [(one.episode_id, one.reason) for one in group.excluded] == [("b", "image_missing")]
+
+
+async def test_an_image_that_cannot_be_read_now_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_images, "PAUSE_SECONDS", 0.001)
+    (objects := bucket()).failure = BusError("away")
+
+    async def come_back() -> None:
+        objects.failure = None if objects.gets == 3 else objects.failure
+
+    objects.wait = come_back
+    group = group_of("a")
+    assert len((await read_images(ImageReader(objects), [group], {"a": played(NAMES[0])}))["a"]) == 1
+    objects.wait, objects.failure = None, BusError("away")
+    await read_images(ImageReader(objects), [group], {"a": played(NAMES[1])})
+    assert [one.reason for one in group.excluded] == ["image_unread"]

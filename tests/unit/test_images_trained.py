@@ -1,0 +1,186 @@
+"""The embedded engine and the trainer see the same: equal log-probabilities, whatever is kept, shared or packed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+
+from fleetbus.errors import UserError
+from schemas import PolicyPublished
+from tests.support.seeing import FAMILIES, ask, picture, play, show, write_seeing_model
+from workers.images.placed import PlacedImage
+from workers.images.processing import ImageProcessor
+from workers.inference.base import RequestRefused
+from workers.inference.torch import TorchSampler
+from workers.learner.base import TrainingSequence
+from workers.learner.torch.batches import cut
+from workers.learner.torch.images import TrainedImages
+from workers.learner.torch.settings import TorchTrainerSettings
+from workers.learner.torch.trainer import TorchTrainer
+from workers.starter.build import starter_folder
+
+pytestmark = pytest.mark.timeout(300)
+
+CLOSE = 1e-4
+EPISODES = 4
+Opened = Callable[[str], tuple[Path, ImageProcessor]]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    made: dict[str, tuple[Path, ImageProcessor]] = {}
+
+    def open_family(family: str) -> tuple[Path, ImageProcessor]:
+        if family not in made:
+            folder = write_seeing_model(tmp_path_factory.mktemp(family), family)
+            made[family] = folder, ImageProcessor(folder)
+        return made[family]
+
+    return open_family
+
+
+async def play_all(sampler: TorchSampler, processor: ImageProcessor) -> list[TrainingSequence]:
+    played: dict[int, TrainingSequence] = {}
+
+    async def one(episode: int) -> None:
+        played[episode] = await play(sampler, processor, episode)
+
+    async with anyio.create_task_group() as group:
+        for episode in range(EPISODES):
+            group.start_soon(one, episode)
+    return [played[episode] for episode in range(EPISODES)]
+
+
+async def sequences(folder: Path, processor: ImageProcessor) -> list[TrainingSequence]:
+    sampler = TorchSampler(folder, slots=8, processor=processor)
+    async with sampler.running():
+        return await play_all(sampler, processor)
+
+
+def trainer(folder: Path, **settings: Any) -> TorchTrainer:
+    return TorchTrainer(folder, settings=TorchTrainerSettings(images=True, threads=1, **settings))
+
+
+def published(file: Path, manifest: Any) -> PolicyPublished:
+    return PolicyPublished(
+        policy="default", version=1, lineage="l", step=1, uri=str(file), manifest=manifest, size_bytes=file.stat().st_size
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_sampler_and_trainer_agree_over_turns_with_images(family: str, opened: Opened) -> None:
+    folder, processor = opened(family)
+    batch = await sequences(folder, processor)
+    norms = []
+    for settings in ({}, {"share_prefix": False}, {"packing": True, "token_budget": 512}, {"gradient_checkpointing": True}):
+        metrics = trainer(folder, **settings).train(batch, version=0, progress=0.0)
+        assert metrics["logprob_difference_max"] < CLOSE
+        assert metrics["tokens"] == sum(int(sequence.loss_mask.sum()) for sequence in batch)
+        norms.append(metrics["grad_norm"])
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-3)
+
+
+async def test_training_changes_the_vision_tower_and_the_engine_takes_it_over(opened: Opened, tmp_path: Path) -> None:
+    folder, processor = opened("idefics3")
+    sampler = TorchSampler(folder, slots=8, processor=processor)
+    learning = trainer(folder, learning_rate=0.01, warmup_updates=1)
+    before = {name: tensor.clone() for name, tensor in learning._model.state_dict().items()}
+    async with sampler.running():
+        learning.train(await play_all(sampler, processor), version=0, progress=0.0)
+        changed = {name for name, tensor in learning._model.state_dict().items() if not tensor.equal(before[name])}
+        assert {name for name in before if "vision_model.embeddings.patch" in name} <= changed
+        file = tmp_path / "1.safetensors"
+        await sampler.load(published(file, learning.save_weights(file)))
+        again = [
+            msgspec.structs.replace(each, versions=np.where(each.loss_mask, 1, -1))
+            for each in await play_all(sampler, processor)
+        ]
+    assert learning.train(again, version=1, progress=0.0)["logprob_difference_max"] < CLOSE
+    learning.save_model(tmp_path / "saved")
+    assert ImageProcessor(tmp_path / "saved").see("0" * 64, picture(1)).ids == processor.see("0" * 64, picture(1)).ids
+    assert trainer(tmp_path / "saved")._model.state_dict().keys() == before.keys()
+
+
+async def test_equal_ids_with_other_images_share_nothing(opened: Opened) -> None:
+    """A prompt as long as what is kept between episodes, twice with other pictures: each as on an engine of its own."""
+    folder, processor = opened("idefics3")
+
+    def asked(seed: int) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        ids = list(range(40, 70))
+        placed = show(processor, ids, picture(seed))
+        return [*ids, *range(70, 100)], (placed,)
+
+    async def answered(*seeds: int) -> list[Any]:
+        sampler = TorchSampler(folder, slots=4, processor=processor)
+        async with sampler.running():
+            return [await sampler.generate(ask(*asked(seed), key=f"e{number}")) for number, seed in enumerate(seeds)]
+
+    one, other, again = await answered(1, 2, 1)
+    (alone,) = await answered(2)
+    assert one.logprobs != other.logprobs
+    assert (other.ids, other.logprobs) == (alone.ids, pytest.approx(alone.logprobs, abs=1e-5))
+    assert (again.ids, again.logprobs) == (one.ids, pytest.approx(one.logprobs, abs=1e-5))
+
+
+async def test_the_same_image_in_many_prompts_is_computed_once(opened: Opened) -> None:
+    folder, processor = opened("idefics3")
+    sampler = TorchSampler(folder, slots=4, processor=processor)
+    ids = list(range(40, 70))
+    placed = show(processor, ids, picture(1))
+    async with sampler.running():
+        for number in range(3):
+            await sampler.generate(ask([*ids, *range(100, 120), 120 + number], (placed,), key=f"e{number}"))
+    assert sampler.stats["cached_tokens"] > 2 * len(ids)
+
+
+async def test_an_image_that_cannot_be_shown_is_refused_and_ends_no_engine(opened: Opened) -> None:
+    folder, processor = opened("idefics3")
+    sampler, blind = TorchSampler(folder, processor=processor), TorchSampler(starter_folder())
+    placed = show(processor, ids := [40, 41], picture(1))
+    ids.append(42)
+    wrong = msgspec.structs.replace(placed, start=placed.start - 1, stop=placed.stop - 1)
+    async with sampler.running(), blind.running():
+        with pytest.raises(RequestRefused, match="engine and learner need the same model folder"):
+            await sampler.generate(ask(ids, (wrong,)))
+        with pytest.raises(RequestRefused, match="reads text only"):
+            await blind.generate(ask(ids, (placed,)))
+        assert (await sampler.generate(ask(ids, (placed,)))).ids
+
+
+async def test_a_sampled_image_token_is_a_token_like_any_other(opened: Opened) -> None:
+    folder, processor = opened("idefics3")
+    (sequence, *_) = await sequences(folder, processor)
+    ids = sequence.ids.copy()
+    ids[np.flatnonzero(sequence.loss_mask)[:2]] = processor.image_token_id
+    metrics = trainer(folder).train([msgspec.structs.replace(sequence, ids=ids)], version=0, progress=0.0)
+    assert np.isfinite(metrics["loss"])
+
+
+async def test_a_cut_never_goes_through_an_image(opened: Opened) -> None:
+    folder, processor = opened("idefics3")
+    (sequence, *_) = await sequences(folder, processor)
+    second = sequence.images[1]
+    shorter = cut(sequence, second.start + 3)
+    assert (len(shorter.ids), shorter.images) == (second.start, sequence.images[:1])
+    assert len(cut(sequence, second.stop).images) == 2
+    metrics = trainer(folder, max_tokens=second.start + 3).train([sequence], version=0, progress=0.0)
+    assert metrics["logprob_difference_max"] < CLOSE
+
+
+def test_several_processes_are_refused_by_name(opened: Opened) -> None:
+    folder, _ = opened("llava")
+    with pytest.raises(UserError, match="images are trained in one process"):
+        TrainedImages(folder, None, processes=2)
+
+
+def test_a_model_that_sees_says_how_it_is_trained(opened: Opened) -> None:
+    folder, _ = opened("llava")
+    for open_text in (lambda: TorchTrainer(folder), lambda: TorchSampler(folder)):
+        with pytest.raises(UserError, match=r"image-text model: set environment\.images = true"):
+            open_text()
