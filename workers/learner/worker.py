@@ -23,15 +23,7 @@ from fleetbus.episodes import episode_entry
 from fleetbus.ports import Ports
 from fleetbus.presence import Presence, present
 from fleetbus.requests import Requests
-from schemas import (
-    CheckpointStored,
-    EpisodeFinished,
-    Heartbeat,
-    LineageStarted,
-    StepTrained,
-    Subjects,
-    TrainingFinished,
-)
+from schemas import CheckpointStored, EpisodeFinished, Heartbeat, LineageStarted, StepTrained, Subjects, TrainingFinished
 from workers.images.reading import image_reader
 from workers.learner.admission import Admission
 from workers.learner.base import Trainer
@@ -48,7 +40,6 @@ from workers.learner.publication import Publication
 from workers.weights_store import open_store
 
 log = structlog.get_logger()
-
 
 FULL_CHECK_SECONDS = 1.0
 """How often a learner that waits for groups looks whether admission waits for the log."""
