@@ -90,9 +90,13 @@ async def published_versions(bus: Bus, subjects: Subjects, policy: str) -> dict[
 async def requests_from_floor(
     bus: Bus, subjects: Subjects, pool: str, beginning: Beginning
 ) -> list[tuple[int, EpisodeRequested]]:
-    """Training requests in the log from the checkpoint's floor on, settled ones among them, with their positions."""
+    """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
+
+    Anybody may ask for an episode; what no lineage asked for is no group of ours.
+    """
     entries = [entry async for entry in bus.scan([subjects.tasks(pool)], start=beginning.floor)]
-    return [(entry.sequence, request) for entry, request in decoded(EpisodeRequested, entries) if request.split == "train"]
+    found = [(entry.sequence, request) for entry, request in decoded(EpisodeRequested, entries)]
+    return [(sequence, request) for sequence, request in found if request.split == "train" and request.lineage]
 
 
 def _entry(subject: str, payload: bytes) -> Message | None:
