@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 import pytest
 
 from fleetbus.errors import UserError
@@ -53,6 +54,33 @@ async def test_a_planted_change_is_the_same_first_difference_for_one_process_and
     assert alone.first is not None and alone.first == shared.first
     assert alone.first.field == "messages[0].content"
     assert len(shared.differences) == len(alone.differences) == 33
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_cancelled_replay_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = tmp_path / "began"
+    hanging = f"pathlib.Path({str(began)!r} + str(os.getpid())).touch(); await anyio.sleep_forever()"
+    (tmp_path / "guessing_hanging.py").write_text(
+        "import os, pathlib, anyio\n"
+        "class Hanging:\n"
+        "    replayable = True\n"
+        f"    async def open(self, task): {hanging}\n"
+        "    async def reset(self): ...\n"
+        "    async def step(self, action): ...\n"
+        "    async def state(self): return {}\n"
+        "    async def verify(self): ...\n"
+        "    async def close(self): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with anyio.create_task_group() as group:
+        group.start_soon(replay_recording, GUESSING, Replay(environment="guessing_hanging:Hanging", jobs=2))
+        while len(found := [path.name for path in tmp_path.glob("began*")]) < 2:  # noqa: ASYNC110, ASYNC240
+            await anyio.sleep(0.05)
+        group.cancel_scope.cancel()
+    processes = [int(name.removeprefix("began")) for name in found]
+    with anyio.fail_after(60):
+        while any(psutil.pid_exists(process) for process in processes):  # noqa: ASYNC110
+            await anyio.sleep(0.05)
 
 
 async def test_what_a_share_cannot_do_is_one_error(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
+import threading
+import time
 import zlib
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,7 @@ WORTH_SHARING_BYTES = 1 << 20
 """A smaller file is replayed by one process: others would take longer to start than they save."""
 
 MOST_JOBS = 32
+PARENT_CHECK_SECONDS = 1.0
 EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
 
 
@@ -132,12 +136,21 @@ def _work(job: Job) -> Report:
     return report
 
 
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os._exit(1)
+
+
 def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main() -> None:
-    """One share: a job in, a report out. What an environment prints goes to standard error."""
+    """One share: a job in, a report out. What an environment prints goes to standard error. Ctrl-C is for the asking process,
+    which kills this one; if it is killed itself, this one ends soon after."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         job: Job = pickle.loads(sys.stdin.buffer.read())
