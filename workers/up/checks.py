@@ -14,7 +14,7 @@ from fleetbus.config.load import without_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
-CONNECT_SECONDS = 3.0
+CONNECT_SECONDS = 10.0
 PYTHON_SECONDS = 60.0
 DEFAULT_PORT = 4222
 LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transformers")
@@ -177,7 +177,7 @@ def _why_no_answer(url: str) -> str:
         return f"not a URL ({error})"
     try:
         with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
-            if parts.scheme in ("ws", "wss") or connection.recv(5) == b"INFO ":
+            if parts.scheme in ("ws", "wss") or connection.recv(5, socket.MSG_WAITALL) == b"INFO ":
                 return ""
             return "something else answers there"
     except TimeoutError:
