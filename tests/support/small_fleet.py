@@ -214,7 +214,7 @@ class SmallFleet:
     async def control(self, member: Member, command: str, *episodes: str) -> ControlAnswered:
         payload = encode(ControlRequested(command=command, episodes=episodes))  # type: ignore[arg-type]
         subject = self.subjects.control(member.role, member.name)
-        return decode(ControlAnswered, await self.bus.request(subject, payload, timeout=5))
+        return decode(ControlAnswered, await self.bus.request(subject, payload, timeout=30))
 
     # Episodes
 
