@@ -1,0 +1,146 @@
+"""A model that sees on a real vLLM engine, beside the torch sampler; `just test-vllm` makes the environment and runs this."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from schemas import PolicyPublished
+from workers.inference.base import Generation, GenerationRequest, RequestRefused
+from workers.inference.vllm.engine import EngineSettings
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
+]
+
+CLOSE = 1e-4
+LIMIT_SECONDS = 1200
+EPISODES = 4
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.seeing import write_seeing_model
+
+    return write_seeing_model(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Any:
+    from workers.images.processing import ImageProcessor
+
+    return ImageProcessor(folder)
+
+
+@pytest.fixture(scope="module")
+async def sampler(folder: Path, processor: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    from workers.inference.vllm import VllmSampler
+
+    settings = EngineSettings(folder=folder, slots=8, max_length=512, cache_mib=64)
+    place = tmp_path_factory.mktemp("served")
+    made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place, processor=processor))
+    async with made.running():
+        yield made
+
+
+@pytest.fixture(scope="module")
+async def reference(folder: Path, processor: Any) -> AsyncIterator[Any]:
+    from workers.inference.torch import TorchSampler
+
+    made = TorchSampler(folder, slots=8, max_length=512, processor=processor)
+    async with made.running():
+        yield made
+
+
+def requests(processor: Any) -> list[GenerationRequest]:
+    """Greedy turns after two images; in one history the policy itself has said an image token."""
+    from tests.support.seeing import ask, picture, show
+
+    found = []
+    for episode in range(EPISODES):
+        ids = list(range(40, 70))
+        images = []
+        for turn in range(2):
+            images.append(show(processor, ids, picture(10 * episode + turn, (20 + 5 * episode, 16))))
+            ids += [80 + episode, processor.image_token_id if episode == 1 else 81, 82]
+        request = ask(ids, tuple(images), key=f"e{episode}", tokens=8)
+        found.append(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, temperature=0.0)))
+    return found
+
+
+async def answers(sampler: Any, asked: list[GenerationRequest]) -> list[Generation]:
+    found: dict[int, Generation] = {}
+
+    async def one(number: int) -> None:
+        found[number] = await sampler.generate(asked[number])
+
+    with anyio.fail_after(LIMIT_SECONDS):
+        async with anyio.create_task_group() as group:
+            for number in range(len(asked)):
+                group.start_soon(one, number)
+    return [found[number] for number in range(len(asked))]
+
+
+def furthest(found: list[Generation], expected: list[Generation]) -> float:
+    assert [each.ids for each in found] == [each.ids for each in expected]
+    pairs = [
+        pair for one, other in zip(found, expected, strict=True) for pair in zip(one.logprobs, other.logprobs, strict=True)
+    ]
+    return max(abs(one - other) for one, other in pairs)
+
+
+async def test_vllm_and_torch_see_the_same(sampler: Any, reference: Any, processor: Any) -> None:
+    asked = requests(processor)
+    assert furthest(await answers(sampler, asked), await answers(reference, asked)) < CLOSE
+
+
+async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
+    sampler: Any, reference: Any, processor: Any, folder: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    from workers.learner.torch.settings import TorchTrainerSettings
+    from workers.learner.torch.trainer import TorchTrainer
+
+    asked = requests(processor)
+    before = await answers(sampler, asked)
+    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(images=True, threads=1))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trainer._model.named_parameters():
+            if "vision_model" in name or "connector" in name:
+                parameter += 0.3 * parameter.abs().mean() * torch.randn_like(parameter)
+    manifest = trainer.save_weights(file := tmp_path / "1.safetensors")
+    policy = PolicyPublished(
+        policy="default", version=1, lineage="l", step=1, uri=str(file), manifest=manifest, size_bytes=file.stat().st_size
+    )
+    await sampler.load(policy)
+    await reference.load(policy)
+    after = await answers(sampler, asked)
+    assert furthest(after, await answers(reference, asked)) < CLOSE
+    assert [each.logprobs for each in after] != [each.logprobs for each in before]
+    assert {span.version for each in after for span in each.versions} == {1}
+
+
+async def test_what_vllm_makes_otherwise_is_refused(sampler: Any, processor: Any) -> None:
+    (asked, *_) = requests(processor)
+    moved = msgspec.structs.replace(asked.images[0], start=asked.images[0].start + 1, stop=asked.images[0].stop + 1)
+    with pytest.raises(RequestRefused, match="vllm makes other tokens of image"):
+        await sampler.generate(msgspec.structs.replace(asked, images=(moved, asked.images[1])))
+    rubbish = msgspec.structs.replace(asked.images[0], data=b"no picture")
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        await sampler.generate(msgspec.structs.replace(asked, images=(rubbish, asked.images[1])))
