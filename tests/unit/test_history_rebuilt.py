@@ -13,7 +13,7 @@ import trio.testing
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, Subjects, encode
+from schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, ShownImage, Subjects, encode
 from schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 from workers.inference.histories import REBUILD_PAUSE_SECONDS, Histories, History, HistoryMismatch, StaleObservation
 
@@ -40,8 +40,9 @@ class Log:
         self.hashes[attempt, resumed_at - 1] = self.hashes.get((attempt - 1, resumed_at - 1), EMPTY_HISTORY)
         await self._store(SUBJECTS.episode("e"), claim)
 
-    async def act(self, attempt: int, turn: int, delta: list[int], sampled: list[int]) -> None:
-        digest = extend_history(self.hashes[attempt, turn - 1], pack_ids(delta), pack_ids(sampled))
+    async def act(self, attempt: int, turn: int, delta: list[int], sampled: list[int], *images: ShownImage) -> None:
+        shown = [image.object for image in images]
+        digest = extend_history(self.hashes[attempt, turn - 1], pack_ids(delta), pack_ids(sampled), shown)
         self.hashes[attempt, turn] = digest
         action = Action(
             episode_id="e",
@@ -51,6 +52,7 @@ class Log:
             prompt_delta=pack_ids(delta),
             sampled=pack_ids(sampled),
             history_hash=digest,
+            images=images,
         )
         await self._store(SUBJECTS.action(f"e{attempt}", "e"), action)
 
@@ -128,6 +130,17 @@ async def test_turns_of_several_attempts_are_rebuilt_as_the_claims_say() -> None
         await log.act(1, 2, [99], [99])  # of the attempt before, which does not know yet
         await log.act(2, 1, [5], [6])
         assert (await histories.before(log.observation(2, 2))).ids == [1, 2, 5, 6]
+
+
+async def test_the_images_of_a_history_are_rebuilt_with_their_places() -> None:
+    first, second = (ShownImage(object=name * 64, start=1, stop=3) for name in "ab")
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1, 9, 9], [2], first)
+        await log.act(1, 1, [3, 9, 9, 4], [5], second)
+        rebuilt = await histories.before(log.observation(1, 2))
+        assert rebuilt.images == (first, ShownImage(object="b" * 64, start=5, stop=7))
+        assert rebuilt.ids == [1, 9, 9, 2, 3, 9, 9, 4, 5]
 
 
 async def test_a_history_that_the_log_does_not_contain_is_refused_after_two_looks() -> None:
