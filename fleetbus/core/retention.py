@@ -1,7 +1,8 @@
 """Which observations and actions of the log nobody needs any more: a fold of the log for whoever trims it. Pure.
 
 An episode is settled when training consumed or excluded it by a step that the newest surviving checkpoint covers, so that a
-learner that resumes there never asks for it; an evaluation episode, when it has a result. Everything else is kept.
+learner that resumes there never asks for it; an episode that no learner trains (an evaluation, or asked for by somebody else),
+when it has a result. Everything else is kept.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Retention:
 
     def __init__(self) -> None:
         self._first_content: dict[str, int] = {}
+        self._of_others: set[str] = set()
         self._training: dict[str, _Training] = {}
 
     def __len__(self) -> int:
@@ -72,7 +74,10 @@ class Retention:
         match message:
             case EpisodeRequested():
                 self._first_content.setdefault(message.episode_id, -sequence)  # none yet: negative, and where it can begin
-            case EpisodeFinished(split="eval"):
+                if message.split == "eval" or not message.lineage:
+                    self._of_others.add(message.episode_id)
+            case EpisodeFinished() if message.episode_id in self._of_others:
+                self._of_others.remove(message.episode_id)
                 self._first_content.pop(message.episode_id, None)
             case LineageStarted() if tokens[2] == "train":
                 self._book(tokens[-1]).on_lineage(message)

@@ -34,11 +34,12 @@ class Log:
     def train(self, message: Message) -> None:
         self.enter(S.train("default"), message)
 
-    def play(self, episode: str, split: Split = "train") -> int:
+    def play(self, episode: str, split: Split = "train", lineage: str = "l1") -> int:
         """A whole episode; returns the position of its first observation."""
         request = EpisodeRequested(
-            episode_id=episode, group_id="g", sample_index=0, split=split, task=Task(key="t"), policy="p", deadline_ns=1
-        )
+            episode_id=episode, group_id="g", sample_index=0, split=split, task=Task(key="t"), policy="p", deadline_ns=1,
+            lineage=lineage,
+        )  # fmt: skip
         self.enter(S.task("default", episode), request)
         first = self.enter(S.observation("p", "any", episode))
         self.enter(S.action("e0", episode))
@@ -93,6 +94,14 @@ def test_an_evaluation_episode_is_settled_by_its_result() -> None:
     assert log.limit == log.last
 
 
+def test_an_episode_that_no_learner_asked_for_is_settled_by_its_result() -> None:
+    """Nobody will ever train it: one of them would stop all trimming for good."""
+    log = Log()
+    log.play("a", lineage="")
+    assert log.limit == log.last
+    assert len(log.retention) == 0
+
+
 def test_what_a_cut_lineage_trained_is_needed_again() -> None:
     log = Log()
     first = log.play("a")
@@ -135,8 +144,9 @@ def test_without_the_content_of_before_everything_after_the_request_of_an_open_e
     log.step(1, "settled")
     log.checkpoint(1)
     request = EpisodeRequested(
-        episode_id="open", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="p", deadline_ns=1
-    )
+        episode_id="open", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="p", deadline_ns=1,
+        lineage="l1",
+    )  # fmt: skip
     requested = log.enter(S.task("default", "open"), request)
     log.last += 2  # an observation and an action of it
     log.retention.content_was_left_out()
