@@ -12,10 +12,12 @@ import trio.testing
 from fleetbus.bus.base import Stored
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.errors import UserError
 from schemas import CheckpointStored, LineageStarted, Message, PolicyPublished, StepTrained, Subjects, TrainingFinished, encode
 from tests.support.small_fleet import small_fleet
 from workers.inference.scripted import ScriptedSampler
 from workers.learner.beginning import find_beginning, published_versions
+from workers.learner.held_out import newest_version
 
 SUBJECTS = Subjects("r")
 
@@ -101,3 +103,16 @@ async def test_the_steps_of_all_versions_are_known() -> None:
         for number, step in ((0, 0), (1, 1), (2, 0)):
             await bus.publish(SUBJECTS.policy("default"), encode(version(number, step)))
         assert await published_versions(bus, SUBJECTS, "default") == {0: 0, 1: 1, 2: 0}
+
+
+@pytest.mark.parametrize("a_learner_begins", [False, True])
+async def test_an_evaluation_plays_the_newest_version(a_learner_begins: bool) -> None:
+    async with MemoryServer().connect("r", worker="operator") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        with pytest.raises(UserError, match="no version yet"):
+            await newest_version(bus, SUBJECTS, "default")
+        for number in range(3):
+            await bus.publish(SUBJECTS.policy("default"), encode(version(number, number)))
+        if a_learner_begins:
+            await bus.publish(SUBJECTS.policy("default"), encode(LineageStarted(lineage="l2", worker="w")))
+        assert (await newest_version(bus, SUBJECTS, "default")).version == 2

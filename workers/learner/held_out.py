@@ -16,10 +16,15 @@ from schemas import EpisodeFinished, EpisodeRequested, LineageStarted, PolicyPub
 
 async def newest_version(bus: Bus, subjects: Subjects, policy: str) -> PolicyPublished:
     """What was published last; raises `UserError` when nothing was."""
-    entries = decoded(PolicyPublished, await bus.history([subjects.policy(policy)]), beside=(LineageStarted,))
-    if not entries:
+    subject = subjects.policy(policy)
+    last = await bus.last(subject)
+    newest = decoded(PolicyPublished, [last] if last is not None else [], beside=(LineageStarted,))
+    if not newest:  # a learner is just beginning
+        async for entry in bus.scan([subject]):
+            newest = decoded(PolicyPublished, [entry], beside=(LineageStarted,)) or newest
+    if not newest:
         raise UserError(f"policy {policy} has no version yet: start the run's learner first, or wait for its first version")
-    return entries[-1][1]
+    return newest[-1][1]
 
 
 async def play(

@@ -26,8 +26,9 @@ from fleetbus.errors import UserError
 MINIMUM_VERSION = (2, 11)
 """Batched direct gets came with 2.11."""
 
-START_LIMIT_SECONDS = 60.0
-"""Recovery of a large log takes seconds; a million entries took three."""
+START_LIMIT_SECONDS = 600.0
+"""Recovery of a large log takes its time: a million subjects took three seconds, and a run of ten million episodes has twenty
+million. A server that ends meanwhile is noticed at once."""
 
 STOP_LIMIT_SECONDS = 5.0
 _POLL_SECONDS = 0.01
