@@ -1,4 +1,4 @@
-"""The real OpenEnv clients: `openenv_player.py URL play|defects|wait|tools|obey`. Run by a Python that has `openenv`."""
+"""The real OpenEnv clients: `openenv_player.py URL WHAT`, one of the functions. Run by a Python that has `openenv`."""
 
 from __future__ import annotations
 
@@ -81,9 +81,28 @@ async def obey(client: GenericEnvClient) -> dict[str, Any]:
     return {}
 
 
+async def timeouts(url: str) -> dict[str, Any]:
+    """A client that waits less than a step takes: first without a name, then under one, with and without a request id."""
+    told: dict[str, Any] = {}
+    slow = {"text": "slow4", "metadata": {"request_id": "r1"}}
+    for kind, address in (("own", url), ("named", f"{url}/sessions/patient")):
+        async with GenericEnvClient(base_url=address, message_timeout_s=30) as client:
+            await client.reset(seed=1)
+            client._message_timeout = 2.0
+            try:
+                await client.step(slow)
+            except TimeoutError:
+                told[f"{kind} timed out"] = True
+            client._message_timeout = 60.0
+            told[f"{kind} again"] = await refused(client.step(slow))
+            told[f"{kind} steps"] = (await client.state())["step_count"]
+            told[f"{kind} next"] = (await client.reset(seed=2)).observation["text"]
+    return told
+
+
 async def main(url: str, what: str) -> None:
-    if what == "tools":
-        print(json.dumps(await tools(url)))
+    if what in ("tools", "timeouts"):
+        print(json.dumps(await {"tools": tools, "timeouts": timeouts}[what](url)))
         return
     async with GenericEnvClient(base_url=url) as client:
         print(json.dumps(await {"play": play, "defects": defects, "wait": wait, "obey": obey}[what](client)))

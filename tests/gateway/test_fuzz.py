@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from hypothesis import given
+from anyio.from_thread import start_blocking_portal
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.gateway.test_gym_gateway import Handler, served
+from tests.gateway.test_openenv_gateway import gateway
 from workers.environment.remote_gym_wire import decode_response
 from workers.gateway.gym_wire import WireError, read_request, write_answer
 from workers.gateway.openenv_frames import FrameError, read_action, read_frame
@@ -16,6 +21,34 @@ from workers.gateway.openenv_frames import FrameError, read_action, read_frame
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+METHODS = st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
+SEGMENTS = st.sampled_from(
+    [
+        "",
+        "connect",
+        "call",
+        "sessions",
+        "health",
+        "reset",
+        "step",
+        "state",
+        "mcp",
+        "ws",
+        "schema",
+        "x",
+        "%00",
+        "..",
+        "tasks",
+        "é",
+    ]
+)
+PATHS = st.lists(SEGMENTS, max_size=4).map(lambda parts: "/" + "/".join(parts))
+NAMES = ["session_id", "method", "params", "env_config", "seed", "action", "timeout_s", "request_id", "jsonrpc", "id", "text"]
+WORDS = st.sampled_from(["reset", "step", "close", "system_prompt", "tools/list", "tools/call", "openenv/session/create", "s"])
+FIELDS = st.dictionaries(st.sampled_from(NAMES), JSON | WORDS, max_size=5)
+BODIES = (
+    st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()) | FIELDS.map(lambda v: json.dumps(v).encode())
 )
 HEADERS = st.sampled_from(
     [
@@ -79,3 +112,32 @@ def test_deep_nesting_is_no_way_in(depth: int) -> None:
         read_frame("[" * depth)
     with pytest.raises(WireError):
         read_request("application/json", b"[" * depth)
+
+
+@pytest.fixture(scope="module")
+def doors() -> Iterator[dict[str, str]]:
+    """Both gateways, by name, at their addresses."""
+    with start_blocking_portal("asyncio") as portal:
+        gym = portal.wrap_async_context_manager(served(Handler(), seconds=600))
+        openenv = portal.wrap_async_context_manager(gateway(slots=64, seconds=600, capacity_timeout=0.5))
+        with gym as wire, openenv as here:
+            yield {"gym": wire.url, "openenv": here.url}
+
+
+@pytest.fixture(scope="module")
+def client(doors: dict[str, str]) -> Iterator[httpx.Client]:
+    """It closes its connections before the gateways close theirs."""
+    with httpx.Client(timeout=30) as made:
+        yield made
+
+
+@pytest.mark.parametrize("door", ["gym", "openenv"])
+@settings(max_examples=60, deadline=None)
+@given(METHODS, PATHS, HEADERS, BODIES, st.text(max_size=20))
+def test_any_request_is_answered_and_none_by_a_crash(
+    client: httpx.Client, doors: dict[str, str], door: str, method: str, path: str, content_type: str, body: bytes, query: str
+) -> None:
+    headers = {"Content-Type": content_type.replace("\x00", "")}
+    response = client.request(method, doors[door] + path, params={"session_id": query}, headers=headers, content=body)
+    assert response.text != "Internal Server Error", (response.request.url, body)
+    assert response.status_code < 500 or "detail" in response.json()

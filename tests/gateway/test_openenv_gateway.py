@@ -67,9 +67,9 @@ class Adder:
         self._world.steps.append(action.text)
         if action.text == "boom":
             raise RuntimeError("boom!")
-        if action.text == "slow":
+        if action.text.startswith("slow"):
             self._world.stepping.set()
-            await anyio.sleep(1)
+            await anyio.sleep(float(action.text[4:] or 1))
         self._count += 1
         text = action.text
         if action.tool_calls:

@@ -84,6 +84,19 @@ async def test_what_its_own_servers_get_wrong_goes_right_here() -> None:
         await here.empty()
 
 
+async def test_a_client_that_waits_less_than_a_step_takes_never_plays_another_episode_unawares() -> None:
+    """On its own servers the next step goes to an environment that was never reset, or finds the server at capacity."""
+    async with gateway(slots=1, seconds=150, capacity_timeout=60) as here:
+        told = await play(here.url, "timeouts")
+        assert told["own timed out"] and told["named timed out"]
+        assert "reset first" in told["own again"], "a connection of its own is gone, and with it the episode: it is told"
+        assert told["own steps"] == 0
+        assert told["own next"] == "hello 2", "the slot is waited for, until the step that nobody waits for has ended"
+        assert told["named again"] == "", "under a name and an id the repetition joins the step that still runs"
+        assert told["named steps"] == 1
+        assert here.world.steps == ["slow4", "slow4"], "one by each client"
+
+
 async def test_a_client_that_stopped_answering_frees_its_slot() -> None:
     async with gateway(slots=1, seconds=150) as here:
         async with await anyio.open_process([str(openenv_python()), str(PLAYER), here.url, "wait"]) as client:
