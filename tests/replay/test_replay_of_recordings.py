@@ -161,6 +161,17 @@ def test_weights_that_do_not_fit_the_recording_are_not_replayed_as_if_they_did(t
     assert any(reason.startswith("versions without weights") for reason in report.skipped)
 
 
+def test_turns_of_a_version_that_is_gone_are_left_out_and_later_versions_are_compared() -> None:
+    pytest.importorskip("torch")
+    recording = load_recording(GUESSING)
+    first = min(recording.files)
+    recording.files[first] = b"no weights"
+    report = replay_now(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
+    report.check()
+    assert 0 < report.compared["Action"] < 66
+    assert report.compared["Action"] + report.skipped["actions whose version is not at hand"] == 66
+
+
 def test_the_learner_replays_as_recorded() -> None:
     pytest.importorskip("torch")
     report = replay_now(GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE)

@@ -147,6 +147,7 @@ class _Director:
         self._next: dict[str, int] = {}
         self._stopped: set[str] = set()
         self._due: dict[int, list[tuple[int, Story]]] = {}
+        self._unloadable = ""
 
     async def direct(
         self, versions: list[tuple[Stored, PolicyPublished]], stories: list[Story], weights: dict[str, Path]
@@ -161,7 +162,7 @@ class _Director:
                     await self._play_version(published.version)
             left = sum(len(story.turns) - self._next.get(story.episode_id, 0) for story in stories)
             if left:
-                self._report.skipped["turns whose version is not at hand, or after one that differs"] += left
+                self._report.skipped["actions whose version is not at hand, or after one that differs"] += left
             group.cancel_scope.cancel()
 
     async def _load(self, entry: Stored, published: PolicyPublished, weights: dict[str, Path]) -> bool:
@@ -176,7 +177,8 @@ class _Director:
         with anyio.fail_after(self._patience_seconds):
             await self._sampler.settled()
         if self._sampler.rejected:
-            self._report.skipped[f"versions without weights ({self._sampler.rejected})"] += 1
+            self._unloadable = self._unloadable or f"versions without weights (the first: {self._sampler.rejected})"
+            self._report.skipped[self._unloadable] += 1
             return False
         return True
 
@@ -219,6 +221,8 @@ class _Director:
             if _newest_version(asked) > version:
                 return
             reason = _unrepeatable(story, asked, self._stage.objects)
+            if not reason and _newest_version(asked) < version:
+                reason = "actions whose version is not at hand"
             if turn == 0:
                 self._claim(story)
             if reason:
