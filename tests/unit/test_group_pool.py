@@ -216,3 +216,21 @@ def test_groups_that_fail_in_rounds_make_the_next_wait_until_one_can_be_used() -
     world.ask("good")
     world.finish("good")
     assert world.pool.pause_seconds(4) == 0
+
+
+def test_a_group_that_lost_all_its_episodes_before_training_is_discarded_for_their_reasons() -> None:
+    world = World("drop")
+    world.ask("a", "b")
+    world.finish("a")
+    world.finish("b")
+    taken = world.pool.take(2, 0)
+    for name in ("a-0", "a-1", "b-0"):
+        next(group for group in taken if name in group.results).unusable[name] = "image_missing"
+    left = world.pool.trainable(taken)
+    assert [group.group_id for group in left] == ["b"]
+    trained, excluded = world.pool.settle(left)
+    assert trained == ["b-1"]
+    assert sorted(excluded, key=lambda one: one.episode_id) == [
+        Exclusion(episode_id=name, reason="image_missing") for name in ("a-0", "a-1", "b-0")
+    ]
+    assert len(world.pool) == 0

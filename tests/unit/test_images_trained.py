@@ -107,6 +107,19 @@ async def test_training_changes_the_vision_tower_and_the_engine_takes_it_over(op
     assert trainer(tmp_path / "saved")._model.state_dict().keys() == before.keys()
 
 
+async def test_a_checkpoint_goes_on_where_it_was_stored(opened: Opened, tmp_path: Path) -> None:
+    folder, processor = opened("llava")
+    batch = await sequences(folder, processor)
+    one, other = trainer(folder), trainer(folder)
+    one.train(batch, version=0, progress=0.0)
+    one.save_weights(tmp_path / "weights.safetensors")
+    one.save_state(tmp_path / "state")
+    other.restore(tmp_path / "weights.safetensors", tmp_path / "state")
+    metrics = [each.train(batch, version=0, progress=0.5) for each in (one, other)]
+    for name in ("loss", "grad_norm", "kl", "learning_rate"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-6)
+
+
 async def test_equal_ids_with_other_images_share_nothing(opened: Opened) -> None:
     """A prompt as long as what is kept between episodes, twice with other pictures: each as on an engine of its own."""
     folder, processor = opened("idefics3")
