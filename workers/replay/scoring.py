@@ -1,10 +1,10 @@
 """Recorded tokens checked by one forward pass: does the sampler choose them again from what the model gives at their places?
 
 A `ScoringSampler` stands between the inference worker under test and its torch sampler. Before a version's turns are played,
-their recorded histories run through the model together, and the sampler's own choice of a token is made at every place, from
-the recorded seed. A turn whose every token is chosen again, and which ends where the sampler would end it, is answered with
-them; any other is handed to the torch sampler, token by token, and what comes of it is compared. So a turn is never taken
-for right without proof, and never for wrong because sums were added up in another order.
+their recorded histories run through the model together, those that are alike once, and the sampler's own choice of a token is
+made at every place, from the recorded seed. A turn whose every token is chosen again, and which ends where the sampler would
+end it, is answered with them; any other is handed to the torch sampler, token by token, and what comes of it is compared. So a
+turn is never taken for right without proof, and never for wrong because sums were added up in another order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from schemas import PolicyPublished, VersionSpan
 from workers.images.folders import has_vision
@@ -29,6 +28,7 @@ from workers.inference.torch.choosing import choose
 from workers.inference.torch.turn import Turn
 from workers.learner.torch.batches import MicroBatch, micro_batches, shared_prefix
 from workers.learner.torch.forward import SharedPrefix, can_share, head_is_plain
+from workers.replay.distinct import History, distinct_histories
 from workers.replay.expected import Expected
 from workers.weights import read_weights, unique_tensors
 
@@ -109,61 +109,70 @@ class ScoringSampler:
 
     def _prove(self, turns: Sequence[Expected]) -> dict[tuple[str, int], Proved]:
         torch.set_num_threads(self._threads)
-        by_episode: dict[str, list[Expected]] = {}
-        for turn in turns:
-            by_episode.setdefault(turn.request.cache_key, []).append(turn)
+        histories = distinct_histories(turns)
         with torch.inference_mode():
-            proved = [each for batch in self._batches(list(by_episode.values())) for each in self._chosen_again(*batch)]
+            proved = [each for batch in self._batches(histories) for each in self._chosen_again(histories, *batch)]
         return {(each.expected.request.cache_key, len(each.expected.ids)): each for each in proved}
 
-    def _batches(self, episodes: list[list[Expected]]) -> Iterator[tuple[list[Expected], MicroBatch, SharedPrefix | None]]:
-        """Turns with the pass that scores them, each within its episode's longest history here."""
-        sequences = [np.concatenate((turns[-1].ids, turns[-1].sampled)) for turns in episodes]
-        masks = [_mask(len(ids), turns) for ids, turns in zip(sequences, episodes, strict=True)]
-        prefix = shared_prefix(sequences, masks) if self._shares else 0
-        shared = SharedPrefix(self._model, torch.from_numpy(sequences[0][:prefix])) if prefix else None
-        self.tokens += prefix
+    def _batches(self, histories: Sequence[History]) -> Iterator[tuple[MicroBatch, SharedPrefix | None]]:
+        """The passes that score these histories."""
+        ids, masks = [history.ids for history in histories], [history.mask for history in histories]
+        prefix = shared_prefix(ids, masks) if self._shares else 0
+        shared = SharedPrefix(self._model, torch.from_numpy(ids[0][:prefix])) if prefix else None
+        self.tokens += prefix + sum(len(each) - prefix for each in ids)
         budget = TOKENS if self._plain_head else max(LOGITS // self._vocabulary, 1)
-        for batch in micro_batches(sequences, masks, prefix=prefix, size=ROWS, budget=budget):
-            self.tokens += sum(len(sequences[index]) - prefix for index in batch.indices)
-            yield [turn for index in batch.indices for turn in episodes[index]], batch, shared
+        for batch in micro_batches(ids, masks, prefix=prefix, size=ROWS, budget=budget):
+            yield batch, shared
 
-    def _chosen_again(self, turns: Sequence[Expected], batch: MicroBatch, shared: SharedPrefix | None) -> Iterator[Proved]:
-        """Those of which the sampler's own choice is the recorded token at every place."""
-        counts = [len(turn.sampled) for turn in turns]
+    def _chosen_again(self, histories: Sequence[History], batch: MicroBatch, shared: SharedPrefix | None) -> Iterator[Proved]:
+        """Those turns of which the sampler's own choice is the recorded token at every place."""
+        here = [histories[index] for index in batch.indices]
+        starts = np.cumsum([0, *(history.mask.sum() for history in here)])
+        places = [start + history.places() for start, history in zip(starts, here, strict=False)]
+        turns = [turn for history in here for turn in history.turns]
+        ids, logprobs = self._choose(turns, self._hidden(batch, shared), torch.from_numpy(np.concatenate(places)))
+        start = 0
+        for turn in turns:
+            stop = start + len(turn.sampled)
+            if ids[start:stop] == turn.sampled.tolist():
+                yield Proved(expected=turn, logprobs=logprobs[start:stop])
+            start = stop
+
+    def _choose(self, turns: Sequence[Expected], hidden: torch.Tensor, places: torch.Tensor) -> tuple[list[int], list[float]]:
+        """What the sampler chooses for each token of ``turns``; ``places`` [n] says which row of ``hidden`` comes before it."""
         drawn = [Turn(turn.request, self._max_length) for turn in turns]
-        places = [turn for turn, count in zip(drawn, counts, strict=True) for _ in range(count)]
+        owners = [turn for turn, expected in zip(drawn, turns, strict=True) for _ in expected.sampled]
         ids: list[int] = []
         logprobs: list[float] = []
-        for logits in self._logits(batch, shared):
-            here = places[len(ids) : len(ids) + len(logits)]
+        for part in places.split(max(LOGITS // self._vocabulary, 1)):
+            here = owners[len(ids) : len(ids) + len(part)]
             uniforms = np.fromiter((turn.uniform() for turn in here), np.float32, len(here))
+            logits = self._logits(hidden[part])
             chosen, under = choose(logits, uniforms, [turn.temperature for turn in here], [turn.top_p for turn in here])
             ids += chosen
             logprobs += under
-        start = 0
-        for turn, count in zip(turns, counts, strict=True):
-            if ids[start : start + count] == turn.sampled.tolist():
-                yield Proved(expected=turn, logprobs=logprobs[start : start + count])
-            start += count
+        return ids, logprobs
 
-    def _logits(self, batch: MicroBatch, shared: SharedPrefix | None) -> Iterator[torch.Tensor]:
-        """Float32 [n, vocabulary] where tokens were sampled, sequence by sequence in the order of ``batch.indices``."""
+    def _hidden(self, batch: MicroBatch, shared: SharedPrefix | None) -> torch.Tensor:
+        """What the model makes of the tokens before sampled ones, history by history; without a plain head the logits."""
         began = perf_counter()
         options: dict[str, Any] = {"use_cache": False}
         if shared is not None:
             options = {"use_cache": True, "past_key_values": shared.cache(len(batch.ids))}
-        if not self._plain_head:
-            logits = self._model(input_ids=batch.ids, **options).logits[batch.rows, batch.columns].float()
-            self.forward_seconds += perf_counter() - began
-            yield logits
-            return
-        hidden = self._model.base_model(input_ids=batch.ids, **options).last_hidden_state[batch.rows, batch.columns]
-        for part in hidden.split(max(LOGITS // self._vocabulary, 1)):
-            logits = self._model.get_output_embeddings()(part).float()
-            self.forward_seconds += perf_counter() - began
-            yield logits
-            began = perf_counter()
+        if self._plain_head:
+            made = self._model.base_model(input_ids=batch.ids, **options).last_hidden_state
+        else:
+            made = self._model(input_ids=batch.ids, **options).logits
+        found: torch.Tensor = made[batch.rows, batch.columns]
+        self.forward_seconds += perf_counter() - began
+        return found
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, vocabulary]."""
+        began = perf_counter()
+        logits: torch.Tensor = self._model.get_output_embeddings()(hidden) if self._plain_head else hidden
+        self.forward_seconds += perf_counter() - began
+        return logits.float()
 
 
 def scoring_sampler(sampler: Sampler, folder: Path, *, max_length: int, threads: int) -> ScoringSampler | None:
@@ -171,13 +180,6 @@ def scoring_sampler(sampler: Sampler, folder: Path, *, max_length: int, threads:
     if type(sampler) is not TorchSampler or has_vision(folder):
         return None
     return ScoringSampler(sampler, folder, max_length=max_length, threads=threads)
-
-
-def _mask(length: int, turns: Sequence[Expected]) -> NDArray[np.bool_]:
-    mask = np.zeros(length, dtype=np.bool_)
-    for turn in turns:
-        mask[len(turn.ids) : len(turn.ids) + len(turn.sampled)] = True
-    return mask
 
 
 def _answer(known: Proved, request: GenerationRequest, max_length: int, version: int) -> Generation | None:

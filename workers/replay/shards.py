@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ WORTH_SHARING_BYTES = 1 << 20
 
 MOST_JOBS = 32
 PARENT_CHECK_SECONDS = 1.0
+_GROUPED = re.compile(r"(g\d+)-\d+")
 EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
 
 
@@ -123,8 +125,10 @@ def _load_share(job: Job) -> tuple[Recording, float]:
 
 
 def share_of(episode_id: str, count: int) -> int:
-    """Which share an episode belongs to, for every process alike."""
-    return zlib.crc32(episode_id.encode()) % count
+    """Which share an episode belongs to, for every process alike. A learner's groups stay together: their episodes have much
+    in common, which then is computed once."""
+    grouped = _GROUPED.fullmatch(episode_id)
+    return zlib.crc32((grouped[1] if grouped else episode_id).encode()) % count
 
 
 def _work(job: Job) -> Report:
