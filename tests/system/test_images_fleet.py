@@ -71,7 +71,7 @@ class Fleet:
             make = lambda: ColoursEnvironment(TURNS, keep=kept)  # noqa: E731
             await run_environment(bus, configuration=CONFIGURATION, name="environment-0", drain=self.drain, make=make)
 
-    async def inference(self, name: str, kind: type[TorchSampler] | None = None) -> None:
+    async def inference(self, name: str, kind: type[TorchSampler] | None = None, *, shows: bool = True) -> None:
         processor = ImageProcessor(self.folder)
         async with connect(self.url, run=RUN, worker=name) as bus:
             await run_inference(
@@ -81,7 +81,7 @@ class Fleet:
                 drain=self.drain,
                 sampler=(kind or Announced)(self.folder, processor=processor),
                 template=ImageTemplate(self.folder, processor),
-                images=ImagePrompts(processor, image_reader(bus, RUN)),
+                images=ImagePrompts(processor, image_reader(bus, RUN)) if shows else None,
             )
 
     async def text_inference(self) -> None:
@@ -209,6 +209,17 @@ async def test_another_engine_goes_on_with_what_the_log_says_was_seen(tmp_path: 
         assert (results["e0"].outcome, workers) == ("completed", ["inference-0", "inference-1", "inference-1"])
         _, difference = await trained(made, list(results.values()))
     assert difference < CLOSE
+
+
+async def test_a_worker_that_shows_no_images_never_answers_blindly(tmp_path: Path, folder: Path) -> None:
+    async def blind(fleet: Fleet) -> None:
+        await fleet.inference("inference-0", shows=False)
+
+    async with fleet(tmp_path, folder, stored, blind) as made:
+        await made.ask("e0")
+        result = (await made.results(1))["e0"]
+    assert (result.outcome, result.error_class) == ("lost", "engine_refused")
+    assert "shows its model no images" in result.error
 
 
 async def test_a_missing_picture_is_how_its_episode_ends_and_nobody_elses(tmp_path: Path, folder: Path) -> None:

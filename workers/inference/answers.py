@@ -20,7 +20,7 @@ from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.episodes import RETRY_SECONDS, decoded
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
-from schemas import Action, MalformedMessage, Observation, ShownImage, Subjects, decode, encode
+from schemas import Action, Image, MalformedMessage, Observation, ShownImage, Subjects, decode, encode
 from schemas.tokens import extend_history, pack_ids, pack_logprobs
 from workers.images.reading import ImageFailed, ImageUnread
 from workers.inference.base import (
@@ -163,7 +163,7 @@ class Answers:
         received = anyio.current_time()
         try:
             delta = await self._delta(observation, history)
-        except (ImageFailed, ImageUnread):
+        except (ImageFailed, ImageUnread, RequestRefused):
             raise
         except Exception as error:  # a template is a model's own code, and may fail in any way on what it is shown
             return self._failed(observation, "template_failed", f"{type(error).__name__}: {error}")
@@ -205,7 +205,11 @@ class Answers:
             ids = self._template.proceed(history.ids[-1:], observation.messages)
         else:
             ids = self._template.begin(observation.messages, observation.tools)
-        return PromptDelta(ids=ids) if self._images is None else await self._images.expand(ids, observation.messages)
+        if self._images is not None:
+            return await self._images.expand(ids, observation.messages)
+        if history.images or _shows_images(observation):
+            raise RequestRefused("this worker shows its model no images, and the episode has some")
+        return PromptDelta(ids=ids)
 
     async def _request(
         self, observation: Observation, ids: list[int], images: tuple[ShownImage, ...], room: int
@@ -284,6 +288,10 @@ class Answers:
         self._counters["tokens_sampled"] += len(generation.ids)
         self._counters["tokens_prompt"] += delta
         self._counters["histories_rebuilt"] = self._histories.rebuilt
+
+
+def _shows_images(observation: Observation) -> bool:
+    return any(isinstance(part, Image) for message in observation.messages for part in message.content)
 
 
 def turn_seed(observation: Observation) -> int:
