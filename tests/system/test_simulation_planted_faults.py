@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 import fleetbus.episodes
-import fleetbus.requests as requests
 import fleetbus.slots
 import workers.environment.attempts as attempts
 import workers.environment.exchange as exchange
@@ -253,13 +252,6 @@ def versions_read_before_the_fence(patch: pytest.MonkeyPatch) -> None:
         return versions
 
     patch.setattr(publication.Publication, "fence", planted)
-
-
-def expired_requests_left_open(patch: pytest.MonkeyPatch) -> None:
-    async def planted(self: requests.Requests) -> None:
-        await anyio.sleep_forever()
-
-    patch.setattr(requests.Requests, "close_expired", planted)
 
 
 def idle_timer_runs_during_a_step(patch: pytest.MonkeyPatch) -> None:
