@@ -33,7 +33,7 @@ def test_a_forward_pass_shows_what_was_sampled_and_little_is_sampled_again() -> 
     report = replayed()
     report.check()
     assert report.notes[PROVED] + report.notes[SAMPLED] == 66
-    assert report.notes[PROVED] >= 60, "another machine may add up otherwise at a few places"
+    assert report.notes[PROVED] >= 55, "another machine may add up otherwise at a few places"
     assert report.checked.startswith("tokens are those that the sampler chooses")
     assert replayed(sample_again=True).checked == "every token was sampled again"
 
@@ -78,6 +78,20 @@ def test_a_recorded_end_that_the_sampler_would_not_make_is_found_and_named() -> 
 
     report = replayed(first_action(change))
     assert report.first is not None and report.first.field.startswith(("sampled", "finish_reason"))
+
+
+def test_an_engine_that_broke_is_found_by_the_turns_that_it_samples_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.inference.torch import engine
+
+    def chosen_otherwise(*arguments: Any) -> Any:
+        ids, logprobs = engine_choose(*arguments)
+        return [(token + 1) % 100 for token in ids], logprobs
+
+    engine_choose = engine.choose
+    monkeypatch.setattr(engine, "choose", chosen_otherwise)
+    report = replayed()
+    assert report.notes[PROVED] > report.notes[SAMPLED] >= 3, "one of each version that sampled"
+    assert report.first is not None and report.first.field.startswith("sampled")
 
 
 def test_another_seed_is_found_by_the_tokens_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
