@@ -16,7 +16,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import find_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.errors import BusError, UserError
 from schemas import Task
 from tests.support.small_fleet import LANES, RUN, configured, small_fleet
@@ -114,6 +114,7 @@ async def leader_of(servers: Cluster) -> int:
 async def test_a_fleet_trains_on_while_the_leader_of_its_log_is_killed(tmp_path: Path) -> None:
     configuration = configured(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
+        limits=LimitSettings(drain=10),  # an election takes up to nine seconds, and no action may time out in it
         learner=LearnerSettings(steps=6, groups=4, group_size=4, checkpoint_every=2, max_staleness=2),
         evaluation=EvaluationSettings(episodes=4),
     )
