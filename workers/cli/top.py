@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
 
 REFRESH_SECONDS = 1.0
+DRAW_SECONDS = 0.5
+"""A worker is silent 4 s after its last heartbeat, and has to be seen as such within 5 s."""
+
 FIRST_LOOK_SECONDS = 2.5
 """A heartbeat of every living worker comes within this."""
 
@@ -63,9 +66,11 @@ async def _watch(
         with quiet():
             watch = Watch(bus, Subjects(run), state)
             tasks.start_soon(watch.run)
+            if not once:  # a server that takes its time must not hold up the picture of the workers
+                tasks.start_soon(watch.look_at_server, nats_http)
 
             async def look() -> dict[str, Any]:
-                server = await look_at_server(bus, run, nats_http)
+                server = await look_at_server(bus, run, nats_http) if once else watch.server
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 is_behind = watch.is_behind(now)
                 stalls = (
@@ -110,7 +115,7 @@ async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) ->
     with Live("", auto_refresh=False, screen=True) as live:
         while True:
             live.update(screen(await look(), live.console), refresh=True)
-            await anyio.sleep(REFRESH_SECONDS)
+            await anyio.sleep(DRAW_SECONDS)
 
 
 def _print(shown: dict[str, Any], as_json: bool) -> None:
