@@ -123,3 +123,18 @@ def test_the_moment_tells_places_apart_that_extremes_and_sizes_do_not() -> None:
     one, other = moment(1.0, -1.0, 0.5), moment(-1.0, 1.0, 0.5)
     assert one.pop("advantage_moment") != other.pop("advantage_moment")
     assert one == other
+
+
+def test_a_step_that_takes_longer_than_the_patience_is_no_hanging_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    from workers.replay.untrained import RecordedTrainer
+
+    train = RecordedTrainer.train
+
+    def slow(trainer: RecordedTrainer, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0 if trainer.sequences else 5)
+        return train(trainer, *arguments, **options)
+
+    monkeypatch.setattr(RecordedTrainer, "train", slow)
+    replay_now(GUESSING, role="learner", until="batches", patience_seconds=4.0).check()

@@ -221,7 +221,7 @@ class _Director:
         self._ready: dict[int, list[Told]] = {}
         self._steps = {step.step: self._place(step) for step in steps}
         self._due = deque(key for key, (_, message) in expected.items() if isinstance(message, EpisodeRequested))
-        self._training = 0
+        self._training = self._computing = 0
         self.seconds: dict[str, float] = {}
         """What blocking work took, by the name of its function."""
         self._asked = anyio.Event()
@@ -239,9 +239,12 @@ class _Director:
             if self._step >= self._last_step:
                 await self._feed_all(self._last_step + 1)
         began = anyio.current_time()
-        result = await run_in_thread(function, *arguments, **options)
-        self.seconds[name] = self.seconds.get(name, 0.0) + anyio.current_time() - began
-        return result
+        self._computing += 1
+        try:
+            return await run_in_thread(function, *arguments, **options)
+        finally:
+            self._computing -= 1
+            self.seconds[name] = self.seconds.get(name, 0.0) + anyio.current_time() - began
 
     async def _asked_before(self, sequence: int) -> None:
         """Until all that was asked for before this entry of the recording is asked for, if it comes soon."""
@@ -260,10 +263,11 @@ class _Director:
         with self._stage.published("task", "train", "policy", types=COMPARED) as published:
             while self._expected and not self._report.differences:
                 received = await published.receive(self._patience_seconds)
-                if received is None:
+                if received is not None:
+                    await self._heard(*received)
+                elif not self._computing:  # a step of a large model takes its time
                     self._give_up()
                     return
-                await self._heard(*received)
 
     async def _heard(self, entry: Stored, message: Message) -> None:
         key = _key(entry.subject, message)
