@@ -1,0 +1,47 @@
+"""CPU seconds of a tree of processes: each second once, whoever tells of it, also where nobody is told."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.cpu_of_tree import TreeCpu, Used, add_up
+
+ROOT = 1
+
+
+def used(parent: int, own: float, waited: float = 0.0, *, alive: bool = True) -> Used:
+    found = Used(parent, own, waited)
+    found.alive = alive
+    return found
+
+
+def test_what_lives_counts_with_the_brief_children_that_it_waited_for() -> None:
+    zygote = used(ROOT, 1.0, 5.0)
+    assert add_up({2: zygote}, ROOT, used(0, 2.0)) == 8.0
+
+
+def test_a_process_that_was_seen_and_waited_for_counts_once() -> None:
+    child = used(ROOT, 1.0, 5.0, alive=False)
+    assert add_up({2: child}, ROOT, used(0, 2.0, 6.0)) == 8.0
+
+
+def test_a_process_that_ended_unreported_counts_as_it_was_seen_last() -> None:
+    child, grandchild = used(ROOT, 0.5, alive=False), used(2, 1.0, 5.0, alive=False)
+    assert add_up({2: child, 3: grandchild}, ROOT, used(0, 2.0, 0.5)) == 8.5
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_seconds_of_real_children_are_found_once() -> None:
+    spend = "import time\nwhile time.process_time() < 0.4: pass"
+    inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {spend!r}])\n{spend}"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with TreeCpu() as cpu:
+        subprocess.run([sys.executable, "-c", inner], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    reported = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert reported >= 0.8
+    assert reported - 0.1 <= cpu.seconds <= 1.3 * reported, "told by the child, and read in /proc meanwhile"
