@@ -61,6 +61,7 @@ async def test_a_request_that_waited_past_its_deadline_is_not_begun() -> None:
             result = await fleet.result()
             assert_not_graded(result, "timeout", "episode_timeout")
             assert (result.attempts, stage.entered) == (0, [])
+            assert "before it was begun" in result.error
             await fleet.rests()
 
 

@@ -54,6 +54,16 @@ One of them may be what killed the workers before, and the others only ran besid
 log = structlog.get_logger()
 
 
+def _too_late(standing: Standing) -> str:
+    """Why a request was not begun: whoever reads it has to know whether episodes are slow, or too many of them wait."""
+    if standing.claims:
+        return "its deadline passed while nobody played it"
+    return (
+        "its deadline passed before it was begun: more episodes are out than the environment workers begin within "
+        "limits.episode; raise it, add slots or workers, or ask for fewer (learner.groups, learner.max_staleness)"
+    )
+
+
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
     """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim."""
 
@@ -209,7 +219,7 @@ class Attempts:
         if standing.is_poison(self._crew.settings.max_attempts):
             await self._conclude(running, standing, "lost", "poison")
         elif remaining_seconds <= 0:
-            await self._conclude(running, standing, "timeout", "episode_timeout")
+            await self._conclude(running, standing, "timeout", "episode_timeout", _too_late(standing))
         else:
             await self._claim_and_play(running, standing, remaining_seconds)
 
