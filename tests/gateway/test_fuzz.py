@@ -88,6 +88,7 @@ def test_what_is_answered_can_be_read_back(fields: dict[str, Any], images: list[
     assert set(decoded.fields) == set(json.loads(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")))
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.text() | JSON.map(json.dumps) | st.none())
 def test_any_frame_is_read_or_refused(text: str | None) -> None:
     try:
@@ -97,6 +98,7 @@ def test_any_frame_is_read_or_refused(text: str | None) -> None:
     assert isinstance(kind, str)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(["type", "text", "message", "tool_name", "arguments", "x"]), JSON))
 def test_any_action_is_read_or_refused(data: dict[str, Any]) -> None:
     try:
