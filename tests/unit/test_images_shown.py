@@ -32,6 +32,12 @@ pytestmark = pytest.mark.timeout(300)
 Opened = Callable[[str], tuple[Path, ImageProcessor]]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """One is enough: what is tried here computes, and waits for little."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     made: dict[str, tuple[Path, ImageProcessor]] = {}

@@ -102,6 +102,12 @@ def test_images_that_nobody_turned_on_are_told(seeing: Path) -> None:
         check_vision(configured(model=seeing, images=False), CLICKS)
 
 
+def test_a_missing_package_is_told_with_its_extra(seeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pillow is not installed, .*: pip install 'fleetbus\[vision\]'"):
+        check_vision(configured(model=seeing))
+
+
 def test_up_asks_before_it_starts_anything(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.json"
     tasks.write_text('[{"key": "click", "prompt": "Click.", "env_key": "web", "task_modality": "computer_use"}]')

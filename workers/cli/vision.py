@@ -6,6 +6,7 @@ images at all (``environment.images``). Asked by `up`, by an inference worker an
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -47,6 +48,8 @@ def check_vision(
     _check_model(configuration, what, instead)
     if not configuration.environment.images:
         raise UserError(f"{what}, but environment.images is off: turn it on for all roles, or {instead}")
+    if importlib.util.find_spec("PIL") is None:
+        raise UserError(f"pillow is not installed, and {what}: pip install 'fleetbus[vision]', or {instead}")
 
 
 def local_tasks(configuration: Configuration) -> list[Task]:
