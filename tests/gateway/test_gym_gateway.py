@@ -372,6 +372,7 @@ async def test_a_service_calls_what_its_maker_wants_called_at_its_start_and_end(
     handler = Handler(max_sessions=3)
     assert handler.get_session_stats()["num_sessions"] == 0
     application = GymService(handler).build(startup_callback=started, shutdown_callback=lambda: called.append("stopped"))
+    assert handler.get_session_stats()["num_sessions"] == 0
     async with running(application) as wire:
         await wire.connect()
         assert called == ["started"]

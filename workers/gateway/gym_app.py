@@ -87,7 +87,7 @@ class GymGateway:
                 "idle_seconds": 0.0 if known.busy else now - known.last_access,
                 "will_timeout_in": limit if known.busy else max(0.0, limit - (now - known.last_access)),
             }
-            for session, known in self.calls.sessions.items()
+            for session, known in (self._calls.sessions.items() if self._calls else ())
         ]
         limits = {"max_sessions": self._settings.max_sessions, "session_timeout": limit}
         return {"num_sessions": len(listed), **limits, "sessions": listed}
