@@ -23,7 +23,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
-from schemas import Subjects
+from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 from tests.support.processes import until, until_said
 from workers.cli.program import run_program
 from workers.tracing.fold import LogTraces
@@ -215,6 +215,29 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], complaint: str, capsy
 async def fill(bus: Bus, start: int, stop: int) -> None:
     for entry in load_recording(GUESSING).entries[start:stop]:
         await bus.publish(entry.subject, entry.payload)
+
+
+async def test_an_error_that_quotes_a_secret_reaches_nobody(tmp_path: Path) -> None:
+    subjects, file = Subjects(RUN), tmp_path / "spans.jsonl"
+    request = EpisodeRequested(
+        episode_id="e", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
+    )
+    claim = AttemptStarted(episode_id="e", attempt=1, worker="env", nonce="n", lane="e0")
+    result = EpisodeFinished(
+        episode_id="e", group_id="g", attempt=1, outcome="env_failed", worker="env", error_class="HTTPError",
+        error="401 for Authorization: Bearer abcdefgh-ijklmnop at https://me:hunter2hunter2@host/",
+    )  # fmt: skip
+    sink = FileSink(file, run=RUN)
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=2))
+        await bus.publish(subjects.task("default", "e"), encode(request))
+        await bus.publish(subjects.episode("e"), encode(claim))
+        await bus.publish(subjects.episode("e"), encode(result))
+        await Tracing(RUN, LogTraces(RUN), [sink]).copy(bus.scan([subjects.log]))
+    sink.close()
+    text = file.read_text()
+    assert "401 for Authorization" in text and "HTTPError" in text
+    assert "abcdefgh-ijklmnop" not in text and "hunter2" not in text
 
 
 class Hesitant(FileSink):

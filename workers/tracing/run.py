@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, Stored
+from fleetbus.recording.redaction import Redactor
 from schemas import Subjects
 from workers.tracing.fold import LogTraces
 from workers.tracing.span import Span, SpanSink, SpansRefused
@@ -36,12 +37,14 @@ class Written(msgspec.Struct, kw_only=True):
 
 
 class Tracing:
-    """Spans of entries after ``after`` go to the sinks; entries before are read all the same, for what they begin."""
+    """Spans of entries after ``after`` go to the sinks; entries before are read all the same, for what they begin. Secrets are
+    taken out of entries as they are for a recording: an error may quote one."""
 
     def __init__(self, run: str, traces: LogTraces, sinks: Sequence[SpanSink], *, after: int = 0) -> None:
         self._traces = traces
         self._sinks = sinks
         self._after = after
+        self._redactor = Redactor()
         self._batch: list[Span] = []
         self._seen = after
         self.written = Written(run=run, last_sequence=after)
@@ -69,7 +72,7 @@ class Tracing:
 
     def _add(self, entry: Stored) -> None:
         self._seen = max(self._seen, entry.sequence)
-        spans = list(self._traces.add(entry))
+        spans = list(self._traces.add(self._redactor.clean(entry)))
         if entry.sequence > self._after:
             self._batch += spans
 
