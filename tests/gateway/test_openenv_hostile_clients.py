@@ -177,3 +177,11 @@ async def test_idle_sockets_hold_no_slots_and_are_in_nobody_s_way() -> None:
         for _ in range(IDLE_SOCKETS):
             await stack.enter_async_context(here.socket())
         await others_play(here)
+
+
+async def test_a_socket_that_never_begins_is_closed_and_one_that_plays_is_not() -> None:
+    async with gateway(idle_timeout=0.5) as here, here.socket() as idle, here.socket() as player:
+        await player.ask("reset")
+        await idle.connection.wait_closed()
+        assert idle.connection.close_code == 1001
+        assert (await player.ask("step", text="x"))["data"]["reward"] == 0.5

@@ -50,9 +50,11 @@ log = structlog.get_logger()
 
 class OpenEnvSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``capacity_timeout``: seconds a reset waits for a slot; ``max_sessions``: most named sessions, which are closed after
-    ``session_timeout`` seconds without a call, or ``resume_timeout`` after their connection broke off."""
+    ``session_timeout`` seconds without a call, or ``resume_timeout`` after their connection broke off; ``idle_timeout``:
+    seconds without a frame until a socket that has no environment is closed (its client connects anew with its next call)."""
 
     capacity_timeout: float = 30.0
+    idle_timeout: float = 600.0
     call_seconds: float = 600.0
     max_sessions: int = 1024
     session_timeout: float = 1800.0
@@ -150,7 +152,10 @@ class OpenEnvGateway:
     async def _converse(self, socket: WebSocket, episode: OpenEnvEpisode) -> bool:
         """Until the client is gone; True if it said that it goes."""
         while True:
-            received = await socket.receive()
+            received = await self._received(socket, episode)
+            if received is None:
+                await _close(socket, 1001)
+                return False
             if received["type"] == "websocket.disconnect":
                 return False
             try:
@@ -164,6 +169,14 @@ class OpenEnvGateway:
             except (SessionUnavailable, BusError) as error:
                 answer = {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
             await socket.send_text(write_json(answer))
+
+    async def _received(self, socket: WebSocket, episode: OpenEnvEpisode) -> Any:
+        """The next event; None when nothing came for too long from one who has no environment to think about."""
+        if episode.begun:
+            return await socket.receive()
+        with anyio.move_on_after(self._settings.idle_timeout):
+            return await socket.receive()
+        return None
 
     async def _answer(self, episode: OpenEnvEpisode, kind: str, data: Any) -> dict[str, Any]:
         match kind:
