@@ -28,6 +28,8 @@ async def read_images(
     group, with the reason."""
     shown = {episode: images for episode, played in actions.items() if (images := shown_images(played))}
     found: dict[str, tuple[PlacedImage, ...]] = {}
+    if not shown:
+        return found
     limiter = anyio.CapacityLimiter(EPISODES_AT_A_TIME)
 
     async def read(group: Group, episode: str) -> None:
