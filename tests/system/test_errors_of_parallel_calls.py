@@ -18,7 +18,7 @@ from fleetbus.bus.nats import connect, direct, objects
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.errors import PublishUnanswered, RequestUnanswered
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered
 from fleetbus.floors import safe_floor
 from schemas import Subjects
 
@@ -56,6 +56,7 @@ async def test_weights_that_cannot_be_put_raise_what_the_publisher_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects, "PUT_LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(objects, "CLEAR_LIMIT_SECONDS", 0.1)
     (tmp_path / "weights").write_bytes(os.urandom(objects.CHUNK_BYTES * 20))
     async with served(tmp_path / "store") as (bus, server):
         store = bus.objects("weights")
@@ -128,3 +129,39 @@ async def test_a_search_for_the_floor_that_nobody_answers_raises_what_the_record
         monkeypatch.setattr(MemoryBus, "next_entry", unanswered)
         with pytest.raises(RequestUnanswered):
             await safe_floor(bus, limit=4)
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+async def test_weights_that_could_not_be_put_leave_no_chunks_on_the_server(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are put again and again: on a server that is nearly full, what each try leaves would take all the room there is."""
+    (tmp_path / "weights").write_bytes(os.urandom(objects.CHUNK_BYTES * 30))
+    async with served(tmp_path / "store") as (bus, _):
+        store = bus.objects("weights")
+        await store.put("first", tmp_path / "weights")
+        publish, stored, enough = store._publish, [0], anyio.Event()  # type: ignore[attr-defined]
+
+        async def then_full(subject: str, payload: bytes) -> int:
+            stored[0] += 1
+            if stored[0] > 12:
+                enough.set()
+                if how == "cancelled":
+                    await anyio.sleep_forever()
+                raise LogFull(subject)
+            return int(await publish(subject, payload))
+
+        async def held() -> int:
+            return int((await bus._connection.api.ask("STREAM.INFO.OBJ_weights"))["state"]["messages"])
+
+        before = await held()
+        monkeypatch.setattr(store, "_publish", then_full)
+        if how == "refused":
+            with pytest.raises(LogFull):
+                await store.put("second", tmp_path / "weights")
+        else:
+            async with anyio.create_task_group() as group:
+                group.start_soon(store.put, "second", tmp_path / "weights")
+                await enough.wait()
+                group.cancel_scope.cancel()
+        assert await held() == before

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
 import secrets
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,14 +26,19 @@ from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing
-from fleetbus.errors import BusError
+from fleetbus.errors import BusClosed, BusError, LogFull, PublishUnanswered
 from fleetbus.together import together
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 128 * 1024
 PUTS_AT_A_TIME = 8
 PUT_TRIES = 3
 PUT_LIMIT_SECONDS = 60.0
 """Of one chunk, a reconnect included."""
+
+CLEAR_LIMIT_SECONDS = 5.0
+"""For removing the chunks of an object that could not be stored."""
 
 READ_AT_ONCE_BYTES = 4 << 20
 """Of the file that is stored; hashed and cut into chunks together."""
@@ -61,11 +68,17 @@ class NatsObjectStore:
     async def put(self, name: str, file: Path) -> None:
         await self._declare()
         for _ in range(PUT_TRIES):
-            meta, in_order = await self._put_chunks(name, file)
+            nuid = secrets.token_hex(11)
+            try:
+                meta, in_order = await self._put_chunks(name, file, nuid)
+            except BaseException:
+                with anyio.move_on_after(CLEAR_LIMIT_SECONDS, shield=True):
+                    await self._clear_chunks(nuid)
+                raise
             if in_order:
                 await self._publish(self._meta_subject(name), msgspec.json.encode(meta))
                 return
-            await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": self._chunk_subject(meta.nuid)})
+            await self._clear_chunks(nuid)
         raise BusError(f"object {name}: its chunks were not stored in order, {PUT_TRIES} times; is the connection being cut?")
 
     async def get(self, name: str, file: Path) -> None:
@@ -85,9 +98,24 @@ class NatsObjectStore:
         for subject in (self._meta_subject(name), self._chunk_subject(meta.nuid)):
             await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": subject})
 
-    async def _put_chunks(self, name: str, file: Path) -> tuple[_Meta, bool]:
+    async def _clear_chunks(self, nuid: str) -> None:
+        """Remove chunks that no object names: repeated on a server that is nearly full, they would fill it for good.
+
+        The last ones may still be on their way; an empty one behind them is answered when they are stored.
+        """
+        subject = self._chunk_subject(nuid)
+        with suppress(LogFull, PublishUnanswered):
+            await self._publisher.publish(subject, b"", message_id=None, expected_last=None, timeout=CLEAR_LIMIT_SECONDS / 2)
+        try:
+            await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": subject})
+        except BusClosed:
+            raise
+        except BusError as error:
+            log.warning("nats: chunks of an object that was not stored are left: %s", error)
+
+    async def _put_chunks(self, name: str, file: Path, nuid: str) -> tuple[_Meta, bool]:
         """Store the chunks of a file; False if a repeated one landed behind its successors, as after a cut connection."""
-        nuid, digest, size = secrets.token_hex(11), hashlib.sha256(), 0
+        digest, size = hashlib.sha256(), 0
         sequences: list[int] = []
         async with await anyio.open_file(file, "rb") as content:
             while block := await content.read(READ_AT_ONCE_BYTES):
