@@ -1,0 +1,52 @@
+"""What looks on does so with the rights of a monitor alone: the fold, the server's view, the traces."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+
+import anyio
+import pytest
+
+from schemas import EpisodeRequested, Task, encode
+from tests.support.processes import until
+from tests.support.secured_server import SUBJECTS, TRUST, Secured, secured_server
+from workers.monitor.follow import Watch
+from workers.monitor.state import FleetState
+from workers.top.jetstream import look_at_server
+from workers.tracing.fold import LogTraces
+from workers.tracing.otlp_file import FileSink
+from workers.tracing.run import Tracing
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
+    with secured_server(tmp_path_factory) as server:
+        yield server
+
+
+async def test_a_monitors_key_is_enough(secured: Secured, tmp_path: Path) -> None:
+    request = EpisodeRequested(
+        episode_id="e1", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
+    )
+    state, stop = FleetState(steps=1), anyio.Event()
+    with anyio.fail_after(50), closing(FileSink(tmp_path / "spans.jsonl", run=TRUST)) as sink:
+        tracing = Tracing(TRUST, LogTraces(TRUST), [sink])
+        async with secured.connect("learner") as learner:
+            await learner.publish(SUBJECTS.task("default", "e1"), encode(request))
+        async with secured.connect("monitor") as bus, anyio.create_task_group() as tasks:
+            watch = Watch(bus, SUBJECTS, state)
+            tasks.start_soon(watch.run)
+            tasks.start_soon(tracing.follow, bus, SUBJECTS, stop)
+            await until(lambda: state.requested == 1 and watch.health.bytes > 0)
+            view = await look_at_server(bus, TRUST, None)
+            assert {each.kind for each in view.consumers} == {"task", "obs", "act"} and view.pending == 3
+            await until(lambda: tracing.written.open == 1)
+            stop.set()
+            tasks.cancel_scope.cancel()
