@@ -42,7 +42,7 @@ async def test_a_puller_that_never_rests_forgets_the_requests_that_were_filled(
     monkeypatch.setattr(pull, "_FORGET_SECONDS", 0.0)
     async with declared(tmp_path) as bus, bus.pull(tasks_consumer("default"), credits=64) as subscription:
         assert isinstance(subscription, NatsSubscription)
-        for number in range(400):
+        for number in range(150):
             async with anyio.create_task_group() as group:
                 for index in range(5):
                     group.start_soon(bus.publish, SUBJECTS.task("default", f"e{number}-{index}"), b"x")
@@ -50,7 +50,7 @@ async def test_a_puller_that_never_rests_forgets_the_requests_that_were_filled(
                 await (await subscription.receive()).ack()
                 subscription.grant()
             assert subscription.credits == 64
-        assert subscription._line._count > 50, "too few requests to tell"
+        assert subscription._line._count > 20, "too few requests to tell"
         assert len(subscription._line._requests) <= 2
 
 
