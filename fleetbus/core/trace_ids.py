@@ -35,7 +35,7 @@ def traceparent(trace: int, path: str = ROOT) -> str:
 
 def is_sampled(trace: int, ratio: float) -> bool:
     """Whether a trace is among a share of all, by its id: who asks with the same ratio gets the same answer."""
-    return trace & (1 << 64) - 1 < round(ratio * (1 << 64))
+    return (trace & ((1 << 64) - 1)) < round(ratio * (1 << 64))
 
 
 def _hash(text: str, size: int) -> int:

@@ -9,7 +9,7 @@ export function curves(points, evaluations) {
   const per = (name, label, count) => ({ name: label, values: rates.filter(([point]) => count(point) !== undefined).map(([point, spent]) => [point.step, count(point) / spent]) });
   const boxes = [
     ["Reward and success", colored([metric("reward"), metric("success"), held(false), held(true)]), { ceiling: 1 }],
-    ["Staleness, in policy versions", colored([metric("staleness_mean", "mean"), metric("staleness_max", "max"), metric("staleness_in_flight_mean", "in flight"), metric("staleness_in_queue_mean", "in queue")]), { ceiling: 1 }],
+    ["Staleness, in steps", colored([metric("staleness_mean", "mean"), metric("staleness_max", "max"), metric("staleness_in_flight_mean", "in flight"), metric("staleness_in_queue_mean", "in queue")]), { ceiling: 1 }],
     ["Episodes trained per second", colored([per("episodes", "episodes/s", (point) => point.episodes)]), { digits: 1 }],
     ["Tokens trained per second", colored([per("tokens", "tokens/s", (point) => point.metrics.tokens)]), { digits: 0 }],
     ["Seconds per step: waiting for a batch, reading it, training", colored([metric("seconds_wait", "wait for batch"), metric("seconds_read", "read"), metric("seconds_train", "train")]), { stacked: true, unit: " s" }],
