@@ -115,6 +115,7 @@ async def measure_export(count: int, folder: Path) -> dict[str, Any]:
 WAYS: dict[str, dict[str, Any]] = {
     "environment": {"role": "environment"},
     "environment, one process": {"role": "environment", "jobs": 1},
+    "environment, distinct episodes": {"role": "environment", "distinct": True},
     "inference": {"role": "inference"},
     "inference, one process": {"role": "inference", "jobs": 1},
     "inference, sampled again": {"role": "inference", "jobs": 1, "sample_again": True},

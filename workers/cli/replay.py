@@ -42,6 +42,7 @@ ROLES = ("environment", "inference", "learner")
     show_default=True,
     help="Learner: weights trains again; batches compares requests, advantages and batches and needs no model",
 )
+@click.option("--distinct", is_flag=True, help="Environment: play episodes with the same task, actions and outcome once")
 @click.option("--sample-again", is_flag=True, help="Inference: sample every token, though a forward pass would show the same")
 @click.option(
     "--jobs",
@@ -81,6 +82,7 @@ async def _replay(
     jobs: int | None,
     until: Any,
     sample_again: bool,
+    distinct: bool,
 ) -> Report:
     from fleetbus.errors import UserError
     from workers.replay import Replay, replay_recording
@@ -97,6 +99,7 @@ async def _replay(
         jobs=jobs,
         until=until,
         sample_again=sample_again,
+        distinct=distinct,
     )
     if role == "learner" and jobs is not None and jobs > 1:
         raise UserError("--jobs: a learner needs all episodes in one process: leave it out")

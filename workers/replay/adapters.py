@@ -39,7 +39,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     a model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of
     the recorded speed, None as fast as it goes; ``ignored`` are ``Type.field`` names that may differ, too. ``jobs`` processes
     share the work; None: one per CPU where that is faster. ``sample_again``: tokens are sampled one by one even where a forward
-    pass could show that the recorded ones would be. ``until`` ``batches``: the learner's batches are compared, not trained."""
+    pass could show that the recorded ones would be. ``until`` ``batches``: the learner's batches are compared, not trained.
+    ``distinct``: of episodes with the same task, actions and outcome the environment plays one."""
 
     role: Role = "environment"
     environment: str | Callable[[], Environment] | None = None
@@ -52,6 +53,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int | None = None
     sample_again: bool = False
     until: Literal["batches", "weights"] = "weights"
+    distinct: bool = False
 
 
 async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
@@ -84,6 +86,7 @@ async def _environment(recording: Recording, configuration: Configuration, repla
             speed=replay.speed,
             ignored=replay.ignored,
             patience_seconds=replay.patience_seconds,
+            distinct=replay.distinct,
         )
 
 

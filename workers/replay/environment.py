@@ -30,6 +30,7 @@ from workers.replay.compare import first_difference
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Story, read_stories
+from workers.replay.twins import distinct_stories
 
 OUTSIDE_CAUSES = frozenset({"timeout", "lost", "cancelled", "stale"})
 """Outcomes that neither environment nor policy decided."""
@@ -45,10 +46,13 @@ async def replay_environment(
     speed: float | None = None,
     ignored: frozenset[str] = frozenset(),
     patience_seconds: float = PATIENCE_SECONDS,
+    distinct: bool = False,
 ) -> Report:
-    """Play every episode again and compare each Observation and result. ``make`` makes one environment per episode."""
+    """Play every episode again and compare each Observation and result. ``make`` makes one environment per episode. With
+    ``distinct`` episodes that are alike are played once (`workers.replay.twins`)."""
     report = Report(role="environment", recorded_seconds=recording.seconds)
-    stories = {story.episode_id: story for story in _playable(read_stories(recording.entries).values(), report)}
+    playable = _playable(read_stories(recording.entries).values(), report)
+    stories = {story.episode_id: story for story in (distinct_stories(playable, report) if distinct else playable)}
     began = anyio.current_time()
     pools = tuple({_pool(story) for story in stories.values()}) or (configuration.run.pool,)
     policies = tuple({story.request.policy for story in stories.values() if story.request}) or (configuration.run.policy,)

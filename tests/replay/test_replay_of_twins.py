@@ -1,0 +1,92 @@
+"""Episodes with the same task, actions and outcome are played once, and a change is found all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.recording import Recording, load_recording
+from schemas import EpisodeFinished, Observation, decode, encode
+from workers.replay.ground import replay_now
+from workers.replay.report import Report
+from workers.replay.story import read_stories
+from workers.replay.twins import distinct_stories
+
+HERE = Path(__file__).parent
+WAREHOUSE = HERE / "recordings" / "warehouse.fbrec"
+
+
+def with_twins() -> Recording:
+    """The recording with each of its episodes a second time, under another name."""
+    recording = load_recording(WAREHOUSE)
+    last = recording.entries[-1].sequence
+    for entry in list(recording.entries):
+        episode = entry.subject.rpartition(".")[2]
+        if entry.subject.split(".")[2] not in ("task", "obs", "act", "episode"):
+            continue
+        content = msgspec.msgpack.decode(entry.payload)
+        content |= {"episode_id": f"{episode}-twin"}
+        content |= {"request_sequence": content["request_sequence"] + last} if "request_sequence" in content else {}
+        payload = msgspec.msgpack.encode(content)
+        if content["type"] == "EpisodeFinished":
+            result = decode(EpisodeFinished, payload)
+            actions = tuple(msgspec.structs.replace(each, sequence=each.sequence + last) for each in result.actions)
+            payload = encode(msgspec.structs.replace(result, actions=actions))
+        twin = msgspec.structs.replace(
+            entry,
+            sequence=entry.sequence + last,
+            subject=f"{entry.subject}-twin",
+            payload=payload,
+        )
+        recording.entries.append(twin)
+    return recording
+
+
+def distinct(recording: Recording) -> tuple[list[str], Report]:
+    report = Report(role="environment")
+    found = distinct_stories(read_stories(recording.entries).values(), report)
+    return [story.episode_id for story in found], report
+
+
+def test_twins_are_left_out_and_counted() -> None:
+    recording = with_twins()
+    alone, _ = distinct(load_recording(WAREHOUSE))
+    found, report = distinct(recording)
+    assert found == alone
+    assert sum(report.notes.values()) == 2 * 17 - len(found)
+
+
+def test_a_twin_of_which_something_else_came_is_played() -> None:
+    recording = with_twins()
+    before, _ = distinct(recording)
+    changed = ""
+    for index, entry in enumerate(recording.entries):
+        if entry.subject.endswith("-twin") and b"EpisodeFinished" in entry.payload:
+            result = decode(EpisodeFinished, entry.payload)
+            assert result.reward is not None
+            payload = encode(msgspec.structs.replace(result, reward=result.reward + 0.25))
+            recording.entries[index] = msgspec.structs.replace(entry, payload=payload)
+            changed = result.episode_id
+            break
+    found, _ = distinct(recording)
+    assert set(found) == {*before, changed}
+    difference = replay_now(recording, distinct=True).first
+    assert difference is not None and (difference.field, difference.episode_id) == ("reward", changed)
+
+
+def test_a_planted_change_is_found_though_few_episodes_are_played() -> None:
+    recording = with_twins()
+    report = replay_now(recording, distinct=True)
+    report.check()
+    assert report.compared["EpisodeFinished"] < 2 * 17
+    for index, entry in enumerate(recording.entries):
+        if entry.subject.split(".")[2] == "obs" and (observation := decode(Observation, entry.payload)).turn == 1:
+            said: Any = observation.messages[0].content
+            message = msgspec.structs.replace(observation.messages[0], content=f"{said}!")
+            payload = encode(msgspec.structs.replace(observation, messages=(message,)))
+            recording.entries[index] = msgspec.structs.replace(entry, payload=payload)
+            break
+    difference = replay_now(recording, distinct=True).first
+    assert difference is not None and difference.field == "messages[0].content"
