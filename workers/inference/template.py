@@ -78,7 +78,7 @@ class ChatTemplate:
 
     def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         """Ids between the last sampled token and the assistant's next turn. Raises `UserError` if the template refuses."""
-        short = sum(len(message.content) for message in messages) <= MAX_CACHED_CHARACTERS
+        short = sum(map(_characters, messages)) <= MAX_CACHED_CHARACTERS
         delta = (self._cached_delta if short else self._delta)(tuple(messages))
         ended = bool(last_sampled) and last_sampled[-1] == self._turn_end_id
         return list(delta[1:] if ended else delta)
@@ -205,6 +205,12 @@ class ChatTemplate:
         except UserError:
             return False
         return True
+
+
+def _characters(message: ChatMessage) -> int:
+    if isinstance(message.content, str):
+        return len(message.content)
+    return sum(len(part.text) for part in message.content if isinstance(part, Text))
 
 
 def _joined_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
