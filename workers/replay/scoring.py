@@ -154,7 +154,8 @@ class ScoringSampler:
         owners = [turn for turn, expected in zip(drawn, turns, strict=True) for _ in expected.sampled]
         ids: list[int] = []
         logprobs: list[float] = []
-        for part in places.split(max(LOGITS // self._vocabulary, 1)):
+        size = max(LOGITS // self._vocabulary, 1)
+        for part in (places[start : start + size] for start in range(0, len(places), size)):
             here = owners[len(ids) : len(ids) + len(part)]
             uniforms = np.fromiter((turn.uniform() for turn in here), np.float32, len(here))
             logits = self._logits(hidden[part])
