@@ -155,7 +155,7 @@ async def test_a_run_without_anything_is_shown_as_empty() -> None:
 
 
 async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.0))
+    monkeypatch.setattr("workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
     with anyio.fail_after(50):
         async with empty_run() as (page, bus), page.events() as events:
             assert (await page.get("/api/overview"))["stalls"] == []
