@@ -159,6 +159,9 @@ async def trained(fleet: Fleet, results: list[EpisodeFinished], group: Group | N
     sequences = await read_sequences(
         fleet.bus, SUBJECTS, [group], plan=CreditPlan(), temperature=1.0, images=image_reader(fleet.bus, RUN)
     )
+    for sequence in sequences:
+        assert len(sequence.images) == TURNS
+        assert not any(sequence.loss_mask[image.start : image.stop].any() for image in sequence.images)
     trainer = await anyio.to_thread.run_sync(
         lambda: TorchTrainer(fleet.folder, settings=TorchTrainerSettings(images=True, threads=1))
     )
