@@ -63,7 +63,7 @@ def find_stalls(
         return []
     sight = _Sight(state, health, now, now_ns, admission)
     useless = sight.without_verdict(now_ns, stall_seconds)
-    if sight.quiet < stall_seconds:
+    if not sight.quiet or sight.quiet < stall_seconds:
         return useless
     full = sight.log(FULL_SHARE)
     if full:

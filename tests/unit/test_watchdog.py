@@ -106,6 +106,7 @@ class Run:
 def test_a_run_that_works_rests_or_has_not_begun_is_not_stuck() -> None:
     run = Run()
     assert run.stalls(10_000) == [], "nothing was asked for"
+    assert find_stalls(run.state, run.health, now=START, now_ns=int(START * SECOND), stall_seconds=0.0) == []
     run.fleet(in_flight=1)
     run.request(20_000, "e1")
     run.claim(20_001, "e1")
