@@ -41,7 +41,9 @@ def check_image_model(model: Any, processor: ImageProcessor, folder: Path) -> No
             codes = coded(np.array(ids, np.int64), list(zip(shown, seen, strict=True)))
             given = embedded(model, torch.from_numpy(codes[None]).to(model.device), features(model, seen))
         except (ImageMismatch, AttributeError, TypeError) as error:
-            raise UserError(f"{folder}: {type(model).__name__} gives no embeddings of images: {error}") from error
+            raise UserError(
+                f"{folder}: {type(model).__name__} takes images otherwise than in the place of {processor.image_token}: {error}"
+            ) from error
         expected = model(**{name: value.to(model.device) for name, value in whole.items()}, use_cache=False).logits.float()
         found = model(inputs_embeds=given, use_cache=False).logits.float()
     difference = (found - expected).abs().max() / expected.abs().max()
