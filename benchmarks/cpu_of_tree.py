@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 INTERVAL_SECONDS = 0.1
-"""What a process uses after it was last read, and does not report, is missed: at most this much per process."""
+"""What a process uses after it was last read, and does not report, is missed."""
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -61,18 +61,15 @@ class TreeCpu:
         self._seen |= living
 
 
-def add_up(seen: Mapping[int, Used], root_process: int, root: Used) -> float:
-    """All that was used: by each process itself, and by those that lived too briefly to be seen, as their parents tell.
-
-    A parent that waited for a process that was seen has its seconds, too: they are counted once.
-    """
-    everybody = {**seen, root_process: root}
-    told: dict[int, float] = {}
-    for used in seen.values():
-        if not used.alive:
-            told[used.parent] = told.get(used.parent, 0.0) + used.own + used.waited
-    unseen = sum(max(0.0, used.waited - told.get(process, 0.0)) for process, used in everybody.items())
-    return sum(used.own for used in everybody.values()) + unseen
+def add_up(seen: Mapping[int, Used], process: int, used: Used) -> float:
+    """All that a process and those below it used: its own, those of the living, and of the dead the larger of what it was told
+    when it waited for them and of what was read while they lived."""
+    living = dead = 0.0
+    for child, each in seen.items():
+        if each.parent == process:
+            seconds = add_up(seen, child, each)
+            living, dead = (living + seconds, dead) if each.alive else (living, dead + seconds)
+    return used.own + living + max(used.waited, dead)
 
 
 def _below(root: int) -> dict[int, Used]:
