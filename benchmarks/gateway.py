@@ -15,10 +15,11 @@ with one client and with 32, and its server's CPU per step with 32:
     text 152-236, 216-278, 0.37 ms · 64x64 124-185, 126-201, 0.52 ms · 512x512 17-21, 21-30, 5.5 ms (its client decodes them)
 
 Where the time goes (py-spy, 32 clients, text): of the remote-gym gateway's own CPU 31 % is HTTP (h11 12, uvicorn 12, Starlette
-7), 30 % the bus (25 the system calls that write to its socket), 16 % anyio's scopes and tasks, 14 % the multipart body; the
-environment worker spends a third as much, nearly all of it on the bus. The clients (httpx) take as much CPU as all servers
-together, which is why WebSocket clients, a tenth as expensive, get four times the steps. Images: at 512x512 nine tenths of the
-CPU are the worker's PNG encoder (zlib at Pillow's default level); bucket and gateway add 0.5 ms to a step of text.
+7), 30 % the bus (25 the system calls that write to its socket), 16 % anyio's scopes and tasks, 14 % the multipart body. By
+process, per step: gateway 0.62 ms, worker 0.28, nats-server 0.13 - and the clients (httpx) 1.1 ms, as much as all servers
+together. A WebSocket client takes 0.08 ms and its gateway 0.14, which is why those get four times the steps. Images: at 512x512
+nine tenths of the CPU are the worker's PNG encoder (zlib at Pillow's default level), as in the real OpenEnv server (7.2 ms of
+CPU per step, text 0.2-0.3); bucket and gateway add 0.5 ms to a step of text. Figures of a busy machine: compare within a run.
 """
 
 from __future__ import annotations
