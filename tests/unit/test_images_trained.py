@@ -192,6 +192,12 @@ async def test_a_cut_never_goes_through_an_image(opened: Opened) -> None:
     assert metrics["logprob_difference_max"] < CLOSE
 
 
+async def test_a_trainer_that_sees_nothing_does_not_train_blindly(opened: Opened) -> None:
+    batch = await sequences(*opened("idefics3"))
+    with pytest.raises(UserError, match="this trainer sees none"):
+        TorchTrainer(starter_folder()).train(batch, version=0, progress=0.0)
+
+
 def test_several_processes_are_refused_by_name(opened: Opened) -> None:
     folder, _ = opened("llava")
     with pytest.raises(UserError, match="images are trained in one process"):

@@ -105,6 +105,10 @@ class TorchTrainer:
         started = time.perf_counter()
         if not batch or any(sequence.loss_mask[0] for sequence in batch):
             raise ValueError("a batch needs sequences, and none may begin with a sampled token")
+        if self._images is None and any(sequence.images for sequence in batch):
+            raise UserError(
+                "episodes were shown images, and this trainer sees none: set environment.images = true for the learner"
+            )
         longest = sum(len(sequence.ids) for sequence in batch)
         batch = [cut(sequence, self.settings.max_tokens) for sequence in batch]
         measured = Measured()
