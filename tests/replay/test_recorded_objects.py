@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import Bus, Stored
 from fleetbus.recording import Recording, RecordingHeader, load_recording
 from fleetbus.recording.export import Export
 from fleetbus.recording.objects import add_objects, referenced_objects
@@ -19,6 +19,9 @@ from fleetbus.recording.writer import FILE_PART_BYTES, create_recording
 from schemas import Action, ChatMessage, Image, Observation, ShownImage, Subjects, Text, encode
 from workers.cli.program import run_program
 from workers.images.reading import ImageMissing, image_reader
+from workers.inference.base import PromptDelta
+from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from workers.inference.worker import run_inference
 from workers.replay.stage_bus import stage_bus
 
 HERE = Path(__file__).parent
@@ -143,9 +146,19 @@ async def test_a_worker_under_test_reads_the_recorded_images_and_is_told_of_thos
         await images.read(name_of(b"unseen"))
 
 
+class Overlooked:
+    """`Images` for a policy without eyes."""
+
+    async def expand(self, ids: list[int], messages: Sequence[ChatMessage]) -> PromptDelta:
+        return PromptDelta(ids=ids)
+
+    async def placed(self, images: Sequence[ShownImage]) -> tuple[Any, ...]:
+        return ()
+
+
 async def pictures_recorded() -> Recording:
     """Two episodes that show pictures, played by a policy that does not look."""
-    from tests.support.small_fleet import configured, small_fleet
+    from tests.support.small_fleet import Member, configured, small_fleet
     from workers.environment.colours import colours_factory
     from workers.environment.picture_store import keep_pictures
     from workers.replay.stage_bus import StageObjects
@@ -154,7 +167,19 @@ async def pictures_recorded() -> Recording:
     make = colours_factory("colours", "2", keep=keep_pictures(StageObjects(bucket)))
     async with small_fleet(configured()) as fleet:
         fleet.environment("env", make=make)
-        fleet.inference("inf")
+
+        async def answer(member: Member, bus: Bus) -> None:
+            await run_inference(
+                bus,
+                configuration=configured(),
+                name="inf",
+                drain=member.drain,
+                sampler=ScriptedSampler(),
+                template=ScriptedTemplate(),
+                images=Overlooked(),
+            )
+
+        fleet.start("inference", "inf", answer)
         for episode in ("one", "two"):
             await fleet.request(episode)
             assert (await fleet.result(episode)).outcome == "completed"
@@ -184,3 +209,38 @@ async def test_pictures_that_an_environment_shows_are_compared_by_their_hash(mon
     monkeypatch.setitem(colours.COLOURS, "yellow", (231, 210, 40))
     changed = await replay_recording(recording, Replay(environment="colours:2"))
     assert changed.first is not None and changed.first.field == "messages[0].content[0].object"
+
+
+def with_an_image_that_is_gone() -> Recording:
+    """A recording whose first trained Action was shown an image that nobody recorded."""
+    import msgspec
+
+    from schemas import decode
+
+    recording = load_recording(HERE / "recordings" / "guessing.fbrec")
+    for index, entry in enumerate(recording.entries):
+        if ".act." in entry.subject and ".g0" in entry.subject:
+            image = ShownImage(object=name_of(b"gone"), start=0, stop=1)
+            action = msgspec.structs.replace(decode(Action, entry.payload), images=(image,))
+            recording.entries[index] = msgspec.structs.replace(entry, payload=encode(action))
+            return recording
+    raise AssertionError("no action")
+
+
+def test_a_learner_that_would_train_on_images_that_are_gone_says_so_at_once() -> None:
+    from fleetbus.errors import UserError
+    from workers.replay.ground import replay_now
+
+    with pytest.raises(UserError, match="lacks 1 of 1 images"):
+        replay_now(with_an_image_that_is_gone(), role="learner", until="batches")
+
+
+def test_turns_upon_images_that_are_gone_are_left_out_and_the_others_compared() -> None:
+    pytest.importorskip("torch")
+    from workers.replay.ground import replay_now
+
+    model = HERE / "recordings" / "model"
+    report = replay_now(with_an_image_that_is_gone(), role="inference", model=model, patience_seconds=200.0)
+    report.check()
+    left_out = report.skipped["actions upon images that the recording does not hold"]
+    assert left_out == 2 and report.compared["Action"] == 64
