@@ -18,7 +18,7 @@ from fleetbus.recording.objects import References
 from fleetbus.recording.reader import RecordingReader
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import FRAME_ENTRIES, RecordingWriter
-from schemas import Subjects
+from schemas import MalformedMessage, PolicyPublished, Subjects, decode
 
 FLUSH_SECONDS = 1.0
 """While a log is followed, what came is readable after this."""
@@ -37,6 +37,8 @@ class Export:
         self._redactor = redactor
         self._selected = selected
         self.references = References()
+        self.published: list[str] = []
+        """URIs of the policy's versions among the written entries."""
         self.seen = 0
         """Entries read so far, selected or not."""
 
@@ -91,6 +93,7 @@ class Export:
             chosen = map(self._redactor.clean, chosen)
         written = list(chosen)
         self.references.note(written)
+        self.published += [uri for entry in written for uri in _published(entry)]
         self._writer.add(written)
 
 
@@ -100,6 +103,14 @@ def is_selected(subject: str, episodes: Container[str]) -> bool:
     if kind == "policy":
         return True
     return kind in EPISODE_KINDS and subject.rpartition(".")[2] in episodes
+
+
+def _published(entry: Stored) -> Iterator[str]:
+    if entry.subject.split(".", 3)[2] == "policy":
+        try:
+            yield decode(PolicyPublished, entry.payload).uri
+        except MalformedMessage:
+            return  # a learner's LineageStarted stands beside the versions
 
 
 async def scan_recording(reader: RecordingReader) -> AsyncIterator[Stored]:

@@ -17,7 +17,7 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
-from schemas import Subjects
+from schemas import PolicyPublished, Subjects, encode
 from tests.support.processes import until_said
 from workers.cli.program import run_program
 
@@ -76,7 +76,7 @@ async def fill_pictures(url: str, folder: Path) -> None:
     import hashlib
 
     from fleetbus.bus.objects import weights_bucket
-    from schemas import ChatMessage, Image, Observation, encode
+    from schemas import ChatMessage, Image, Observation
 
     file = folder / "picture"
     file.write_bytes(b"a picture")
@@ -130,8 +130,13 @@ def test_a_run_without_a_log_is_refused_and_leaves_no_file(server: str, tmp_path
     assert not file.exists()
 
 
-def test_a_log_is_followed_until_sigterm(server: str, tmp_path: Path) -> None:
+def test_a_log_is_followed_until_sigterm_and_what_it_names_by_then_is_added(server: str, tmp_path: Path) -> None:
     file, run = tmp_path / "live.fbrec", "followed"
+    weights = tmp_path / "l1-v000001.safetensors"
+    weights.write_bytes(b"some weights")
+    version = encode(
+        PolicyPublished(policy="default", version=1, lineage="l1", step=1, uri=weights.as_uri(), manifest=(), size_bytes=12)
+    )
     subjects = Subjects(run)
 
     async def scenario() -> None:
@@ -139,12 +144,14 @@ def test_a_log_is_followed_until_sigterm(server: str, tmp_path: Path) -> None:
             await bus.declare(plan_run(run, lanes=1, max_bytes=0))
             await bus.publish(subjects.episode("before"), b"x")
             command = [sys.executable, "-m", "workers.cli", "record", run, "--nats", server, "--follow", "-o", str(file)]
+            command += ["--weights"]
             process = await anyio.open_process(command, stderr=subprocess.PIPE)
             try:
                 with anyio.fail_after(LIMIT_SECONDS):
                     await until_said(process.stderr, b"following")
                     await bus.publish(subjects.episode("after"), b"y")
-                    while len(load_recording(file).entries) < 2:  # noqa: ASYNC110
+                    await bus.publish(subjects.policy("default"), version)
+                    while len(load_recording(file).entries) < 3:  # noqa: ASYNC110
                         await anyio.sleep(0.1)
                     assert "no end" in load_recording(file).torn
                     process.send_signal(signal.SIGTERM)
@@ -156,7 +163,8 @@ def test_a_log_is_followed_until_sigterm(server: str, tmp_path: Path) -> None:
 
     anyio.run(scenario)
     recording = load_recording(file)
-    assert [entry.payload for entry in recording.entries] == [b"x", b"y"] and recording.torn == ""
+    assert [entry.payload for entry in recording.entries] == [b"x", b"y", version] and recording.torn == ""
+    assert recording.files == {weights.name: b"some weights"}
 
 
 def test_secrets_of_the_environment_do_not_reach_the_file(
@@ -166,7 +174,7 @@ def test_secrets_of_the_environment_do_not_reach_the_file(
     monkeypatch.setenv("MY_SERVICE_TOKEN", "very-private-value")
 
     async def prepare() -> None:
-        from schemas import Task, encode
+        from schemas import Task
         from schemas.episode import EpisodeRequested
 
         async with connect(server, run=run, role="test") as bus:

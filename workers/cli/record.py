@@ -112,12 +112,12 @@ async def _record(
         header = _header(entries_of, configuration, episodes, redactor is not None)
         with create_recording(output, header, overwrite=overwrite) as writer:
             export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
-            published = _Published()
-            await export.copy(published.noting(entries_of.entries()), progress=_progress(writer))
+            last = _Last()
+            await export.copy(last.noting(entries_of.entries()), progress=_progress(writer))
             if follow:
-                await _follow(export, entries_of, writer, published.last + 1)
+                await _follow(export, entries_of, writer, last.sequence + 1)
             folder = run_folder(configuration.run).weights
-            files = await anyio.to_thread.run_sync(_add_weights, writer, published.uris, folder) if weights else 0
+            files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder) if weights else 0
             names = export.references.names if objects else {}
             async with _fetching(entries_of) as fetch:
                 added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
@@ -131,7 +131,7 @@ async def _record(
         "redacted": redactor is not None,
         "redacted_entries": redactor.redacted if redactor else 0,
         "weights_files": files,
-        "weights_missing": len(published.uris) - files if weights else 0,
+        "weights_missing": len(export.published) - files if weights else 0,
         "objects": {**msgspec.structs.asdict(added), "named": len(export.references.names)},
         "torn_source": entries_of.torn,
     }
@@ -170,23 +170,14 @@ def _is_same_file(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-class _Published:
-    """Notes weights files and the last sequence while entries pass by."""
+class _Last:
+    """Notes the last sequence while entries pass by."""
 
-    def __init__(self) -> None:
-        self.uris: list[str] = []
-        self.last = 0
+    sequence = 0
 
     async def noting(self, entries: AsyncIterator[Stored]) -> AsyncIterator[Stored]:
-        from schemas import MalformedMessage, PolicyPublished, decode
-
         async for entry in entries:
-            self.last = entry.sequence
-            if entry.subject.split(".", 3)[2] == "policy":
-                try:
-                    self.uris.append(decode(PolicyPublished, entry.payload).uri)
-                except MalformedMessage:
-                    pass  # a learner's LineageStarted stands beside the versions
+            self.sequence = entry.sequence
             yield entry
 
 
