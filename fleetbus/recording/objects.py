@@ -16,7 +16,7 @@ from fleetbus.bus.base import Stored
 from fleetbus.recording.format import OBJECTS
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import RecordingWriter
-from schemas import Action, Image, MalformedMessage, Observation, decode
+from schemas import Action, Image, MalformedMessage, Observation, PolicyPublished, decode
 
 DEFAULT_LIMIT_BYTES = 256 << 20
 
@@ -44,7 +44,7 @@ class References:
 
 
 def referenced_objects(entry: Stored) -> Iterator[str]:
-    """The objects that an Observation or an Action names; none for what is no message."""
+    """The objects that an Observation, an Action or a version of the policy names; none for what is no message."""
     kind = entry.subject.split(".", 3)[2]
     try:
         if kind == "obs" and b"object" in entry.payload:
@@ -53,6 +53,9 @@ def referenced_objects(entry: Stored) -> Iterator[str]:
             yield from (part.object for part in parts if isinstance(part, Image))
         elif kind == "act" and b"images" in entry.payload:
             yield from (image.object for image in decode(Action, entry.payload, subject=entry.subject).images)
+        elif kind == "policy" and b"manifest_object" in entry.payload:
+            named = decode(PolicyPublished, entry.payload, subject=entry.subject).manifest_object
+            yield from [named] if named else []
     except MalformedMessage:
         return
 

@@ -244,3 +244,28 @@ def test_turns_upon_images_that_are_gone_are_left_out_and_the_others_compared() 
     report.check()
     left_out = report.skipped["actions upon images that the recording does not hold"]
     assert left_out == 2 and report.compared["Action"] == 64
+
+
+def test_a_manifest_that_was_too_long_for_its_message_is_put_back_into_it() -> None:
+    import msgspec
+
+    from schemas import PolicyPublished, TensorEntry
+    from workers.replay.manifests import with_manifest
+
+    manifest = (TensorEntry(name="w", shape=(2, 3), dtype="F32", sha256="0" * 64),)
+    content = msgspec.json.encode(manifest)
+    published = PolicyPublished(
+        policy="p",
+        version=1,
+        lineage="l1",
+        step=1,
+        uri="file:///w",
+        manifest=(),
+        size_bytes=1,
+        manifest_object=name_of(content),
+    )
+    entry = Stored(sequence=1, time_ns=1, subject=SUBJECTS.policy("p"), payload=encode(published))
+    assert list(referenced_objects(entry)) == [name_of(content)]
+    whole = with_manifest(published, bucket_of(content))
+    assert (whole.manifest, whole.manifest_object) == (manifest, "")
+    assert with_manifest(published, {}) is published and with_manifest(whole, {}) is whole

@@ -30,6 +30,7 @@ from workers.inference.base import Generation, GenerationRequest, Images, Sample
 from workers.inference.worker import run_inference
 from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
 from workers.replay.expected import Expected, Scorer, expected_turns
+from workers.replay.manifests import with_manifest
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Asked, Story, read_stories
@@ -167,6 +168,7 @@ class _Director:
 
     async def _load(self, entry: Stored, published: PolicyPublished, weights: dict[str, Path]) -> bool:
         await self._pace.wait(entry)
+        published = with_manifest(published, self._stage.objects)
         name = published.uri.rpartition("/")[2]
         if name in weights:
             published = msgspec.structs.replace(published, uri=weights[name].absolute().as_uri())

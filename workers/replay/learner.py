@@ -41,6 +41,7 @@ from workers.learner.base import Trainer
 from workers.learner.curriculum import Curriculum
 from workers.learner.worker import run_learner
 from workers.replay.compare import first_difference
+from workers.replay.manifests import with_manifest
 from workers.replay.report import TRAINING, Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.untrained import RecordedTrainer, Trained, WrongBatch
@@ -327,7 +328,7 @@ class _Director:
 
         return RecordedTrainer(
             {message.step: message for message in messages if isinstance(message, StepTrained)},
-            {message.version: message for message in messages if isinstance(message, PolicyPublished)},
+            {each.version: with_manifest(each, self._stage.objects) for each in messages if isinstance(each, PolicyPublished)},
             episode=self._trained,
             wrong=wrong,
             overlong_masked=masked,
