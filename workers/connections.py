@@ -3,7 +3,8 @@
 uvicorn's protocol with the three limits that it has not: a request's head has to be complete after ``head_seconds``, an answer
 has to be taken within ``send_seconds``, and where all places are taken the connection that has waited longest without a request
 makes room for the newcomer. Bodies are the applications' (`workers.gateway.bodies`); what is no HTTP, and heads beyond 64 KiB,
-are refused by h11. `docs/decisions/0091` says why not another server. Above it is `workers.gateway.serve`.
+are refused by h11. `docs/decisions/0091` says why not another server. Above it are the gateways and the
+monitor's page.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ A task's ``config``: ``id`` (instead of the one in ``gym:ID``), ``kwargs`` (for 
 from __future__ import annotations
 
 import importlib
-import io
 import math
 import os
 import threading
@@ -27,7 +26,7 @@ from fleetbus.errors import UserError
 from schemas import Action, ChatMessage, Task
 from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from workers.environment.gymnasium_text import LEGENDS, UnknownAction, action_names, parse_action, short_name, shown
-from workers.environment.pictures import KeepPicture, Picture, with_pictures
+from workers.environment.pictures import KeepPicture, Picture, to_png, with_pictures
 from workers.environment.text_actions import spoken_action
 
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
@@ -119,9 +118,7 @@ class GymnasiumEnvironment:
         if not self._frames:
             return shown(self._made(), observation), []
         image = Pillow.fromarray(self._made().render()).convert("RGB")  # type: ignore[arg-type]
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        return _PLACEHOLDER, [Picture(data=buffer.getvalue(), width=image.width, height=image.height)]
+        return _PLACEHOLDER, [Picture(data=to_png(image), width=image.width, height=image.height)]
 
     async def _message(self, text: str, pictures: list[Picture]) -> ChatMessage:
         return ChatMessage(role="user", content=await with_pictures(text, pictures, self._keep, _PLACEHOLDER))

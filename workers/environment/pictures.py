@@ -6,11 +6,19 @@ stands for each image, so that a run without images still says where they would 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from schemas import Image, Text
+
+if TYPE_CHECKING:
+    from PIL import Image as Pillow
+
+FAST_PNG = {"compress_level": 1}
+"""A fifth of the time of Pillow's own level at about the same size, for what environments show."""
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +28,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     media_type: str = "image/png"
     width: int = 0
     height: int = 0
+
+
+def to_png(image: Pillow.Image) -> bytes:
+    """The image as a PNG file; blocking."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **FAST_PNG)
+    return buffer.getvalue()
 
 
 KeepPicture = Callable[[Picture], Awaitable[Image]]

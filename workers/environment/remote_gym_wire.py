@@ -17,7 +17,7 @@ from PIL import Image as Pillow
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser
 
-from workers.environment.pictures import Picture
+from workers.environment.pictures import Picture, to_png
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -129,13 +129,7 @@ def to_picture(data: bytes) -> Picture:
                 raise WireError(f"an image of {image.width}x{image.height} pixels is too large")
             kept = image.mode == "RGB" and image.format in ("PNG", "JPEG")
             media_type = f"image/{(image.format or '').lower()}" if kept else "image/png"
-            encoded = data if kept else _png(image.convert("RGB"))
+            encoded = data if kept else to_png(image.convert("RGB"))
             return Picture(data=encoded, media_type=media_type, width=image.width, height=image.height)
     except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:
         raise WireError(f"an image cannot be read: {error}") from error
-
-
-def _png(image: Pillow.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()

@@ -13,6 +13,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from schemas import Subjects
 from workers.cli.model import model_folder
+from workers.connections import Bounds, bounded
 from workers.listening import QuietServer, is_loopback, shown_host
 from workers.monitor.app import Site
 from workers.monitor.follow import Watch
@@ -40,7 +41,13 @@ async def serve(
     hosts = ["localhost", "127.0.0.1", "[::1]"] if is_loopback(host) else None
     site = Site(watch, subjects, words, hosts=hosts, admission=configuration.nats.admission)
     settings = uvicorn.Config(
-        site.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS, ws="none"
+        site.app,
+        http=bounded(Bounds()),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=STOP_SECONDS,
+        ws="none",
     )
     server = QuietServer(settings)
     async with anyio.create_task_group() as tasks:
