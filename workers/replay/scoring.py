@@ -33,8 +33,8 @@ from workers.replay.distinct import History, distinct_histories
 from workers.replay.expected import Expected
 from workers.weights import read_weights, unique_tensors
 
-ROWS, TOKENS = 64, 8192
-"""Most sequences and tokens of a forward pass."""
+ROWS, TOKENS = 16, 4096
+"""Most sequences and tokens of a forward pass: with more, a few long ones make many short ones long."""
 
 LOGITS = 1 << 23
 """Most logits at once."""
