@@ -158,7 +158,7 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
         float, Meta(ge=0, description="Bound of the ratio where the advantage is negative; 0: none, else more than 1")
     ] = 3.0
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps over which the learning rate rises")] = 10
-    gradient_clip: Annotated[float, Meta(gt=0, description="Largest norm of the gradient")] = 1.0
+    gradient_clip: Annotated[float, Meta(gt=0, description="Largest norm of the gradient")] = 0.1
     minibatches: Annotated[int, Meta(ge=1, description="Optimizer steps per batch")] = 1
     micro_batch: Annotated[int, Meta(ge=1, description="Sequences per forward pass")] = 16
     threads: Annotated[int, Meta(ge=1, description="Threads of the trainer")] = 1
