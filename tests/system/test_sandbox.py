@@ -5,7 +5,10 @@ Every test of escape runs in each isolation that this machine has; one that it l
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -298,6 +301,19 @@ async def test_where_nothing_isolates_one_line_says_what_to_do() -> None:
     with pytest.raises(IsolationUnavailable) as caught:
         await find_isolation(())
     assert "install bubblewrap" in str(caught.value) and "\n" not in str(caught.value)
+
+
+async def test_programs_below_the_folder_that_is_empty_inside_are_seen(
+    isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout or a virtual environment may lie below /tmp."""
+    from workers.environment.sandbox import isolation as module
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as checkout:
+        os.chmod(checkout, 0o755)
+        inside = shutil.copytree(module.INSIDE, Path(checkout) / "inside")
+        monkeypatch.setattr(module, "INSIDE", inside)
+        assert module._leak(isolation) == ""
 
 
 def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ process that was started is killed. What works is not guessed: a probe runs in i
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -179,12 +178,14 @@ def _bubblewrap(shown: Sequence[tuple[str, str]], scratch_bytes: int, *, own_use
     else:
         # Only what is needed to become somebody else and to end what then is somebody else's.
         yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL")
-    parents = {parent for path, _ in shown for parent in itertools.takewhile(lambda above: above != "/", _above(path))}
+    # First of all, so that a Python or a checkout below /tmp is seen in it.
+    yield from ("--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp")
+    parents = {parent for path, _ in shown for parent in _above(path)} - {"/", "/tmp"}
     for parent in sorted(parents):
         yield from ("--perms", "0755", "--dir", parent)
     for path, link in shown:
         yield from ("--symlink", link, path) if link else ("--ro-bind", path, path)
     yield from ("--dev", "/dev", "--perms", "1777", "--size", str(scratch_bytes // 4), "--tmpfs", "/dev/shm")
-    yield from ("--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp", "--remount-ro", "/dev")
-    yield from ("--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8")
+    yield from ("--remount-ro", "/dev", "--setenv", "HOME", "/tmp")
+    yield from ("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8")
     yield from ("--chdir", "/tmp", "--remount-ro", "/")

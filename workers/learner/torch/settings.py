@@ -37,7 +37,7 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     warmup_updates: int = 10
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    gradient_norm: float = 1.0
+    gradient_norm: float = 0.1
     objective: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.28

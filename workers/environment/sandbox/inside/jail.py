@@ -76,6 +76,7 @@ def build_root(description: dict[str, Any]) -> None:
     os.mkdir("/tmp/host")
     check(LIBRARY.syscall(PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/host"), "pivot_root")
     os.chdir("/")
+    scratch("/tmp", description["scratch_bytes"])  # first of all, so that a Python or a checkout below /tmp is seen in it
     for path in description["bind"]:
         bind(path)
     for name in DEVICES:
@@ -83,12 +84,16 @@ def build_root(description: dict[str, Any]) -> None:
     for path, target in description["link"]:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
-    for path, size in (("/tmp", description["scratch_bytes"]), ("/dev/shm", description["scratch_bytes"] // 4)):
-        os.makedirs(path, exist_ok=True)
-        mount("tmpfs", path, "tmpfs", NO_SETUID | NO_DEVICES, f"size={size},mode=1777")
+    scratch("/dev/shm", description["scratch_bytes"] // 4)
     check(LIBRARY.umount2(b"/host", DETACH), "umount")
     os.rmdir("/host")
     mount("none", "/", "", REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
+
+
+def scratch(path: str, size: int) -> None:
+    """An empty folder in memory of ``size`` bytes that everybody may write to."""
+    os.makedirs(path, exist_ok=True)
+    mount("tmpfs", path, "tmpfs", NO_SETUID | NO_DEVICES, f"size={size},mode=1777")
 
 
 def bind(path: str, *, writable: bool = False) -> None:
