@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from fleetbus.recording.writer import RecordingWriter
     from workers.cli.sources import Source
 
+FOLLOWER_NICE = 15
+"""Added to the niceness of a process that follows a run."""
+
 OBJECT_SECONDS = 30.0
 """Longest wait for one object of the bucket; what does not come is told as missing."""
 
@@ -224,6 +227,9 @@ async def _follow(export: Export, source: Source, writer: RecordingWriter, start
                 stop.set()
                 return
 
+    # The log keeps what was not read yet, so the run's own workers come first.
+    if hasattr(os, "nice"):
+        os.nice(FOLLOWER_NICE)
     async with anyio.create_task_group() as group:
         group.start_soon(obey)
         click.echo("following; Ctrl-C ends it", err=True)
