@@ -81,7 +81,7 @@ class Answers:
     @property
     def turns(self) -> tuple[str, ...]:
         """Turns in work, as ``episode.attempt.turn``."""
-        return tuple(self._busy)
+        return tuple({key.rpartition(".")[0] for key in self._busy})
 
     def version_is_coming(self, sequence: int) -> None:
         """A version that was published at this position of the log is about to be loaded: episodes that were asked for after
@@ -104,7 +104,8 @@ class Answers:
             log.error("observation ignored", reason=str(malformed))
             await delivery.ack()
             return
-        key = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
+        # With the hop: a refusal of one observation says nothing of the one that replaced it.
+        key = f"{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
         repeated = key in self._busy
         self._leases.hold(key, delivery)
         if repeated:
