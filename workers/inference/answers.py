@@ -81,7 +81,7 @@ class Answers:
     @property
     def turns(self) -> tuple[str, ...]:
         """Turns in work, as ``episode.attempt.turn``."""
-        return tuple({key.rpartition(".")[0] for key in self._busy})
+        return tuple(self._busy)
 
     def version_is_coming(self, sequence: int) -> None:
         """A version that was published at this position of the log is about to be loaded: episodes that were asked for after
@@ -96,16 +96,14 @@ class Answers:
 
     async def answer(self, delivery: Delivery) -> None:
         """Handle one delivery to its end. A repetition of what is in work only renews the lease."""
-        message = delivery.message
         try:
-            observation = decode(Observation, message.payload, subject=message.subject)
+            observation = _decoded(delivery)
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
             log.error("observation ignored", reason=str(malformed))
             await delivery.ack()
             return
-        # With the hop: a refusal of one observation says nothing of the one that replaced it.
-        key = f"{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
+        key = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
         repeated = key in self._busy
         self._leases.hold(key, delivery)
         if repeated:
@@ -115,7 +113,9 @@ class Answers:
             structlog.contextvars.bind_contextvars(
                 episode=observation.episode_id, attempt=observation.attempt, turn=observation.turn
             )
-            await self._within_deadline(observation, delivery)
+            while await self._is_refused(observation, delivery) and (other := self._other(key, delivery)) is not None:
+                await delivery.ack()
+                delivery, observation = other, _decoded(other)
             await self._ack(key)
         except EngineFailed as failed:
             self._counters["engine_failed"] += 1
@@ -129,19 +129,27 @@ class Answers:
         if held is not None:
             await held.ack()
 
-    async def _within_deadline(self, observation: Observation, delivery: Delivery) -> None:
-        """Past the deadline nobody waits: the episode's worker records the timeout."""
+    def _other(self, key: str, delivery: Delivery) -> Delivery | None:
+        """The turn's newest delivery if it is of another observation, as one that was routed again. What refuses one says
+        nothing of the other, which expects another Action before its own."""
+        held = self._leases.get(key)
+        return held if held is not None and held.message.sequence != delivery.message.sequence else None
+
+    async def _is_refused(self, observation: Observation, delivery: Delivery) -> bool:
+        """Answer it, and say whether the log refused the answer. Past the deadline nobody waits: the episode's worker records
+        the timeout."""
         remaining_seconds = (observation.deadline_ns - self._bus.now_ns()) / 1e9
         with anyio.move_on_after(max(remaining_seconds, 0)) as scope:
             try:
                 action = await self._made(observation, delivery)
                 sequence = delivery.message.sequence
-                await self._store(observation, msgspec.structs.replace(action, observation_sequence=sequence))
+                return not await self._store(observation, msgspec.structs.replace(action, observation_sequence=sequence))
             except StaleObservation as stale:
                 self._counters["stale"] += 1
                 log.info("observation is stale", reason=str(stale))
         if scope.cancelled_caught:
             self._counters["expired"] += 1
+        return False
 
     async def _made(self, observation: Observation, delivery: Delivery) -> Action:
         if observation.hop + delivery.delivered - 1 > self._max_tries:
@@ -234,8 +242,8 @@ class Answers:
                 raise VersionGone(f"version {pinned} is pinned, and {self._sampler.version} is loaded")
             await anyio.sleep(VERSION_POLL_SECONDS)
 
-    async def _store(self, observation: Observation, action: Action) -> None:
-        """Store the Action, or find that one stands there already; otherwise the observation is stale."""
+    async def _store(self, observation: Observation, action: Action) -> bool:
+        """Store the Action, or find that it stands there already; False if the observation is outdated."""
         subject = self._subjects.action(observation.environment_lane, observation.episode_id)
         try:
             payload = encode(action, subject=subject)
@@ -244,22 +252,23 @@ class Answers:
         while True:
             try:
                 await self._bus.publish(subject, payload, expected_last=observation.action_sequence)
-                return
+                return True
             except SequenceConflict:
                 self._counters["refused"] += 1
-                await self._check_refusal(subject, action)
-                return
+                return await self._stands(subject, action)
             except (LogFull, PublishUnanswered) as error:  # left to its lease, it would count as an observation that kills
                 log.warning("action is tried again", reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
 
-    async def _check_refusal(self, subject: str, action: Action) -> None:
+    async def _stands(self, subject: str, action: Action) -> bool:
+        """Whether it was one's own first try that stands there, whose answer was lost."""
         stored = await self._bus.last(subject)
         for _, standing in decoded(Action, [stored] if stored is not None else []):
             if msgspec.structs.asdict(standing) == msgspec.structs.asdict(action):
-                return
+                return True
         self._histories.forget(action.episode_id)
         self._sampler.forget(action.episode_id)
+        return False
 
     def _failed(self, observation: Observation, error_class: str, error: str) -> Action:
         self._counters[f"failed_{error_class}"] += 1
@@ -289,6 +298,10 @@ class Answers:
         self._counters["tokens_sampled"] += len(generation.ids)
         self._counters["tokens_prompt"] += delta
         self._counters["histories_rebuilt"] = self._histories.rebuilt
+
+
+def _decoded(delivery: Delivery) -> Observation:
+    return decode(Observation, delivery.message.payload, subject=delivery.message.subject)
 
 
 def _shows_images(observation: Observation) -> bool:
