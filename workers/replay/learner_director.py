@@ -1,0 +1,197 @@
+"""Feeds a replayed learner its recorded results, step by step, and compares what it publishes with what was recorded.
+
+A result is fed when the replayed learner has asked for its episode, and in the step that consumed it in the recording: then the
+groups that are complete are those that were complete when the recorded batch was taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+from fleetbus.bus.base import Stored
+from fleetbus.episodes import decoded
+from fleetbus.ports import run_in_thread
+from schemas import Action, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
+from workers.replay.compare import first_difference
+from workers.replay.learner_book import COMPARED, Key, consumed_by, key_of
+from workers.replay.manifests import with_manifest
+from workers.replay.report import Difference, Report
+from workers.replay.stage import Pace, Stage
+from workers.replay.told import Told
+from workers.replay.untrained import RecordedTrainer, Trained, WrongBatch
+
+ADMISSION_SECONDS = 5.0
+"""Longest that training waits for requests that were recorded before it ended."""
+
+
+class LearnerDirector:
+    """Feeds results and compares what the learner publishes, until all of it came or something differs."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        expected: dict[Key, tuple[Stored, Message]],
+        stories: dict[str, Told],
+        report: Report,
+        pace: Pace,
+        ignored: frozenset[str],
+        patience_seconds: float,
+    ) -> None:
+        self._stage = stage
+        self._expected = expected
+        self._stories = stories
+        self._report = report
+        self._pace = pace
+        self._ignored = ignored
+        self._patience_seconds = patience_seconds
+        self._is_whole = any(isinstance(message, TrainingFinished) for _, message in expected.values())
+        steps = [message for _, message in expected.values() if isinstance(message, StepTrained)]
+        self._last_step = max((step.step for step in steps), default=0)
+        self._consumed = consumed_by(steps)
+        self._step = 1
+        self._ready: dict[int, list[Told]] = {}
+        self._steps = {step.step: self._place(step) for step in steps}
+        self._due = deque(key for key, (_, message) in expected.items() if isinstance(message, EpisodeRequested))
+        self._training = self._computing = 0
+        self.seconds: dict[str, float] = {}
+        """What blocking work took, by the name of its function."""
+        self._asked = anyio.Event()
+
+    def _place(self, message: StepTrained) -> int:
+        return self._expected[key_of("", message)][0].sequence
+
+    async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Blocking work of the learner. It trains no faster than it asked for episodes meanwhile, in the recording; with the
+        last batch taken, whatever else was recorded may come in."""
+        name = getattr(function, "__name__", "")
+        if name == "train":
+            self._training += 1
+            await self._asked_before(self._steps.get(self._training, 0))
+            if self._step >= self._last_step:
+                await self._feed_all(self._last_step + 1)
+        began = anyio.current_time()
+        self._computing += 1
+        try:
+            return await run_in_thread(function, *arguments, **options)
+        finally:
+            self._computing -= 1
+            self.seconds[name] = self.seconds.get(name, 0.0) + anyio.current_time() - began
+
+    async def _asked_before(self, sequence: int) -> None:
+        """Until all that was asked for before this entry of the recording is asked for, if it comes soon."""
+        with anyio.move_on_after(ADMISSION_SECONDS):
+            while self._due:
+                recorded = self._expected.get(self._due[0])
+                if recorded is None:  # it came
+                    self._due.popleft()
+                elif recorded[0].sequence < sequence:
+                    self._asked = anyio.Event()
+                    await self._asked.wait()
+                else:
+                    return
+
+    async def direct(self) -> None:
+        with self._stage.published("task", "train", "policy", types=COMPARED) as published:
+            while self._expected and not self._report.differences:
+                received = await published.receive(self._patience_seconds)
+                if received is not None:
+                    await self._heard(*received)
+                elif not self._computing:  # a step of a large model takes its time
+                    self._give_up()
+                    return
+
+    async def _heard(self, entry: Stored, message: Message) -> None:
+        key = key_of(entry.subject, message)
+        recorded = self._expected.pop(key, None)
+        if recorded is None:
+            if self._is_whole:
+                self._differ(key, 0, "type", "(nothing)", type(message).__name__)
+            else:
+                self._report.skipped["messages beyond the end of the recording"] += 1
+            return
+        self._stage.positions.note(recorded[0].sequence, entry.sequence)
+        self._report.compared[type(message).__name__] += 1
+        found = first_difference(recorded[1], message, ignored=self._ignored)
+        if found is not None:
+            self._differ(key, recorded[0].sequence, *found)
+        elif isinstance(message, EpisodeRequested):
+            await self._asked_for(message)
+        elif isinstance(message, StepTrained):
+            self._step = message.step + 1
+            await self._feed_all(self._step)
+
+    async def _asked_for(self, request: EpisodeRequested) -> None:
+        """Its result comes at once if it is evaluated, else with the others of its step."""
+        story = self._stories[request.episode_id]
+        self._asked.set()
+        if request.split == "eval":
+            await self._feed(story)
+            return
+        step = self._consumed.get(request.episode_id, self._last_step + 1)
+        if step <= self._step:
+            await self._feed(story)
+        else:
+            self._ready.setdefault(step, []).append(story)
+
+    async def _feed_all(self, step: int) -> None:
+        for story in self._ready.pop(step, []):
+            await self._feed(story)
+
+    async def _feed(self, story: Told) -> None:
+        """The Actions that the result names, then the result with the positions that they have here."""
+        if story.result is None or story.result_entry is None:
+            return
+        await self._pace.wait(story.result_entry)
+        if story.result.split == "train":
+            for entry in story.trained:
+                self._stage.feed_as_recorded(entry)
+        positions = self._stage.positions
+        self._stage.feed(story.result_entry.subject, positions.translated(story.result, positions.new), story.result_entry)
+
+    def untrained(self, *, masked: bool) -> RecordedTrainer:
+        """What stands in for training."""
+        messages = [message for _, message in self._expected.values()]
+
+        def wrong(step: int, found: WrongBatch) -> None:
+            name, sequence = ("batch of step", str(step), "episode", found.episode_id), self._position(found.episode_id)
+            self._differ(name, sequence, found.field, found.recorded, found.replayed)
+
+        return RecordedTrainer(
+            {message.step: message for message in messages if isinstance(message, StepTrained)},
+            {each.version: with_manifest(each, self._stage.objects) for each in messages if isinstance(each, PolicyPublished)},
+            episode=self._trained,
+            wrong=wrong,
+            overlong_masked=masked,
+        )
+
+    def _trained(self, episode_id: str) -> Trained | None:
+        told = self._stories.get(episode_id)
+        if told is None or told.result is None:
+            return None
+        return Trained(result=told.result, actions=tuple(action for _, action in decoded(Action, told.trained)))
+
+    def _position(self, episode_id: str) -> int:
+        told = self._stories.get(episode_id)
+        return told.result_entry.sequence if told is not None and told.result_entry is not None else 0
+
+    def _differ(self, key: Key, sequence: int, field: str, recorded: str, replayed: str) -> None:
+        after = f"after {self._report.compared['StepTrained']} steps that were compared"
+        self._report.differences.append(
+            Difference(
+                message=" ".join(key),
+                field=field,
+                recorded=recorded,
+                replayed=replayed,
+                sequence=sequence,
+                context=(after,),
+            )
+        )
+
+    def _give_up(self) -> None:
+        key, (entry, message) = min(self._expected.items(), key=lambda each: each[1][0].sequence)
+        silence = f"nothing within {self._patience_seconds:g} s"
+        self._differ(key, entry.sequence, "type", type(message).__name__, silence)
