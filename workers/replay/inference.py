@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -26,7 +25,7 @@ from fleetbus.recording import Recording
 from fleetbus.recording.redaction import is_wiped
 from schemas import ANY_LANE, Action, AttemptStarted, LineageStarted, Message, PolicyPublished
 from schemas.message import MalformedMessage, decode_any
-from workers.inference.base import Generation, GenerationRequest, Images, Sampler, Template, WeightsRejected
+from workers.inference.base import Images, Sampler, Template
 from workers.inference.worker import run_inference
 from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
 from workers.replay.expected import Expected, Scorer, expected_turns
@@ -34,6 +33,7 @@ from workers.replay.manifests import with_manifest
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Asked, Story, read_stories
+from workers.replay.wrapped_sampler import WatchedSampler
 
 LANE = "e0"
 """The environment lane that the replayed episodes are said to run on."""
@@ -61,7 +61,7 @@ async def replay_inference(
     stories = list(read_stories(recording.entries).values())
     policy = configuration.run.policy
     async with staged(recording, configuration, pools=(configuration.run.pool,), policies=(policy,)) as stage:
-        watched = _WatchedSampler(sampler)
+        watched = WatchedSampler(sampler)
         director = _Director(stage, watched, report, Pace(recording, speed), ignored, tolerance, patience_seconds, scorer)
 
         async def work(bus: Bus, drain: anyio.Event) -> None:
@@ -83,51 +83,11 @@ async def replay_inference(
     return report
 
 
-class _WatchedSampler:
-    """The sampler under test; says when a version was loaded or rejected."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.rejected = ""
-        self._settled = anyio.Event()
-
-    @property
-    def version(self) -> int:
-        return self._sampler.version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self._sampler.version = value
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._sampler.running()
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        return await self._sampler.generate(request)
-
-    async def load(self, policy: PolicyPublished) -> None:
-        try:
-            await self._sampler.load(policy)
-        except WeightsRejected as rejected:
-            self.rejected = str(rejected)
-            raise
-        finally:
-            self._settled.set()
-
-    def forget(self, cache_key: str) -> None:
-        self._sampler.forget(cache_key)
-
-    async def settled(self) -> None:
-        """Until the next `load` has ended."""
-        await self._settled.wait()
-        self._settled = anyio.Event()
-
-
 class _Director:
     def __init__(
         self,
         stage: Stage,
-        sampler: _WatchedSampler,
+        sampler: WatchedSampler,
         report: Report,
         pace: Pace,
         ignored: frozenset[str],

@@ -11,7 +11,6 @@ all the same, as a test of the engine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,6 +30,7 @@ from workers.learner.torch.batches import MicroBatch, micro_batches, shared_pref
 from workers.learner.torch.forward import SharedPrefix, can_share, head_is_plain
 from workers.replay.distinct import History, distinct_histories
 from workers.replay.expected import Expected
+from workers.replay.wrapped_sampler import WrappedSampler
 from workers.weights import read_weights, unique_tensors
 
 ROWS, TOKENS = 16, 4096
@@ -51,7 +51,7 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
 
 
-class ScoringSampler:
+class ScoringSampler(WrappedSampler):
     """`Sampler` that answers what the recording proves and leaves the rest to ``sampler``; ``folder`` is its model's.
 
     ``proved`` and ``sampled`` count turns, ``tokens`` what ran through the model; ``forward_seconds`` are those of the bare
@@ -61,7 +61,7 @@ class ScoringSampler:
     def __init__(self, sampler: Sampler, folder: Path, *, max_length: int, threads: int = 1) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._sampler = sampler
+        super().__init__(sampler)
         self._max_length = max_length
         self._threads = threads
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
@@ -73,25 +73,11 @@ class ScoringSampler:
         self.proved = self.sampled = self.tokens = 0
         self.seconds = self.forward_seconds = 0.0
 
-    @property
-    def version(self) -> int:
-        return self._sampler.version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self._sampler.version = value
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._sampler.running()
-
     async def load(self, policy: PolicyPublished) -> None:
         """The sampler validates; what it rejects is loaded nowhere."""
         self._known.clear()
-        await self._sampler.load(policy)
+        await super().load(policy)
         await anyio.to_thread.run_sync(self._adopt, read_weights(policy.uri, policy.manifest))
-
-    def forget(self, cache_key: str) -> None:
-        self._sampler.forget(cache_key)
 
     async def prepare(self, turns: Sequence[Expected]) -> None:
         """Score these turns under the loaded version; what does not prove itself is sampled when it is asked for."""
@@ -104,7 +90,7 @@ class ScoringSampler:
         generation = known and _answer(known, request, self._max_length, self.version)
         if not generation:
             self.sampled += 1
-            return await self._sampler.generate(request)
+            return await super().generate(request)
         self.proved += 1
         return generation
 
