@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Generator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
-import anyio
-import anyio.abc
 import pytest
 import trio.testing
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan, lane_stream, log_stream
 from schemas import Subjects
+from tests.support.killable_server import KillableServer, killable_server
+from tests.support.relay import Relay
 
 LEASE_SECONDS = 1.0
 """``ack_wait`` of the consumer ``short``; ``long`` has a minute."""
@@ -134,95 +132,24 @@ class MemoryWorld(World):
         self._server.stream(log_stream(self.run)).purge(below)
 
 
-class Relay:
-    """A TCP relay to the server: one connection's worth of network, to be cut and mended."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
-        self._port = port
-        self._down = False
-        self._flowing = anyio.Event()
-        self._flowing.set()
-        self._scopes: dict[anyio.CancelScope, None] = {}
-        self.port = 0
-
-    async def cut(self) -> None:
-        self._down = True
-        for scope in list(self._scopes):
-            scope.cancel()
-
-    async def mend(self) -> None:
-        self._flowing = anyio.Event()
-        self._flowing.set()
-        self._down = False
-
-    async def hold_answers(self) -> None:
-        self._flowing = anyio.Event()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[Relay]:
-        async with (
-            await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
-            anyio.create_task_group() as tasks,
-        ):
-            self.port = listener.extra(anyio.abc.SocketAttribute.local_port)
-            tasks.start_soon(listener.serve, self._serve)
-            yield self
-            tasks.cancel_scope.cancel()
-
-    async def _serve(self, client: anyio.abc.SocketStream) -> None:
-        async with client:
-            if self._down:
-                return
-            with anyio.CancelScope() as scope:
-                self._scopes[scope] = None
-                try:
-                    await self._join(client, scope)
-                except OSError:
-                    return  # the server is down
-                finally:
-                    del self._scopes[scope]
-
-    async def _join(self, client: anyio.abc.SocketStream, scope: anyio.CancelScope) -> None:
-        async with await anyio.connect_tcp(self._host, self._port) as server, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._pump, client, server, False, scope)
-            tasks.start_soon(self._pump, server, client, True, scope)
-
-    async def _pump(
-        self, source: anyio.abc.SocketStream, target: anyio.abc.SocketStream, may_hold: bool, scope: anyio.CancelScope
-    ) -> None:
-        try:
-            async for chunk in source:
-                if may_hold:
-                    await self._flowing.wait()
-                await target.send(chunk)
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # the other side is gone, and so is this connection
-        scope.cancel()
-
-
 class NatsWorld(World):
-    def __init__(self, server: NatsServerProcess, portal: BlockingPortal) -> None:
+    def __init__(self, server: KillableServer) -> None:
         super().__init__()
         self._server = server
-        self._portal = portal
 
     def connect(self) -> AbstractAsyncContextManager[Bus]:
         return connect(self._server.url, run=self.run, role="test")
 
     @asynccontextmanager
     async def connect_by_line(self) -> AsyncGenerator[tuple[Bus, Line]]:
-        relay = Relay("127.0.0.1", int(self._server.url.rpartition(":")[2]))
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(relay.running())
-            bus = await stack.enter_async_context(connect(f"nats://127.0.0.1:{relay.port}", run=self.run, role="test"))
+        async with Relay(self._server.url).running() as relay, connect(relay.url, run=self.run, role="test") as bus:
             yield bus, relay
 
     async def kill_server(self) -> None:
-        await anyio.to_thread.run_sync(self._portal.call, self._server.kill)
+        await self._server.kill()
 
     async def restart_server(self) -> None:
-        await anyio.to_thread.run_sync(self._portal.call, self._server.restart)
+        await self._server.restart()
 
     async def purge(self, below: int) -> None:
         async with connect(self._server.url, run=self.run, role="test") as bus:
@@ -230,11 +157,10 @@ class NatsWorld(World):
 
 
 @pytest.fixture(scope="session")
-def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[NatsServerProcess, BlockingPortal]]:
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Generator[KillableServer]:
     """One nats-server for all tests; it lives in a thread of its own, so that tests come and go around it."""
-    store = tmp_path_factory.mktemp("nats")
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(run_server(store)) as server:
-        yield server, portal
+    with killable_server(tmp_path_factory.mktemp("nats")) as server:
+        yield server
 
 
 @pytest.fixture(params=["memory on asyncio", "memory on trio", "nats"])
@@ -253,5 +179,5 @@ def bus_backend(bus_kind: str) -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def world(bus_kind: str, request: pytest.FixtureRequest) -> World:
     if bus_kind == "nats":
-        return NatsWorld(*request.getfixturevalue("nats_server"))
+        return NatsWorld(request.getfixturevalue("nats_server"))
     return MemoryWorld()

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import pytest
 from fleetbus.bus.nats import connect, connection, exchange, pull, puller, reader
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
-from fleetbus.bus.streams import log_stream, plan_run, tasks_consumer
+from fleetbus.bus.streams import log_stream, tasks_consumer
 from fleetbus.errors import BusClosed, BusError, NotPermitted, UserError
 from schemas import Subjects
+from tests.support.nats_traps import RUN, SUBJECTS, ready_bus
 
-RUN = "stress"
-SUBJECTS = Subjects(RUN)
 CONSUMER = tasks_consumer("default")
 
 
@@ -36,13 +34,6 @@ def anyio_backend() -> str:
 async def server(tmp_path: Path) -> AsyncGenerator[NatsServerProcess]:
     async with run_server(tmp_path / "store") as server:
         yield server
-
-
-@asynccontextmanager
-async def ready_bus(url: str, **options: Any) -> AsyncGenerator[Any]:
-    async with connect(url, run=RUN, **options) as bus:
-        await bus.declare(plan_run(RUN, lanes=1, max_bytes=0))
-        yield bus
 
 
 async def test_nobody_at_the_address_is_one_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +135,7 @@ async def test_a_forbidden_subject_ends_the_block_with_an_error_that_names_it(tm
     config.write_text('authorization { users: [{user: a, password: b, permissions: {publish: {deny: "fbhb.>"}}}] }')
     async with run_server(tmp_path / "forbidding", config=config) as server:
         url = server.url.replace("//", "//a:b@")
-        with anyio.fail_after(50), pytest.raises(NotPermitted, match=r"fbhb\.stress\.learner\.w") as caught:
+        with anyio.fail_after(50), pytest.raises(NotPermitted, match=r"fbhb\.traps\.learner\.w") as caught:
             async with ready_bus(url) as bus:
                 await bus.broadcast(SUBJECTS.heartbeat("learner", "w"), b"x")
                 await anyio.sleep_forever()
