@@ -8,7 +8,7 @@ from __future__ import annotations
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, Stored
 from fleetbus.episodes import decoded
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
 from schemas import CheckpointStored, EvaluationFinished, LineageStarted, Message, StepTrained, TrainingFinished, encode
@@ -31,14 +31,23 @@ class Chain:
     def __init__(self, bus: Bus, subject: str, last: int) -> None:
         self._bus = bus
         self._subject = subject
+        self._unsure = b""
+        """An entry whose answer was not waited for: it may be the last one."""
         self.last = last
         self._lock = anyio.Lock()
 
     async def append(self, message: Message) -> int:
-        """Store the next entry, however long it takes, and return its sequence; raises `Replaced`."""
+        """Store the next entry, however long it takes, and return its sequence; raises `Replaced`.
+
+        Cancelled, it may have stored it: what is appended next follows it then.
+        """
         payload = encode(message, subject=self._subject)
         async with self._lock:
-            return await self._append(payload)
+            try:
+                return await self._append(payload)
+            except anyio.get_cancelled_exc_class():
+                self._unsure = payload
+                raise
 
     async def take_over(self, message: Message, *, decided_on: Chain) -> None:
         """Store an entry after whatever stands there by now: from then on the author before is refused.
@@ -80,14 +89,17 @@ class Chain:
                 await anyio.sleep(RETRY_SECONDS)
                 continue
             try:
-                self.last = await self._own_entry(payload, conflict)
-                return self.last
+                stored = await self._own_entry(payload, conflict)
             except RequestUnanswered as unanswered:
                 log.warning("refused entry is looked up later", subject=self._subject, reason=str(unanswered))
+                continue
+            self.last = stored.sequence
+            if stored.payload == payload:
+                return self.last
 
-    async def _own_entry(self, payload: bytes, conflict: SequenceConflict) -> int:
-        """A refusal may be one's own first try, whose answer was lost."""
+    async def _own_entry(self, payload: bytes, conflict: SequenceConflict) -> Stored:
+        """A refusal may be one's own first try, whose answer was lost, or an entry whose answer was not waited for."""
         stored = await self._bus.last(self._subject)
-        if stored is None or stored.sequence <= conflict.expected or stored.payload != payload:
+        if stored is None or stored.sequence <= conflict.expected or stored.payload not in (payload, self._unsure):
             raise Replaced(f"another learner writes to {self._subject}") from conflict
-        return stored.sequence
+        return stored
