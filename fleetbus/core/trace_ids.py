@@ -1,6 +1,7 @@
 """Ids of traces and spans from what every message of an episode carries, so that all who trace it agree without a header.
 
 The run and the episode name an episode, its deadline tells it from one of the same name in an earlier run of the same name.
+A step-wise session is named by the run and the session alone: no call of it carries more.
 Ids are as W3C Trace Context wants them: 16 and 8 bytes, never all zero. Pure.
 """
 
@@ -10,12 +11,17 @@ from hashlib import blake2b
 
 TRACE_BYTES, SPAN_BYTES = 16, 8
 ROOT = "episode"
-"""The path of an episode's first span."""
+"""The path of the first span of an episode or of a session."""
 
 
 def trace_id(run: str, episode_id: str, deadline_ns: int) -> int:
     """The trace of an episode; all three are fields of its request and of each of its observations."""
     return _hash(f"{run}/{episode_id}/{deadline_ns}", TRACE_BYTES)
+
+
+def session_trace_id(run: str, session: str) -> int:
+    """The trace of a step-wise session; no episode can have a name with a slash."""
+    return trace_id(run, f"session/{session}", 0)
 
 
 def span_id(trace: int, path: str = ROOT) -> int:
@@ -26,6 +32,11 @@ def span_id(trace: int, path: str = ROOT) -> int:
 def turn_path(attempt: int, turn: int) -> str:
     """The path of one turn."""
     return f"attempt/{attempt}/turn/{turn}"
+
+
+def call_path(key: str) -> str:
+    """The path of one call of a session; whoever repeats a call repeats its key."""
+    return f"call/{key}"
 
 
 def traceparent(trace: int, path: str = ROOT) -> str:

@@ -7,10 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from tests.support.otlp_receiver import Receiver, spans_in_file
 from tests.support.processes import until, until_said
 from workers.cli.program import run_program
 from workers.tracing.fold import LogTraces
@@ -42,50 +40,6 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-class Receiver:
-    """Decodes what is posted to ``/v1/traces``; ``answers`` are status codes to give first, before 200."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.services: dict[bytes, str] = {}
-        self.headers: list[dict[str, str]] = []
-        self.answers: list[int] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
-                body = self.rfile.read(int(self.headers["content-length"]))
-                status = receiver.answers.pop(0) if receiver.answers else 200
-                if status == 200 and self.path == "/v1/traces":
-                    receiver.take(body)
-                self.send_response(status if self.path == "/v1/traces" else 404)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=partial(self._server.serve_forever, 0.02))
-        self._thread.start()
-
-    def take(self, body: bytes) -> None:
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-        for of_worker in ExportTraceServiceRequest.FromString(body).resource_spans:
-            about = {each.key: each.value.string_value for each in of_worker.resource.attributes}
-            for scope in of_worker.scope_spans:
-                self.spans += scope.spans
-                self.services |= {span.span_id: about["service.name"] for span in scope.spans}
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=10)
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -102,16 +56,12 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) 
     return captured.out if code == 0 else captured.err
 
 
-def in_file(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [span for line in lines for each in line["resourceSpans"] for span in each["scopeSpans"][0]["spans"]]
-
-
 def test_a_receiver_gets_the_same_spans_that_the_file_has(receiver: Receiver, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "spans.jsonl"
     told = json.loads(said(capsys, "trace", GUESSING, "--otlp", receiver.url, "--jsonl", file, "--json"))
-    assert told == {"run": RUN, "episodes": 33, "open": 0, "spans": SPANS, "last_sequence": 248}
-    written = {span["spanId"]: span for span in in_file(file)}
+    counted = {"episodes": 33, "open": 0, "sessions": 0, "open_sessions": 0, "spans": SPANS}
+    assert told == {"run": RUN, "last_sequence": 248} | counted
+    written = {span["spanId"]: span for span in spans_in_file(file)}
     assert len(receiver.spans) == len(written) == SPANS
     for span in receiver.spans:
         twin = written[span.span_id.hex()]
@@ -271,7 +221,7 @@ async def test_a_log_that_grows_is_followed_and_a_receiver_that_was_away_misses_
         await until(lambda: tracing.written.last_sequence == ENTRIES)
         stop.set()
     sink.close()
-    ids = [span["spanId"] for span in in_file(file)]
+    ids = [span["spanId"] for span in spans_in_file(file)]
     assert len(ids) == len(set(ids)) == SPANS == tracing.written.spans
     assert sink.asked > 3 and tracing.written.open == 0
 
@@ -298,7 +248,7 @@ async def test_the_command_follows_a_real_log_until_it_is_told_to_stop(tmp_path:
         async with await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.STDOUT, env=environment) as process:
             await until(lambda: file.exists() and file.stat().st_size > 0)
             await fill(bus, 100, ENTRIES)
-            await until(lambda: len(in_file(file)) == SPANS)
+            await until(lambda: len(spans_in_file(file)) == SPANS)
             process.send_signal(signal.SIGTERM)
             await until_said(process.stdout, b"goes on from here)")
             assert await process.wait() == 0

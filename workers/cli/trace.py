@@ -1,4 +1,5 @@
-"""``fleetbus trace RUN|FILE``: every episode as an OpenTelemetry trace, derived from the log; to a receiver or to a file."""
+"""``fleetbus trace RUN|FILE``: every episode and every step-wise session as an OpenTelemetry trace, derived from the log; to a
+receiver or to a file."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
 @click.option("--follow", is_flag=True, help="Go on while the run does, until Ctrl-C")
 @click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be repeated")
 @click.option(
-    "--sample", type=click.FloatRange(0, 1), default=1.0, metavar="SHARE", help="Share of the episodes, by trace id [1]"
+    "--session", "sessions", multiple=True, metavar="NAME", help="Only this step-wise session; may be repeated, and mixed"
+)
+@click.option(
+    "--sample", type=click.FloatRange(0, 1), default=1.0, metavar="SHARE", help="Share of the traces, by their id [1]"
 )
 @click.option(
     "--after", type=click.IntRange(0), default=0, metavar="SEQUENCE", help="Go on after the last_sequence of an earlier run"
@@ -55,13 +59,14 @@ if TYPE_CHECKING:
 def command(source: str | None, as_json: bool, **values: Any) -> int:
     """Export a trace per episode: queue, turns, generation, tools, verification, training, with their places in the log.
 
+    Step-wise sessions (gateways, clients) have one each: opening, resets, steps, verification, take-overs.
     Traces are made from the log alone: live, afterwards, or from a recording. Ids of traces and spans follow from the run and
-    the episode, so that exporting again adds nothing. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS. --otlp needs
-    `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that takes nothing.
+    the episode or session, so that exporting again adds nothing. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS.
+    --otlp needs `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that takes nothing.
     """
     from workers.cli.sources import is_recording
 
-    names = ("otlp", "jsonl", "follow", "episodes", "sample", "after", "archive")
+    names = ("otlp", "jsonl", "follow", "episodes", "sessions", "sample", "after", "archive")
     chosen = {name: values.pop(name) for name in names}
     _check(source, chosen)
     given = {} if is_recording(source) else {"run__name": source}
@@ -78,8 +83,10 @@ def _check(source: str | None, chosen: dict[str, Any]) -> None:
 
     if not chosen["otlp"] and chosen["jsonl"] is None:
         raise UserError("nowhere to write to: give --otlp URL or --jsonl FILE")
-    if chosen["follow"] and (is_recording(source) or chosen["archive"] or chosen["episodes"]):
-        raise UserError("--follow goes with a run and all of its episodes: leave out the recording, --archive or --episode")
+    if chosen["follow"] and (is_recording(source) or chosen["archive"] or chosen["episodes"] or chosen["sessions"]):
+        raise UserError(
+            "--follow goes with a run and all of its episodes: leave out the recording, --archive, --episode or --session"
+        )
 
 
 async def _trace(
@@ -90,6 +97,7 @@ async def _trace(
     jsonl: Path | None,
     follow: bool,
     episodes: Sequence[str],
+    sessions: Sequence[str],
     sample: float,
     after: int,
     archive: Path | None,
@@ -104,12 +112,12 @@ async def _trace(
         async with open_source(source, configuration, archive) as opened:
             run = opened.subjects.run
             sinks = [stack.enter_context(closing(sink)) for sink in _sinks(run, otlp, jsonl)]
-            tracing = Tracing(run, LogTraces(run, episodes=episodes, ratio=sample), sinks, after=after)
+            tracing = Tracing(run, LogTraces(run, episodes=episodes, sessions=sessions, ratio=sample), sinks, after=after)
             try:
                 if follow:
                     await _follow(opened, tracing)
                 else:
-                    await tracing.copy(opened.entries(_subjects(opened, episodes)))
+                    await tracing.copy(opened.entries(_subjects(opened, episodes, sessions)))
             except* SpansRefused as refused:
                 raise UserError(str(refused.exceptions[0])) from None
             if opened.torn:
@@ -134,7 +142,7 @@ def _sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
     return sinks
 
 
-def _subjects(source: Source, episodes: Sequence[str]) -> list[str]:
+def _subjects(source: Source, episodes: Sequence[str], sessions: Sequence[str]) -> list[str]:
     from fleetbus.errors import UserError
     from fleetbus.recording.episodes import episode_subjects
     from schemas.subjects import BadName, check_name
@@ -142,11 +150,13 @@ def _subjects(source: Source, episodes: Sequence[str]) -> list[str]:
     subjects = source.subjects
     try:
         wanted = [each for name in episodes for each in episode_subjects(subjects, check_name("episode", name))]
+        journals = [subjects.session(check_name("session", name)) for name in sessions]
     except BadName as error:
         raise UserError(str(error)) from error
-    if wanted:
-        return [*wanted, subjects.train("*")]
-    return [subjects.tasks(), subjects.observations(), subjects.actions(), subjects.episodes, subjects.train("*")]
+    if wanted or journals:
+        return [*wanted, *journals, *([subjects.train("*")] if wanted else [])]
+    played = [subjects.tasks(), subjects.observations(), subjects.actions(), subjects.episodes]
+    return [*played, subjects.session("*"), subjects.train("*")]
 
 
 async def _follow(source: Source, tracing: Tracing) -> None:
@@ -174,6 +184,11 @@ def _print(written: Written, as_json: bool) -> None:
         return
     open_ones = f", {written.open} still open" if written.open else ""
     print(
-        f"run {written.run}: {written.episodes} episodes{open_ones}, {written.spans} spans, "
+        f"run {written.run}: {written.episodes} episodes{open_ones}{_sessions(written)}, {written.spans} spans, "
         f"the log up to {written.last_sequence} (--after {written.last_sequence} goes on from here)"
     )
+
+
+def _sessions(written: Written) -> str:
+    still = f", {written.open_sessions} still open" if written.open_sessions else ""
+    return f", {written.sessions} sessions{still}" if written.sessions or written.open_sessions else ""

@@ -1,8 +1,8 @@
-"""A log as spans: entries in, those spans out that each of them ended. Pure; memory grows with open episodes only.
+"""A log as spans: entries in, those spans out that each of them ended. Pure; memory grows with open episodes and sessions only.
 
-An episode's spans come from `workers.tracing.episode`. The learner's steps are traces of their own, linked with the episodes
-that they consumed; each of those episodes gets a `batch` span (from its result until its batch was complete) and a `train`
-span.
+An episode's spans come from `workers.tracing.episode`, those of a step-wise session from `workers.tracing.session`. The
+learner's steps are traces of their own, linked with the episodes that they consumed; each of those episodes gets a `batch` span
+(from its result until its batch was complete) and a `train` span.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from fleetbus.bus.base import Stored
-from fleetbus.core.trace_ids import is_sampled, span_id, trace_id
+from fleetbus.core.trace_ids import is_sampled, session_trace_id, span_id, trace_id
 from fleetbus.episodes import decoded, episode_entry
 from schemas import (
     Action,
@@ -23,11 +23,15 @@ from schemas import (
     LineageStarted,
     Message,
     Observation,
+    SessionClaimed,
+    SessionEnded,
+    SessionRecorded,
     StepTrained,
     TrainingFinished,
 )
 from schemas.training import Exclusion
 from workers.tracing.episode import EpisodeTrace
+from workers.tracing.session import SessionTrace
 from workers.tracing.span import Span, Value
 
 KEPT_RESULTS = 200_000
@@ -37,25 +41,34 @@ STAGES = ("wait", "read", "train")
 """The stages of a step, in order, as ``seconds_<stage>`` of its metrics; the entry is stored after the last."""
 
 TRAINING: tuple[type[Message], ...] = (StepTrained, TrainingFinished, CheckpointStored, EvaluationFinished)
+JOURNAL: tuple[type[Message], ...] = (SessionClaimed, SessionRecorded, SessionEnded)
 
 
 class LogTraces:
-    """``episodes`` are the only ones wanted, if given (then steps have no traces); ``ratio`` is the share of traces kept."""
+    """``episodes`` and ``sessions`` are the only ones wanted, if any is given (then steps have no traces); ``ratio`` is the
+    share of traces kept."""
 
-    def __init__(self, run: str, *, episodes: Collection[str] = (), ratio: float = 1.0) -> None:
+    def __init__(self, run: str, *, episodes: Collection[str] = (), sessions: Collection[str] = (), ratio: float = 1.0) -> None:
         self._run = run
-        self._only = frozenset(episodes)
+        self._only = frozenset((*(("episode", name) for name in episodes), *(("session", name) for name in sessions)))
         self._ratio = ratio
         self._open: dict[str, EpisodeTrace] = {}
         self._ended: dict[str, EpisodeTrace] = {}
         self._learners: dict[str, str] = {}
+        self._sessions: dict[str, SessionTrace] = {}
         self.episodes = 0
         """Episodes whose trace is whole, but for training."""
+        self.sessions = 0
+        """Sessions that ended."""
 
     @property
     def open(self) -> int:
         """Episodes without a result."""
         return len(self._open)
+
+    @property
+    def open_sessions(self) -> int:
+        return len(self._sessions)
 
     def add(self, entry: Stored) -> Iterator[Span]:
         """Take in an entry of the log."""
@@ -64,11 +77,13 @@ class LogTraces:
             yield from self._learned(entry)
         elif kind == "task":
             self._requested(entry, episode)
+        elif kind == "session":
+            yield from self._journalled(entry, episode)
         elif trace := self._open.get(episode):
             yield from self._happened(entry, kind, episode, trace)
 
     def _requested(self, entry: Stored, episode: str) -> None:
-        if episode in self._open or episode in self._ended or (self._only and episode not in self._only):
+        if episode in self._open or episode in self._ended or not self._is_wanted("episode", episode):
             return
         for _, request in decoded(EpisodeRequested, [entry]):
             trace = EpisodeTrace(self._run, entry, request)
@@ -99,6 +114,28 @@ class LogTraces:
             self._ended[episode] = trace
             if len(self._ended) > KEPT_RESULTS:
                 del self._ended[next(iter(self._ended))]
+
+    def _is_wanted(self, kind: str, name: str) -> bool:
+        return not self._only or (kind, name) in self._only
+
+    # Step-wise sessions
+
+    def _journalled(self, entry: Stored, session: str) -> Iterator[Span]:
+        trace = self._sessions.get(session)
+        for _, message in decoded(Message, [entry], beside=JOURNAL):
+            match message:
+                case SessionClaimed() if trace is not None:
+                    yield from trace.claimed(entry, message)
+                case SessionClaimed(attempt=1) if self._is_wanted("session", session):
+                    if is_sampled(session_trace_id(self._run, session), self._ratio):
+                        self._sessions[session] = SessionTrace(self._run, entry, message)
+                case SessionRecorded() if trace is not None:
+                    yield from trace.recorded(entry, message)
+                case SessionEnded() if trace is not None:
+                    yield from trace.ended(entry, message)
+        if trace is not None and trace.is_over:
+            del self._sessions[session]
+            self.sessions += 1
 
     # Training
 

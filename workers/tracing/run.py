@@ -27,11 +27,14 @@ log = structlog.get_logger()
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """What came of it. ``last_sequence`` is the entry up to which every span was taken."""
+    """What came of it. ``open`` episodes have no result, ``open_sessions`` no end. ``last_sequence`` is the entry up to which
+    every span was taken."""
 
     run: str
     episodes: int = 0
     open: int = 0
+    sessions: int = 0
+    open_sessions: int = 0
     spans: int = 0
     last_sequence: int = 0
 
@@ -92,6 +95,7 @@ class Tracing:
             await anyio.to_thread.run_sync(self._write_batch)
         self.written.last_sequence = self._seen
         self.written.episodes, self.written.open = self._traces.episodes, self._traces.open
+        self.written.sessions, self.written.open_sessions = self._traces.sessions, self._traces.open_sessions
 
     def _write_batch(self) -> None:
         for sink in self._sinks:
