@@ -60,6 +60,8 @@ class ModelServer:
         """The next answer's connection is cut after so many tokens."""
         self.healthy = True
         self.bad_folders: set[str] = set()
+        self.held_call = ""
+        """A call to control it that is not answered while this stands here."""
         self.held = False
         self.hold_after = 0
         self.asked: list[dict[str, Any]] = []
@@ -122,6 +124,8 @@ class ModelServer:
         name = request.url.path.strip("/")
         body = json.loads(await request.body() or b"{}")
         self.calls.append(name)
+        while name == self.held_call and not await request.is_disconnected():
+            await asyncio.sleep(0.005)
         if name == "collective_rpc":
             folder = body["kwargs"]["weights_path"]
             self.reloads.append(folder)

@@ -120,6 +120,18 @@ async def test_a_failed_load_brings_the_old_weights_back_before_anything_is_samp
         assert (await sampler.generate(asking())).ids == answer(PROMPT, 6, "fleetbus-1")
 
 
+async def test_a_load_that_is_ended_in_the_middle_leaves_no_server_paused(make_server: MakeServer, weights: Weights) -> None:
+    """As when a worker is interrupted: the server outlives it, and serves others."""
+    server = make_server()
+    server.held_call = "collective_rpc"
+    async with opened(server, weights=weights.reloadable) as sampler:
+        async with anyio.create_task_group() as loading:
+            loading.start_soon(sampler.load, weights.published(1))
+            await until(lambda: "collective_rpc" in server.calls)
+            loading.cancel_scope.cancel()
+        assert server.calls[-1] == "resume"
+
+
 async def test_a_server_that_was_started_again_gets_the_weights_before_it_answers(
     make_server: MakeServer, weights: Weights
 ) -> None:

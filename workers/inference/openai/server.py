@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import msgspec
 
@@ -22,6 +23,9 @@ STALL_SECONDS = 120.0
 
 CONTROL_SECONDS = 300.0
 """For loading new weights; large ones take minutes from a slow disk."""
+
+RESUME_SECONDS = 30.0
+"""For letting a server go on, whatever else is ended."""
 
 HEALTH_SECONDS = 5.0
 
@@ -123,17 +127,19 @@ class Server:
 
     async def reload(self, folder: Path, label: str) -> None:
         """Swap to the weights in a folder that the server reads too: pause, load, label, go on. Raises `ServerTrouble`; then
-        the server must be given good weights before it is asked for tokens again."""
-        await self._control("/pause?mode=keep&clear_cache=false", {})
+        the server must be given good weights before it is asked for tokens again. Cancelled, it goes on all the same: others
+        may be served by it."""
         try:
+            await self._control("/pause?mode=keep&clear_cache=false", {})
             await self._control("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             await self._control("/reset_prefix_cache", {})
             await self._control("/update_weight_version", {"new_version": label})
         finally:
-            await self._control("/resume", {})
+            with anyio.CancelScope(shield=True):
+                await self._control("/resume", {}, RESUME_SECONDS)
 
-    async def _control(self, path: str, body: dict[str, Any]) -> None:
-        response = await self._post(path, body, CONTROL_SECONDS)
+    async def _control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> None:
+        response = await self._post(path, body, seconds)
         if response.status_code != 200:
             raise ServerTrouble(f"{self.url}{path.partition('?')[0]}: status {response.status_code}, {_body_words(response)}")
 
