@@ -144,6 +144,20 @@ def test_groups_whose_rewards_are_equal_are_replaced_up_to_a_limit_per_batch() -
     assert len(world.pool) == 0, "every batch has its own limit"
 
 
+def test_a_result_that_is_told_twice_is_judged_once() -> None:
+    """As when a learner asks for what another asked for: it hears the result at once, and reads it again from the log."""
+    world = World("drop", replace_flat=1)
+    world.ask("a", "b", "c")
+    world.finish("a", rewards=(1.0, 1.0))
+    world.finish("c", rewards=(1.0, 1.0))
+    world.finish("b")
+    assert world.train(0) == ["b"], "the first is replaced, the third has to be trained, in the next batch"
+    taken = world.pool.take(1, 1)
+    world.finish("c", rewards=(1.0, 1.0))
+
+    assert world.pool.settle(taken)[0] == ["c-0", "c-1"]
+
+
 def test_without_dynamic_sampling_such_groups_are_trained() -> None:
     world = World("drop")
     world.ask("a")

@@ -94,9 +94,9 @@ class GroupPool:
         return self._ledger.requested(episode_id, sequence)
 
     def finished(self, result: EpisodeFinished) -> None:
-        """Enter a result; a group that can't fill a batch any more is discarded with reasons."""
+        """Enter a result, which may be told again; a group that can't fill a batch any more is discarded with reasons."""
         group = self._groups.get(self._group_of.get(result.episode_id, ""))
-        if group is None:
+        if group is None or result.episode_id in group.results:
             return
         self._ledger.requested(result.episode_id, result.request_sequence)
         group.add(result)
