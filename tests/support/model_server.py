@@ -124,7 +124,7 @@ class ModelServer:
         name = request.url.path.strip("/")
         body = json.loads(await request.body() or b"{}")
         self.calls.append(name)
-        while name == self.held_call and not await request.is_disconnected():
+        while name == self.held_call and not await request.is_disconnected():  # noqa: ASYNC110  # another thread sets it
             await asyncio.sleep(0.005)
         if name == "collective_rpc":
             folder = body["kwargs"]["weights_path"]
