@@ -26,7 +26,11 @@ DEFAULT_FILE = "fleetbus.toml"
 NOT_SETTINGS = frozenset({"FLEETBUS_NATS_SERVER"})
 """Variables with our prefix that configure something else: here, which nats-server program is started."""
 
-_CREDENTIALS = re.compile(r"(?<=://)[^/@,\s]*@")
+_CREDENTIALS = re.compile(
+    r"(?<=://)[^/?#,\s]*@"  # the last @ of the authority ends it: a password may hold others
+    r"|(?<=://)[^/?#,\s:@]*:(?!\d+(?:[^\w]|$))[^,\s]*@"  # a password with a slash, after what is no port
+    r"|(?:^|(?<=,))[^/?#,\s:@]+:[^/?#,\s]*@"  # an address without a scheme
+)
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,8 +140,35 @@ def test_no_password_is_ever_written_or_shown(tmp_path: Path) -> None:
     assert "hunter2" not in refusal(flags={"nats.port": "nats://ada:hunter2@one"})
 
 
-def test_urls_without_credentials_stay_as_they_are() -> None:
-    assert without_credentials("nats://127.0.0.1:4222") == "nats://127.0.0.1:4222"
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nats://127.0.0.1:4222",
+        "https://host:8000/data@v0.2",
+        "https://host/data@v0.2",
+        "data@v0.2",
+        "127.0.0.1:4222,127.0.0.1:4223",
+        "wrong address: ask bob@example.com",
+    ],
+)
+def test_urls_without_credentials_stay_as_they_are(url: str) -> None:
+    assert without_credentials(url) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("nats://u:s3@cret@host:4222", "nats://host:4222"),
+        ("nats://u:s3/cret@host:4222", "nats://host:4222"),
+        ("nats://u:s/3@cret@host:4222", "nats://host:4222"),
+        ("nats://token@host:4222", "nats://host:4222"),
+        ("u:s3cret@host:4222", "host:4222"),
+        ("nats://a:s3cret@one,b:s3cret@two", "nats://one,two"),
+        ("https://u:s3@cret@host/data@v0.2", "https://host/data@v0.2"),
+    ],
+)
+def test_no_password_is_shown_whatever_characters_it_has(url: str, shown: str) -> None:
+    assert without_credentials(url) == shown
 
 
 def test_every_setting_has_help_and_a_default_that_it_allows() -> None:

@@ -173,8 +173,8 @@ def _why_no_answer(url: str) -> str:
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
         host, port = parts.hostname or "", parts.port or DEFAULT_PORT
-    except ValueError as error:
-        return f"not a URL ({error})"
+    except ValueError:  # its text may quote a part of a password
+        return "not a URL as nats://HOST:4222"
     try:
         with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
             if parts.scheme in ("ws", "wss") or connection.recv(5, socket.MSG_WAITALL) == b"INFO ":

@@ -23,6 +23,7 @@ from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.exchange import Exchanges
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.wire import WireClient
+from fleetbus.config.load import without_credentials
 from fleetbus.errors import BusClosed, NotPermitted, UserError
 from schemas import MAX_MESSAGE_BYTES
 
@@ -226,17 +227,17 @@ async def _connect(connection: Connection, url: str, **options: Any) -> None:
     except (TimeoutError, OSError, NatsError) as error:
         reason = connection.first_error or error
         if isinstance(reason, ssl.SSLError):
-            raise UserError(_distrust(_without_secrets(url), reason, has_authority="tls" in options)) from error
-        raise UserError(f"no NATS server answers at {_without_secrets(url)}: start one, or check --nats") from reason
+            raise UserError(_distrust(without_credentials(url), reason, has_authority="tls" in options)) from error
+        raise UserError(f"no NATS server answers at {without_credentials(url)}: start one, or check --nats") from reason
     finally:
         if not wire.ready:
             wire.sever()
     version = tuple(int(part) for part in re.findall(r"\d+", wire._server_info.get("version", "0.0"))[:2])
     if version < MINIMUM_VERSION:
-        raise UserError(f"the NATS server at {_without_secrets(url)} is older than 2.11: upgrade it")
+        raise UserError(f"the NATS server at {without_credentials(url)} is older than 2.11: upgrade it")
     if wire.max_payload < MINIMUM_PAYLOAD_BYTES:  # long episodes alone would be lost, and training would never see them
         limit = f"takes {wire.max_payload} bytes per message, and long turns need {MINIMUM_PAYLOAD_BYTES}"
-        raise UserError(f"the NATS server at {_without_secrets(url)} {limit}: raise its max_payload")
+        raise UserError(f"the NATS server at {without_credentials(url)} {limit}: raise its max_payload")
 
 
 def _distrust(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
@@ -244,10 +245,6 @@ def _distrust(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
         return f"the NATS server at {url} speaks TLS: give --nats-auth FOLDER with its certificate authority and your key"
     detail = reason.verify_message if isinstance(reason, ssl.SSLCertVerificationError) else reason.reason or str(reason)
     return f"the NATS server at {url} is not the one that was expected ({detail}): check --nats, or ca.pem in --nats-auth"
-
-
-def _without_secrets(url: str) -> str:
-    return re.sub(r"//[^/@,]*@", "//", url)
 
 
 @asynccontextmanager
