@@ -50,3 +50,8 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     role: Role
     content: str | tuple[Text | Image, ...] = ""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images in the content, in order."""
+        return () if isinstance(self.content, str) else tuple(part for part in self.content if isinstance(part, Image))

@@ -16,7 +16,7 @@ from fleetbus.bus.base import Stored
 from fleetbus.recording.format import OBJECTS
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import RecordingWriter
-from schemas import Action, Image, MalformedMessage, Observation, PolicyPublished, decode
+from schemas import Action, MalformedMessage, Observation, PolicyPublished, decode
 
 DEFAULT_LIMIT_BYTES = 256 << 20
 
@@ -49,8 +49,7 @@ def referenced_objects(entry: Stored) -> Iterator[str]:
     try:
         if kind == "obs" and b"object" in entry.payload:
             observation = decode(Observation, entry.payload, subject=entry.subject)
-            parts = [part for each in observation.messages if not isinstance(each.content, str) for part in each.content]
-            yield from (part.object for part in parts if isinstance(part, Image))
+            yield from (image.object for message in observation.messages for image in message.images)
         elif kind == "act" and b"images" in entry.payload:
             yield from (image.object for image in decode(Action, entry.payload, subject=entry.subject).images)
         elif kind == "policy" and b"manifest_object" in entry.payload:

@@ -20,7 +20,7 @@ from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.episodes import RETRY_SECONDS, decoded
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
-from schemas import Action, Image, MalformedMessage, Observation, ShownImage, Subjects, decode, encode
+from schemas import Action, MalformedMessage, Observation, ShownImage, Subjects, decode, encode
 from schemas.tokens import extend_history, pack_ids, pack_logprobs
 from workers.images.reading import ImageFailed, ImageUnread
 from workers.inference.base import (
@@ -74,7 +74,8 @@ class Answers:
         self._leases = leases
         self._counters = counters
         self._histories = Histories(bus, subjects)
-        self._busy: set[str] = set()
+        self._busy: dict[str, dict[str, None]] = {}
+        """By turn in work the leases of its observations, in order: one, and those that were routed again."""
         self._coming = math.inf
         self._settled = anyio.Event()
 
@@ -103,37 +104,43 @@ class Answers:
             log.error("observation ignored", reason=str(malformed))
             await delivery.ack()
             return
-        key = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
-        repeated = key in self._busy
-        self._leases.hold(key, delivery)
-        if repeated:
+        turn = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
+        lease = f"{turn}.{delivery.message.sequence}"
+        self._leases.hold(lease, delivery)
+        if turn in self._busy:
+            self._busy[turn].setdefault(lease)
             return
-        self._busy.add(key)
+        waiting = self._busy[turn] = {lease: None}
         try:
             structlog.contextvars.bind_contextvars(
                 episode=observation.episode_id, attempt=observation.attempt, turn=observation.turn
             )
-            while await self._is_refused(observation, delivery) and (other := self._other(key, delivery)) is not None:
-                await delivery.ack()
-                delivery, observation = other, _decoded(other)
-            await self._ack(key)
+            await self._answer_one_of(waiting)
         except EngineFailed as failed:
             self._counters["engine_failed"] += 1
             log.warning("observation left to another worker", reason=str(failed))
         finally:
-            self._busy.discard(key)
-            self._leases.take(key)
+            del self._busy[turn]
+            for lease in waiting:
+                self._leases.take(lease)
 
-    async def _ack(self, key: str) -> None:
-        held = self._leases.take(key)
-        if held is not None:
-            await held.ack()
+    async def _answer_one_of(self, waiting: dict[str, None]) -> None:
+        """One answer serves all observations of a turn. What refuses one says nothing of the newest, which was routed again
+        and may expect another Action before its own."""
+        lease = next(iter(waiting))
+        while (delivery := self._leases.get(lease)) is not None and await self._is_refused(_decoded(delivery), delivery):
+            await self._ack(lease)
+            del waiting[lease]
+            if not waiting:
+                return
+            lease = next(reversed(waiting))
+        for lease in tuple(waiting):
+            await self._ack(lease)
 
-    def _other(self, key: str, delivery: Delivery) -> Delivery | None:
-        """The turn's newest delivery if it is of another observation, as one that was routed again. What refuses one says
-        nothing of the other, which expects another Action before its own."""
-        held = self._leases.get(key)
-        return held if held is not None and held.message.sequence != delivery.message.sequence else None
+    async def _ack(self, lease: str) -> None:
+        delivery = self._leases.take(lease)
+        if delivery is not None:
+            await delivery.ack()
 
     async def _is_refused(self, observation: Observation, delivery: Delivery) -> bool:
         """Answer it, and say whether the log refused the answer. Past the deadline nobody waits: the episode's worker records
@@ -216,7 +223,7 @@ class Answers:
             ids = self._template.begin(observation.messages, observation.tools)
         if self._images is not None:
             return await self._images.expand(ids, observation.messages)
-        if history.images or _shows_images(observation):
+        if history.images or any(message.images for message in observation.messages):
             raise RequestRefused("this worker shows its model no images, and the episode has some")
         return PromptDelta(ids=ids)
 
@@ -302,10 +309,6 @@ class Answers:
 
 def _decoded(delivery: Delivery) -> Observation:
     return decode(Observation, delivery.message.payload, subject=delivery.message.subject)
-
-
-def _shows_images(observation: Observation) -> bool:
-    return any(isinstance(part, Image) for message in observation.messages for part in message.content)
 
 
 def turn_seed(observation: Observation) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import anyio
 import anyio.to_thread
 
-from schemas import ChatMessage, Image, ShownImage
+from schemas import ChatMessage, ShownImage
 from workers.images.placed import PlacedImage
 from workers.images.processing import ImageProcessor, Seen, expanded
 from workers.images.reading import ImageReader
@@ -31,7 +31,7 @@ class ImagePrompts:
 
     async def expand(self, ids: list[int], messages: Sequence[ChatMessage]) -> PromptDelta:
         """See `Images.expand`."""
-        names = [part.object for message in messages for part in message.content if isinstance(part, Image)]
+        names = [image.object for message in messages for image in message.images]
         if not names:
             return PromptDelta(ids=ids)
         seen = [await self._seen(name) for name in names]
