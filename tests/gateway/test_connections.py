@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.gateway.test_gym_gateway import Wire, running
+from tests.support.gym_service import Wire, running
 from workers.connections import OTHER_FILES, Bounds, room_for
 
 LARGE = 64 << 20

@@ -8,7 +8,7 @@ import anyio
 import psutil
 import pytest
 
-from tests.gateway.test_gym_gateway import Handler, Wire, served
+from tests.support.gym_service import Handler, Wire, served
 from workers.connections import room_for
 
 IDLE_CONNECTIONS = 400

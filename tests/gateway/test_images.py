@@ -15,8 +15,8 @@ import pytest
 from PIL import Image as Pillow
 
 from schemas import Action, ChatMessage, Image, Task, Text
-from tests.gateway.test_gym_gateway import Handler, Wire, running, served
-from tests.gateway.test_openenv_gateway import gateway
+from tests.support.gym_service import Handler, Wire, running, served
+from tests.support.openenv_gateway import gateway
 from workers.environment.base import Start, Step, Verdict
 from workers.gateway.gym_service import BaseGymHandler, GymService, build_gym_service
 from workers.gateway.image_format import ImageFormat, image_format

@@ -16,8 +16,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from websockets.asyncio.client import connect as connect_socket
 from websockets.exceptions import WebSocketException
 
-from tests.gateway.test_gym_gateway import Wire, new_boundary
-from tests.gateway.test_gym_gateway_kills import SUBJECTS, Fleet, answered, fleet_on, free_port
+from tests.support.gateway_fleet import SUBJECTS, Fleet, answered, fleet_on, free_port
+from tests.support.gym_service import Wire, new_boundary
 from tests.support.openenv_process import openenv_python
 from workers.environment.stepwise.journal import journal_of
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from tests.gateway.test_openenv_gateway import Here, gateway
+from tests.support.openenv_gateway import Here, gateway
 from workers.connections import Bounds
 
 IDLE_SOCKETS = 150

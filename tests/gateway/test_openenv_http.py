@@ -9,7 +9,7 @@ import anyio
 import httpx
 import pytest
 
-from tests.gateway.test_openenv_gateway import Here, gateway
+from tests.support.openenv_gateway import Here, gateway
 
 ROUTES = {
     ("POST", "/reset"), ("POST", "/step"), ("GET", "/state"), ("GET", "/metadata"), ("GET", "/health"), ("GET", "/schema"),

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from tests.gateway.test_openenv_gateway import gateway
+from tests.support.openenv_gateway import gateway
 from tests.support.openenv_process import openenv_python
 
 PLAYER = Path(__file__).with_name("openenv_player.py")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.test_gym_gateway import Counter, Handler, running
+from tests.support.gym_service import Counter, Handler, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 
