@@ -90,6 +90,7 @@ def dump_configuration(configuration: Configuration) -> bytes:
     """The configuration as JSON that `read_tables` reads, without passwords in URLs."""
     tables = msgspec.to_builtins(configuration)
     tables["nats"]["url"] = without_credentials(configuration.nats.url)
+    tables["run"]["tasks"] = without_credentials(configuration.run.tasks)
     return msgspec.json.format(msgspec.json.encode(tables), indent=2) + b"\n"
 
 

@@ -48,7 +48,7 @@ def with_absolute_paths(configuration: Configuration) -> Configuration:
     """The same configuration for a process in any working folder."""
     run = configuration.run
     named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
-    paths = {key: str(Path(path).expanduser().absolute()) for key, path in named.items() if path}
+    paths = {key: str(Path(path).expanduser().absolute()) for key, path in named.items() if path and not is_remote(path)}
     auth = str(Path(configuration.nats.auth).expanduser().absolute()) if configuration.nats.auth else ""
     return msgspec.structs.replace(
         configuration,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from fleetbus.config.load import without_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
@@ -30,9 +31,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 def identity_of(configuration: Configuration) -> Identity:
     """The identity of a configuration whose paths are absolute already."""
     run = configuration.run
-    return Identity(
-        model=run.model, tasks=run.tasks, environment=run.environment, seed=run.seed, policy=run.policy, pool=run.pool
-    )
+    tasks = without_credentials(run.tasks)  # it is written to a file
+    return Identity(model=run.model, tasks=tasks, environment=run.environment, seed=run.seed, policy=run.policy, pool=run.pool)
 
 
 def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import all_settings
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
+from fleetbus.datasets import is_remote
 from workers.up.process import ProcessPlan
 
 STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 5.5, "inference": 6.5}
@@ -100,11 +101,13 @@ def server_plan(folder: RunFolder, port: Callable[[], int], variables: Mapping[s
 
 def role_variables(configuration: Configuration, url: str, variables: Mapping[str, str], threads: int) -> dict[str, str]:
     """The environment of a role process. Settings come from the file alone, except what must not stand in a file (the
-    server's URL may hold a password) and what `up` decides."""
+    addresses of the server and of the tasks may hold a password) and what `up` decides."""
     settings = {setting.variable for setting in all_settings()}
     kept = {name: value for name, value in variables.items() if name not in settings}
     drain = min(configuration.limits.drain, DRAIN_SECONDS)
     decided = {"FLEETBUS_NATS_URL": url, "FLEETBUS_LIMITS_DRAIN": str(drain)}
+    if is_remote(configuration.run.tasks):
+        decided["FLEETBUS_RUN_TASKS"] = configuration.run.tasks
     return {"OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1", **kept, **decided}
 
 

@@ -1,0 +1,37 @@
+"""What `fleetbus up` hands to its roles of paths and addresses: paths absolute, URLs as they are, no password in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetbus.config.load import dump_configuration
+from fleetbus.config.settings import Configuration, RunSettings
+from workers.up.command import with_absolute_paths
+from workers.up.identity import identity_of
+from workers.up.plans import role_variables
+
+URL = "https://ada:s3cret@host/tasks.json@v0.2"
+
+
+def configured(tasks: str) -> Configuration:
+    return with_absolute_paths(Configuration(run=RunSettings(tasks=tasks, model="m")))
+
+
+@pytest.mark.parametrize("url", [URL, "s3://bucket/{version}/tasks.json@v0.2"])
+def test_tasks_at_a_url_stay_where_they_are(url: str) -> None:
+    assert configured(url).run.tasks == url
+
+
+def test_paths_are_for_processes_in_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = configured("data@v0.2").run
+    assert (run.tasks, run.model) == (str(tmp_path / "data@v0.2"), str(tmp_path / "m"))
+
+
+def test_the_password_of_a_tasks_url_reaches_the_roles_and_no_file() -> None:
+    configuration = configured(URL)
+    assert role_variables(configuration, "nats://h", {}, 1)["FLEETBUS_RUN_TASKS"] == URL
+    assert b"s3cret" not in dump_configuration(configuration)
+    assert "s3cret" not in str(identity_of(configuration))
