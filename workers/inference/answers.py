@@ -74,8 +74,8 @@ class Answers:
         self._leases = leases
         self._counters = counters
         self._histories = Histories(bus, subjects)
-        self._busy: dict[str, dict[str, None]] = {}
-        """By turn in work the leases of its observations, in order: one, and those that were routed again."""
+        self._busy: dict[str, dict[str, Observation]] = {}
+        """By turn in work its observations by lease, in order: one, and those that were routed again."""
         self._coming = math.inf
         self._settled = anyio.Event()
 
@@ -97,20 +97,21 @@ class Answers:
 
     async def answer(self, delivery: Delivery) -> None:
         """Handle one delivery to its end. A repetition of what is in work only renews the lease."""
+        message = delivery.message
         try:
-            observation = _decoded(delivery)
+            observation = decode(Observation, message.payload, subject=message.subject)
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
             log.error("observation ignored", reason=str(malformed))
             await delivery.ack()
             return
         turn = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
-        lease = f"{turn}.{delivery.message.sequence}"
+        lease = f"{turn}.{message.sequence}"
         self._leases.hold(lease, delivery)
         if turn in self._busy:
-            self._busy[turn].setdefault(lease)
+            self._busy[turn].setdefault(lease, observation)
             return
-        waiting = self._busy[turn] = {lease: None}
+        waiting = self._busy[turn] = {lease: observation}
         try:
             structlog.contextvars.bind_contextvars(
                 episode=observation.episode_id, attempt=observation.attempt, turn=observation.turn
@@ -124,16 +125,16 @@ class Answers:
             for lease in waiting:
                 self._leases.take(lease)
 
-    async def _answer_one_of(self, waiting: dict[str, None]) -> None:
+    async def _answer_one_of(self, waiting: dict[str, Observation]) -> None:
         """One answer serves all observations of a turn. What refuses one says nothing of the newest, which was routed again
         and may expect another Action before its own."""
-        lease = next(iter(waiting))
-        while (delivery := self._leases.get(lease)) is not None and await self._is_refused(_decoded(delivery), delivery):
-            await self._ack(lease)
+        while waiting:
+            lease, observation = next(reversed(waiting.items()))
+            delivery = self._leases.get(lease)
+            if delivery is None or not await self._is_refused(observation, delivery):
+                break
             del waiting[lease]
-            if not waiting:
-                return
-            lease = next(reversed(waiting))
+            await self._ack(lease)
         for lease in tuple(waiting):
             await self._ack(lease)
 
@@ -305,10 +306,6 @@ class Answers:
         self._counters["tokens_sampled"] += len(generation.ids)
         self._counters["tokens_prompt"] += delta
         self._counters["histories_rebuilt"] = self._histories.rebuilt
-
-
-def _decoded(delivery: Delivery) -> Observation:
-    return decode(Observation, delivery.message.payload, subject=delivery.message.subject)
 
 
 def turn_seed(observation: Observation) -> int:
