@@ -30,6 +30,14 @@ class LostAnswers(Faults):
         return PublishFault(lost="answer") if self.lost else NO_PUBLISH_FAULT
 
 
+class LostFirstAnswer(Faults):
+    first = True
+
+    def publishing(self, worker: str, subject: str) -> PublishFault:
+        self.first, lost = False, self.first
+        return PublishFault(lost="answer") if lost else NO_PUBLISH_FAULT
+
+
 async def claimed(bus: MemoryBus, worker: str = "w", wait_seconds: float = 30.0) -> Lane:
     return await claim_lane(
         bus, SUBJECTS, role="environment", names=("e0",), worker=worker, nonce=worker, wait_seconds=wait_seconds
@@ -82,3 +90,12 @@ async def test_a_lease_that_cannot_be_read_is_no_lease() -> None:
         free = await bus.last(SUBJECTS.lane("environment", "e0"))
         assert free is not None
         assert free.payload == encode(LaneLease(worker="", nonce="", lease_seconds=0))
+
+
+async def test_a_claim_whose_answer_was_lost_is_one_s_own_at_the_next_look() -> None:
+    faults = LostFirstAnswer()
+    async with MemoryServer(faults=faults).connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus, wait_seconds=LEASE_SECONDS - 1)  # its own lease would stand in its way for longer
+        assert not faults.first
+        await lane.renew(bus)
