@@ -97,7 +97,7 @@ def test_a_split_takes_the_parameters_of_the_other_data_preparation(
     [
         (["validate", "absent.json"], "there is no such file"),
         (["split", "tasks.json", "--env", "none"], "no task is left to split"),
-        (["split", "tasks.json", "--max-env-share", "0"], "--max-env-share 0 must be above 0"),
+        (["split", "tasks.json", "--max-env-share", "0"], "0.0 is not in the range 0<x<=1"),
         (["split", "tasks.json", "--eval-ratio", "2"], "--eval-ratio"),
         (["split", "tasks.json", "--output", "tasks.json/x"], "choose another folder with --output"),
     ],

@@ -13,7 +13,7 @@ import click
 
 from fleetbus.errors import UserError
 from workers.cli.log_access import open_run, reach_options
-from workers.cli.options import load_settings
+from workers.cli.options import NumberRange, load_settings
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
@@ -32,7 +32,7 @@ Report = dict[str, Any]
 @click.option("--episodes", type=click.IntRange(1), metavar="N", help="Held-out tasks to play (default: the run's setting)")
 @click.option("--samples", type=click.IntRange(1), default=1, metavar="N", help="Episodes per task [1]")
 @click.option("--k", "ks", default="", metavar="K,K", help="The k of pass@k [1 and the number of samples]")
-@click.option("--temperature", type=click.FloatRange(0), metavar="NUMBER", help="Sampling temperature; 0: greedy [the run's]")
+@click.option("--temperature", type=NumberRange(0), metavar="NUMBER", help="Sampling temperature; 0: greedy [the run's]")
 @click.option(
     "--inference-engine", "inference__engine", metavar="NAME", help="Engine of the worker that is started here [the run's]"
 )

@@ -12,7 +12,7 @@ import anyio
 import click
 
 from fleetbus.errors import UserError
-from workers.cli.options import SettingsCommand, settings_options
+from workers.cli.options import SECONDS, SECONDS_OR_NONE, SettingsCommand, settings_options
 from workers.cli.role import Work, role_options, run_role
 
 if TYPE_CHECKING:
@@ -32,13 +32,18 @@ def command() -> None:
 @command.command("gym", cls=SettingsCommand)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
-@click.option("--api-key", envvar="GYM_API_KEY", default="", help="What clients have to send (better: GYM_API_KEY)")
 @click.option(
     "--max-inflight", envvar="GYM_MAX_INFLIGHT", type=click.IntRange(0), default=0, help="Calls at a time; 0: no limit"
 )
-@click.option("--admit-timeout", envvar="GYM_ADMIT_TIMEOUT", type=float, default=5.0, help="Seconds a call waits for its turn")
+@click.option(
+    "--admit-timeout",
+    envvar="GYM_ADMIT_TIMEOUT",
+    type=SECONDS_OR_NONE,
+    default=5.0,
+    help="Seconds a call waits for its turn",
+)
 @click.option("--max-sessions", type=click.IntRange(0), default=0, help="Sessions at a time; 0: as many as workers have slots")
-@click.option("--session-timeout", type=float, default=3600.0, help="Seconds without a call until a session is closed")
+@click.option("--session-timeout", type=SECONDS, default=3600.0, help="Seconds without a call until a session is closed")
 @click.option("--image-format", envvar="GYM_IMAGE_FORMAT", default="PNG", show_default=True, help="PNG, JPEG, WEBP, ...")
 @click.option(
     "--image-mime", envvar="GYM_IMAGE_MIME", default="", help="How images are labelled; the format's own type if not given"
@@ -65,9 +70,11 @@ def gym(host: str, port: int, **values: Any) -> int:
 @command.command("openenv", cls=SettingsCommand)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
-@click.option("--capacity-timeout", type=float, default=30.0, show_default=True, help="Seconds a reset waits for a slot")
-@click.option("--session-timeout", type=float, default=1800.0, help="Seconds without a call until a named session is closed")
-@click.option("--resume-timeout", type=float, default=60.0, help="Seconds a named session waits for its client to come back")
+@click.option(
+    "--capacity-timeout", type=SECONDS_OR_NONE, default=30.0, show_default=True, help="Seconds a reset waits for a slot"
+)
+@click.option("--session-timeout", type=SECONDS, default=1800.0, help="Seconds without a call until a named session is closed")
+@click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to come back")
 @click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine: the protocol has no key")
 @role_options
 @settings_options("run", "nats", "log")

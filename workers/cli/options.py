@@ -5,6 +5,7 @@ Values stay text here; `fleetbus.config.load` converts and checks them, so that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +32,19 @@ _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 _SEPARATOR = "__"
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class NumberRange(click.FloatRange):
+    """`click.FloatRange` for finite numbers: NaN is within every range of its own."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        number = super().convert(value, parameter, context)
+        return number if math.isfinite(number) else self.fail(f"{value} is no finite number", parameter, context)
+
+
+SECONDS = NumberRange(0, min_open=True)
+SECONDS_OR_NONE = NumberRange(0)
+"""Time limits; with the second one 0 means not to wait at all."""
 
 
 class SettingOption(click.Option):

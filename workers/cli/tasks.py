@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from workers.cli.options import NumberRange
 from workers.cli.program import REFUSED
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
 @LOCATION
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Folder to write to [.]")
 @click.option("--format", "formats", type=click.Choice(["json", "parquet", "both"]), default="json", help="Files [json]")
-@click.option("--eval-ratio", type=click.FloatRange(0, 1), default=0.10, help="Held-out share of each environment [0.1]")
+@click.option("--eval-ratio", type=NumberRange(0, 1), default=0.10, help="Held-out share of each environment [0.1]")
 @click.option("--max-eval", type=click.IntRange(min=0), default=30, help="Most held-out tasks per environment [30]")
 @click.option("--min-eval", type=click.IntRange(min=0), default=1, help="Fewest held-out tasks per environment [1]")
 @click.option("--all-or-none", is_flag=True, help="An environment whose share is below --min-eval gives none instead")
@@ -62,7 +63,12 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
 @click.option(
     "--max-eval-total", type=click.IntRange(min=0), help="Most held-out tasks of all environments together [no limit]"
 )
-@click.option("--max-env-share", type=float, default=1.0, help="Most of the training tasks from one environment [1.0]")
+@click.option(
+    "--max-env-share",
+    type=NumberRange(0, 1, min_open=True),
+    default=1.0,
+    help="Most of the training tasks from one environment [1.0]",
+)
 @click.option("--modality", type=click.Choice(["tool_use", "computer_use", "browser_use", "all"]), default="all")
 @click.option("--env", "environments", multiple=True, metavar="ENV", help="Only tasks of this environment; repeatable")
 @click.option("--difficulty", "difficulties", multiple=True, type=int, help="Only tasks of this difficulty; repeatable")
@@ -82,8 +88,6 @@ def split(location: str, output: Path, formats: str, as_json: bool, **choices: A
     tasks = _selected(load_dataset(location), choices)
     if not tasks:
         raise UserError(f"{shown(location)}: no task is left to split; loosen --modality, --env or --difficulty")
-    if not 0 < choices["max_env_share"] <= 1:
-        raise UserError(f"--max-env-share {choices['max_env_share']:g} must be above 0 and at most 1")
     parameters = {
         name: choices[name] for name in ("eval_ratio", "max_eval", "min_eval", "all_or_none", "max_eval_total", "max_env_share")
     }

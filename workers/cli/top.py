@@ -12,7 +12,7 @@ import anyio
 import click
 
 from workers.cli.log_access import open_run, reach_options
-from workers.cli.options import load_settings
+from workers.cli.options import SECONDS, load_settings
 from workers.cli.program import FINISHED, INTERRUPTED
 from workers.cli.sources import nats_http_of, nats_http_option
 
@@ -31,7 +31,7 @@ FIRST_LOOK_SECONDS = 2.5
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option("--once", is_flag=True, help="Show one picture and end")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON, one line per second (with --once: one)")
-@click.option("--stall", type=float, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")
+@click.option("--stall", type=SECONDS, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")
 @nats_http_option
 @reach_options
 def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http: str, **values: Any) -> int:
