@@ -13,33 +13,11 @@ from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.audit import Audit
 from fleetbus.core.audit_findings import Report
 from fleetbus.errors import UserError
-from schemas import (
-    Action,
-    AttemptReleased,
-    AttemptStarted,
-    CheckpointStored,
-    EpisodeFinished,
-    EpisodeRequested,
-    EvaluationFinished,
-    LineageStarted,
-    MalformedMessage,
-    Message,
-    Observation,
-    PolicyPublished,
-    StepTrained,
-    Subjects,
-    TrainingFinished,
-)
+from schemas import MalformedMessage, Subjects
 from schemas.message import decode_any
+from schemas.stored import STORED
 
-_MESSAGES: dict[str, tuple[type[Message], ...]] = {
-    "task": (EpisodeRequested,),
-    "obs": (Observation,),
-    "act": (Action,),
-    "episode": (AttemptStarted, AttemptReleased, EpisodeFinished),
-    "policy": (PolicyPublished, LineageStarted),
-    "train": (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished),
-}
+_MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "policy", "train")}
 """What an audit looks into, by the kind of subject."""
 
 

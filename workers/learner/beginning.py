@@ -20,11 +20,11 @@ from schemas import (
     LineageStarted,
     Message,
     PolicyPublished,
-    StepTrained,
     Subjects,
     TrainingFinished,
 )
 from schemas.message import MalformedMessage, decode_any
+from schemas.stored import STORED
 from workers.learner.checkpoints import Checkpoint, read_checkpoint
 
 
@@ -101,9 +101,7 @@ async def requests_from_floor(
 
 def _entry(subject: str, payload: bytes) -> Message | None:
     try:
-        return decode_any(
-            (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished), payload, subject=subject
-        )
+        return decode_any(STORED["train"], payload, subject=subject)
     except MalformedMessage:
         return None
 

@@ -14,29 +14,13 @@ from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.retention import Retention
 from fleetbus.floors import safe_floor
 from fleetbus.ports import Ports
-from schemas import (
-    AttemptReleased,
-    AttemptStarted,
-    CheckpointStored,
-    EpisodeFinished,
-    EpisodeRequested,
-    EvaluationFinished,
-    LineageStarted,
-    MalformedMessage,
-    Message,
-    StepTrained,
-    Subjects,
-    TrainingFinished,
-)
+from schemas import MalformedMessage, Message, Subjects
 from schemas.message import decode_any
+from schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64
 
-_READ: dict[str, tuple[type[Message], ...]] = {
-    "task": (EpisodeRequested,),
-    "episode": (AttemptStarted, AttemptReleased, EpisodeFinished),
-    "train": (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished),
-}
+_READ = {kind: STORED[kind] for kind in ("task", "episode", "train")}
 
 log = structlog.get_logger()
 

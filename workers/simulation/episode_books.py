@@ -14,17 +14,9 @@ import msgspec
 
 from fleetbus.bus.base import Stored
 from fleetbus.core.history import Turn, fold_history, history_hash, history_ids, loss_mask
-from schemas import (
-    GRADED,
-    Action,
-    AttemptReleased,
-    AttemptStarted,
-    EpisodeFinished,
-    EpisodeRequested,
-    Observation,
-    decode,
-)
+from schemas import GRADED, Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation, decode
 from schemas.message import decode_any
+from schemas.stored import STORED
 from schemas.tokens import extend_history, pack_ids, pack_mask, unpack_ids
 from workers.inference.answers import turn_seed
 from workers.simulation.engines import sampled_ids
@@ -90,7 +82,7 @@ class EpisodeBooks:
 
     def on_episode(self, entry: Stored, at: float) -> None:
         """An entry of ``episode.<episode>``."""
-        message = decode_any((AttemptStarted, AttemptReleased, EpisodeFinished), entry.payload, subject=entry.subject)
+        message = decode_any(STORED["episode"], entry.payload, subject=entry.subject)
         assert isinstance(message, (AttemptStarted, AttemptReleased, EpisodeFinished))
         pages = self.pages.get(message.episode_id)
         if pages is None:

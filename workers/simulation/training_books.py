@@ -23,6 +23,7 @@ from schemas import (
     TrainingFinished,
 )
 from schemas.message import decode_any
+from schemas.stored import STORED
 from workers.learner.checkpoints import read_checkpoint
 from workers.simulation.episode_books import EpisodeBooks, EpisodePages
 from workers.simulation.watch import Watch
@@ -74,7 +75,7 @@ class TrainingBooks:
 
     def published(self, entry: Stored) -> None:
         """An entry of ``policy.<name>``."""
-        policy = decode_any((PolicyPublished, LineageStarted), entry.payload, subject=entry.subject)
+        policy = decode_any(STORED["policy"], entry.payload, subject=entry.subject)
         if isinstance(policy, LineageStarted):
             self._watch.require(self._is_current(policy.lineage), "only the newest learner takes over", policy.lineage)
             self._publisher = policy.lineage
@@ -90,11 +91,7 @@ class TrainingBooks:
 
     def on_train(self, entry: Stored) -> None:
         """An entry of ``train.<name>``."""
-        message = decode_any(
-            (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished),
-            entry.payload,
-            subject=entry.subject,
-        )
+        message = decode_any(STORED["train"], entry.payload, subject=entry.subject)
         if isinstance(message, LineageStarted):
             self._started(message)
             return

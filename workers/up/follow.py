@@ -6,46 +6,14 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, Stored
-from schemas import (
-    AttemptReleased,
-    AttemptStarted,
-    CheckpointStored,
-    EpisodeFinished,
-    EvaluationFinished,
-    Heartbeat,
-    LineageStarted,
-    MalformedMessage,
-    Message,
-    PolicyPublished,
-    StepTrained,
-    Subjects,
-    TrainingFinished,
-    WorkerDraining,
-    WorkerFailed,
-    WorkerStarted,
-    WorkerStopped,
-    decode,
-)
+from schemas import Heartbeat, MalformedMessage, Subjects, decode
 from schemas.message import decode_any
+from schemas.stored import STORED
 from workers.up.book import Book
 from workers.up.display import Display
 from workers.up.progress import Progress
 
-FOLLOWED: tuple[type[Message], ...] = (
-    LineageStarted,
-    StepTrained,
-    CheckpointStored,
-    EvaluationFinished,
-    TrainingFinished,
-    AttemptStarted,
-    AttemptReleased,
-    EpisodeFinished,
-    PolicyPublished,
-    WorkerStarted,
-    WorkerDraining,
-    WorkerStopped,
-    WorkerFailed,
-)
+FOLLOWED = STORED["train"] + STORED["episode"] + STORED["policy"] + STORED["life"]
 """Every message on the subjects that are followed."""
 
 log = structlog.get_logger()
