@@ -7,17 +7,19 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration, InferenceSettings
 from fleetbus.core.pass_at import summarise
 from fleetbus.errors import UserError
-from schemas import EpisodeRequested, Task
+from schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
 from tests.support.small_fleet import configured, small_fleet
 from workers.cli import engines
-from workers.cli.evaluate import _parse_ks, _start_missing
+from workers.cli.evaluate import _parse_ks, _roles_heard, _start_missing
 from workers.cli.program import run_program
 from workers.learner.curriculum import Curriculum
 from workers.learner.held_out import newest_version, play
 from workers.learner.scripted import ScriptedTrainer
+from workers.replay.ground import memory_bus
 
 
 @pytest.fixture
@@ -105,6 +107,25 @@ async def test_an_engine_that_is_missing_here_is_told_with_the_flag_that_names_a
     async with small_fleet() as fleet, anyio.create_task_group() as group:
         with pytest.raises(UserError, match="--inference-engine torch"):
             _start_missing(group, fleet.bus, configuration, set(), anyio.Event())
+
+
+async def test_only_those_who_play_and_train_are_listened_for_whoever_else_beats() -> None:
+    configuration = Configuration()
+    subjects = Subjects(configuration.run.name)
+    roles: tuple[WorkerRole, ...] = ("gateway", "recorder", "environment", "inference", "learner")
+
+    async def beat(bus: Bus) -> None:
+        while True:
+            for role in roles:
+                for payload in (encode(Heartbeat(role=role, worker="w")), b"no heartbeat"):
+                    await bus.broadcast(subjects.heartbeat(role, "w"), payload)
+            await anyio.sleep(0.01)
+
+    with anyio.fail_after(60):
+        async with memory_bus(configuration.run.name) as bus, anyio.create_task_group() as group:
+            group.start_soon(beat, bus)
+            assert await _roles_heard(bus, configuration) == {"environment", "inference", "learner"}
+            group.cancel_scope.cancel()
 
 
 def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(

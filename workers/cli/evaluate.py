@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 HEARD_SECONDS = 5.0
 """Workers beat every two seconds; who is silent for this long is not there."""
+
+ROLES = frozenset({"environment", "inference", "learner"})
 
 Report = dict[str, Any]
 
@@ -117,14 +120,16 @@ async def _evaluate(
 
 
 async def _roles_heard(bus: Bus, configuration: Configuration) -> set[str]:
-    """Which kinds of workers live."""
-    from schemas import Heartbeat, Subjects, decode
+    """Which kinds of `ROLES` live; recorders and gateways neither play nor train."""
+    from schemas import Heartbeat, MalformedMessage, Subjects, decode
 
     heard: set[str] = set()
     async with bus.listen(Subjects(configuration.run.name).heartbeats) as listener:
         with anyio.move_on_after(HEARD_SECONDS):
-            while heard < {"environment", "inference", "learner"}:
-                heard.add(decode(Heartbeat, (await listener.receive())[1]).role)
+            while heard < ROLES:
+                subject, payload = await listener.receive()
+                with suppress(MalformedMessage):
+                    heard |= ROLES & {decode(Heartbeat, payload, subject=subject).role}
     return heard
 
 
