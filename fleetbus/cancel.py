@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.claims import Standing
+from fleetbus.core.claims import Standing, result_without_attempt
 from fleetbus.episodes import episode_entry, read_standing, store_result
 from fleetbus.errors import NoResponders, RequestUnanswered
 from schemas import (
@@ -56,7 +56,9 @@ async def cancel_episode(bus: Bus, subjects: Subjects, episode_id: str, *, autho
             return Cancelled(episode_id=episode_id, state="over", outcome=standing.result.outcome)
         if await _is_stopping(bus, subjects, standing, episode_id):
             return await _closed(bus, subjects, standing, episode_id, close_seconds)
-        result = _cancelled(request, sequence, standing, author)
+        result = result_without_attempt(
+            request, sequence, standing, worker=author, outcome="cancelled", error_class="cancelled"
+        )
         if await store_result(bus, subjects, result, expected_last=standing.last_sequence) == "stored":
             return Cancelled(episode_id=episode_id, state="cancelled", worker=author, outcome="cancelled")
     return Cancelled(episode_id=episode_id, state="open")
@@ -111,20 +113,3 @@ async def _closed(bus: Bus, subjects: Subjects, standing: Standing, episode_id: 
                     return Cancelled(episode_id=episode_id, state=state, worker=result.worker, outcome=result.outcome)
     newest = standing.newest
     return Cancelled(episode_id=episode_id, state="closing", worker=newest.worker if newest else "")
-
-
-def _cancelled(request: EpisodeRequested, sequence: int, standing: Standing, author: str) -> EpisodeFinished:
-    return EpisodeFinished(
-        episode_id=request.episode_id,
-        group_id=request.group_id,
-        attempt=standing.attempts,
-        outcome="cancelled",
-        worker=author,
-        split=request.split,
-        task_key=request.task.key,
-        dataset_version=request.task.dataset_version,
-        env=request.task.env,
-        request_sequence=sequence,
-        error_class="cancelled",
-        attempts=standing.attempts,
-    )

@@ -12,20 +12,9 @@ from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.claims import EpisodeEntry, Standing, fold_episode
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
-from schemas import (
-    ANY_LANE,
-    Action,
-    AttemptReleased,
-    AttemptStarted,
-    ChatMessage,
-    EpisodeFinished,
-    MalformedMessage,
-    Message,
-    Observation,
-    Subjects,
-    encode,
-)
+from schemas import ANY_LANE, Action, ChatMessage, EpisodeFinished, MalformedMessage, Message, Observation, Subjects, encode
 from schemas.message import M, decode_any
+from schemas.stored import STORED
 
 RETRY_SECONDS = 1.0
 
@@ -37,24 +26,25 @@ def decoded(expected: type[M], entries: Iterable[Stored], *, beside: tuple[type[
     types: tuple[type[Message], ...] = (expected, *beside)
     messages = []
     for entry in entries:
-        try:
-            message = decode_any(types, entry.payload, subject=entry.subject)
-        except MalformedMessage as malformed:
-            log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
-            continue
+        message = read_entry(types, entry)
         if isinstance(message, expected):
             messages.append((entry, message))
     return messages
 
 
-def episode_entry(entry: Stored) -> EpisodeEntry | None:
-    """The claim, goodbye or result in an entry of ``episode.<episode>``; None if it is none of them."""
+def read_entry(types: tuple[type[M], ...], entry: Stored) -> M | None:
+    """The message in an entry; None, and logged, if it is none of these types."""
     try:
-        message = decode_any((AttemptStarted, AttemptReleased, EpisodeFinished), entry.payload, subject=entry.subject)
+        return decode_any(types, entry.payload, subject=entry.subject)
     except MalformedMessage as malformed:
         log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
         return None
-    assert isinstance(message, (AttemptStarted, AttemptReleased, EpisodeFinished))
+
+
+def episode_entry(entry: Stored) -> EpisodeEntry | None:
+    """The claim, goodbye or result in an entry of ``episode.<episode>``; None if it is none of them."""
+    message = read_entry(STORED["episode"], entry)
+    assert message is None or isinstance(message, EpisodeEntry)
     return message
 
 

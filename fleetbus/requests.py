@@ -12,6 +12,7 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
+from fleetbus.core.claims import result_without_attempt
 from fleetbus.episodes import RETRY_SECONDS, read_standing, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
@@ -142,20 +143,14 @@ class Requests:
         if standing.result is not None:
             self.answered(request.episode_id)
             return
-        result = EpisodeFinished(
-            episode_id=request.episode_id,
-            group_id=request.group_id,
-            attempt=standing.attempts,
-            outcome="timeout",
+        result = result_without_attempt(
+            request,
+            sequence,
+            standing,
             worker=self._worker,
-            split=request.split,
-            task_key=request.task.key,
-            dataset_version=request.task.dataset_version,
-            env=request.task.env,
-            request_sequence=sequence,
+            outcome="timeout",
             error_class="unanswered",
             error="the deadline passed and no worker stored a result",
-            attempts=standing.attempts,
         )
         if await store_result(self._bus, self._subjects, result, expected_last=standing.last_sequence) != "superseded":
             self.answered(request.episode_id)

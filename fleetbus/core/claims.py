@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from schemas import AttemptReleased, AttemptStarted, EpisodeFinished
+from schemas import AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Outcome
 from schemas.episode import ClaimReason
 
 EpisodeEntry = AttemptStarted | AttemptReleased | EpisodeFinished
@@ -52,6 +52,34 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         """True if the newest claim is the one with this nonce and nothing ended or released it."""
         newest = self.newest
         return newest is not None and newest.nonce == nonce and self.result is None and not self.released
+
+
+def result_without_attempt(
+    request: EpisodeRequested,
+    sequence: int,
+    standing: Standing,
+    *,
+    worker: str,
+    outcome: Outcome,
+    error_class: str,
+    error: str = "",
+) -> EpisodeFinished:
+    """How an episode ends that ``worker`` does not run; ``sequence`` is the request's. It has to expect the last entry read."""
+    return EpisodeFinished(
+        episode_id=request.episode_id,
+        group_id=request.group_id,
+        attempt=standing.attempts,
+        outcome=outcome,
+        worker=worker,
+        split=request.split,
+        task_key=request.task.key,
+        dataset_version=request.task.dataset_version,
+        env=request.task.env,
+        request_sequence=sequence,
+        error_class=error_class,
+        error=error,
+        attempts=standing.attempts,
+    )
 
 
 def fold_episode(entries: Iterable[tuple[int, EpisodeEntry | None]]) -> Standing:

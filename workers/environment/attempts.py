@@ -16,7 +16,7 @@ import structlog
 
 from fleetbus.bus.base import Bus, Delivery
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.core.claims import Standing
+from fleetbus.core.claims import Standing, result_without_attempt
 from fleetbus.core.history import Turn
 from fleetbus.episodes import RETRY_SECONDS, read_observed, read_standing, read_turns, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
@@ -301,21 +301,14 @@ class Attempts:
         self, running: Running, standing: Standing, outcome: Outcome, error_class: str, error: str = ""
     ) -> None:
         """A result without an attempt of one's own: it expects the last entry that was read."""
-        request = running.request
-        result = EpisodeFinished(
-            episode_id=request.episode_id,
-            group_id=request.group_id,
-            attempt=standing.attempts,
-            outcome=outcome,
+        result = result_without_attempt(
+            running.request,
+            running.sequence,
+            standing,
             worker=self._crew.worker,
-            split=request.split,
-            task_key=request.task.key,
-            dataset_version=request.task.dataset_version,
-            env=request.task.env,
-            request_sequence=running.sequence,
+            outcome=outcome,
             error_class=error_class,
             error=error,
-            attempts=standing.attempts,
         )
         await self._finish(result, standing.last_sequence)
 

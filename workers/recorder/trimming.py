@@ -12,10 +12,10 @@ import structlog
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.retention import Retention
+from fleetbus.episodes import read_entry
 from fleetbus.floors import safe_floor
 from fleetbus.ports import Ports
-from schemas import MalformedMessage, Message, Subjects
-from schemas.message import decode_any
+from schemas import Message, Subjects
 from schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64
@@ -86,10 +86,4 @@ class Trimming:
 
 def _decoded(entry: Stored) -> Message | None:
     expected = _READ.get(entry.subject.split(".", 3)[2])
-    if expected is None:
-        return None
-    try:
-        return decode_any(expected, entry.payload, subject=entry.subject)
-    except MalformedMessage as malformed:
-        log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
-        return None
+    return read_entry(expected, entry) if expected is not None else None

@@ -6,8 +6,8 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, Stored
+from fleetbus.episodes import read_entry
 from schemas import Heartbeat, MalformedMessage, Subjects, decode
-from schemas.message import decode_any
 from schemas.stored import STORED
 from workers.up.book import Book
 from workers.up.display import Display
@@ -51,10 +51,8 @@ class Follower:
 
     def _take(self, entry: Stored) -> None:
         self._next_sequence = entry.sequence + 1
-        try:
-            message = decode_any(FOLLOWED, entry.payload, subject=entry.subject)
-        except MalformedMessage as malformed:
-            log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
+        message = read_entry(FOLLOWED, entry)
+        if message is None:
             return
         self._progress.apply(message, entry.time_ns)
         self.book.apply(message)

@@ -7,9 +7,10 @@ import structlog
 
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.journal import Journal, JournalEntry, read_journal
+from fleetbus.episodes import read_entry
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
-from schemas import MalformedMessage, SessionClaimed, SessionEnded, SessionRecorded, Subjects, encode
-from schemas.message import decode_any
+from schemas import Subjects, encode
+from schemas.stored import STORED
 from workers.environment.stages import Superseded
 
 RETRY_SECONDS = 0.5
@@ -25,12 +26,8 @@ async def journal_of(bus: Bus, subjects: Subjects, session: str) -> Journal:
 
 def journal_entry(entry: Stored) -> JournalEntry | None:
     """The claim, call or tombstone in an entry of ``session.<session>``; None if it is none of them."""
-    try:
-        message = decode_any((SessionClaimed, SessionRecorded, SessionEnded), entry.payload, subject=entry.subject)
-    except MalformedMessage as malformed:
-        log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
-        return None
-    assert isinstance(message, (SessionClaimed, SessionRecorded, SessionEnded))
+    message = read_entry(STORED["session"], entry)
+    assert message is None or isinstance(message, JournalEntry)
     return message
 
 
