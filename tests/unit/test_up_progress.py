@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fleetbus.config.run_folder import RunFolder
 from schemas import (
     EpisodeFinished,
     EvaluationFinished,
@@ -28,7 +29,8 @@ from workers.up.book import Book, Summary
 from workers.up.display import PlainDisplay, live_picture
 from workers.up.picture import draw_rewards, smoothed
 from workers.up.progress import SILENT_AFTER_SECONDS, Progress
-from workers.up.wording import duration, evaluation_line, failures, rounded, step_line
+from workers.up.summary import report_lines
+from workers.up.wording import duration, evaluation_line, failures, in_flight, rounded, short_step_line, step_line
 
 SECOND_NS = 1_000_000_000
 
@@ -62,8 +64,15 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     for index in range(21):
         progress.apply(finished(index), index * SECOND_NS // 2)
     assert progress.rates() == (2.0, 200.0)
-    progress.apply(finished(99), 1000 * SECOND_NS)
-    assert progress.rates() == (0.0, 0.0)
+
+
+def test_rates_of_a_run_that_stood_still_do_not_leap_when_it_goes_on() -> None:
+    progress = Progress(10)
+    for index in range(3):
+        progress.apply(finished(index), index)
+    for index in range(5):
+        progress.apply(finished(10 + index), 1000 * SECOND_NS + index)
+    assert progress.rates() == (0.5, 50.0)
 
 
 def test_workers_that_fell_silent_are_shown_no_more() -> None:
@@ -88,6 +97,34 @@ def test_a_step_line_copes_with_a_learner_that_measures_nothing() -> None:
     progress = Progress(50)
     progress.apply(trained(1), 0)
     assert step_line(progress) == "step 1/50 · version 1"
+
+
+def test_a_step_is_told_in_80_columns_where_the_rest_is_shown_below() -> None:
+    progress = Progress(1000)
+    for index in range(3):
+        progress.apply(finished(index), index * SECOND_NS // 2)
+    progress.apply(trained(123, success=0.5, reward=0.504, staleness_max=1.0, seconds_train=0.512, excluded=("stale",)), 0)
+    assert short_step_line(progress) == "step 123/1000 · success 0.50 · version 123 · staleness 1 · 2 episodes/s"
+    progress.apply(trained(124, success=0.5, reward=0.25), 0)
+    assert short_step_line(progress) == "step 124/1000 · success 0.50 · reward 0.25 · version 124 · 2 episodes/s"
+    progress.apply(trained(125), 0)
+    assert short_step_line(progress) == "step 125/1000 · version 125 · 2 episodes/s"
+
+
+def test_what_a_cut_lineage_left_untrained_is_not_counted_twice() -> None:
+    progress = Progress(50)
+    for step in (1, 2, 3):
+        progress.apply(trained(step, excluded=("stale",) * step), 0)
+    progress.apply(LineageStarted(lineage="b", worker="w", parent="a", parent_step=1), 0)
+    assert failures(progress) == "not trained so far: stale 1"
+    progress.apply(trained(2, lineage="b", excluded=("stale", "late")), 0)
+    assert failures(progress) == "not trained so far: late 1, stale 2"
+
+
+def test_a_learner_has_groups_in_flight_and_no_slots() -> None:
+    assert in_flight("environment", 12, 64) == "12/64"
+    assert in_flight("learner", 32, 16) == "32 groups"
+    assert in_flight("inference", 0, 0) == ""
 
 
 def test_graded_outcomes_are_no_failures() -> None:
@@ -206,6 +243,19 @@ def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
     assert summary.reward_by_step == [None, 0.5]
     assert summary.seconds_by_stage == {"wait": 0.75, "episode_open": 0.1, "episode_action": 3.0}
     assert summary.episodes_by_outcome == {"completed": 1, "timeout": 1}
+
+
+def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path) -> None:
+    book = Book()
+    book.apply(LineageStarted(lineage="a", worker="w"))
+    for message in (evaluated("start", 0.344), trained(80, excluded=("stale",) * 232), evaluated("end", 0.934, step=80)):
+        book.apply(message)
+    book.apply(evaluated("end_greedy", 1.0, step=80, temperature=0.0))
+    book.apply(TrainingFinished(lineage="a", step=80, version=80))
+    lines = report_lines(summed(book), RunFolder(tmp_path), str)
+    assert "34.4% → 93.4% sampled, 100.0% greedy" in lines[0] and "excluded: stale 232 · 12 s" in lines[1]
+    assert "trains it further" in lines[-2] and "starts another" in lines[-1]
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_an_empty_log_makes_an_empty_summary_and_no_picture(tmp_path: Path) -> None:

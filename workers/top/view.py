@@ -10,7 +10,7 @@ from workers.monitor.follow import LogHealth
 from workers.monitor.roster import WorkerRow
 from workers.monitor.state import FleetState
 from workers.top.jetstream import ServerView
-from workers.up.wording import duration, rounded
+from workers.up.wording import duration, in_flight, rounded
 from workers.watchdog import Stall
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ SHOWN_WORKERS = 24
 
 LEAST_WORKERS = 3
 BETWEEN = " · "
+SHOWN_CLASSES = 5
 SHOWN_SLOW = 3
 SLOW_BYTES = 256 << 10
 """Less than this is unread for a moment everywhere."""
@@ -166,11 +167,14 @@ def size(count: float) -> str:
 
 
 def _errors(numbers: dict[str, Any]) -> list[str]:
-    found = {**numbers["excluded"], **numbers["errors"]}
+    named = _counted("cut short or failed", numbers["errors"]) + _counted("not trained", numbers["excluded"])
+    return named + ([f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else [])
+
+
+def _counted(title: str, found: dict[str, int]) -> list[str]:
+    """The most frequent ones, the title before the first."""
     counted = [f"{name} {count}" for name, count in sorted(found.items(), key=lambda each: -each[1]) if count]
-    takeovers = [f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else []
-    named = [f"by class: {counted[0]}", *counted[1:6]] if counted else []
-    return [*named, *takeovers]
+    return [f"{title}: {counted[0]}", *counted[1:SHOWN_CLASSES]] if counted else []
 
 
 def _workers(workers: Sequence[WorkerRow], room: int) -> list[RenderableType]:
@@ -196,14 +200,14 @@ def _table(workers: Sequence[WorkerRow]) -> Table:
     table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
     table.add_column("role", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for name in ("slots", "version", "seen"):
+    for name in ("in flight", "version", "seen"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in workers:
         style = _STYLES.get(row.state, "")
-        slots = f"{row.in_flight}/{row.slots}" if row.slots else ""
+        held = in_flight(row.role, row.in_flight, row.slots)
         version = str(row.policy_version) if row.policy_version >= 0 else ""
         table.add_row(
-            row.worker, row.role, Text(row.state, style=style), slots, version, f"{row.seconds:.0f} s ago", style=style
+            row.worker, row.role, Text(row.state, style=style), held, version, f"{row.seconds:.0f} s ago", style=style
         )
     return table
 

@@ -11,7 +11,7 @@ import anyio
 
 from schemas import EvaluationFinished, Heartbeat, Message, StepTrained, WorkerFailed, WorkerStarted
 from workers.up.progress import Progress
-from workers.up.wording import duration, evaluation_line, failures, rounded, stage_times, step_line
+from workers.up.wording import duration, evaluation_line, failures, in_flight, rounded, short_step_line, stage_times, step_line
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -32,11 +32,14 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """One line per event, without colours or movement: for files, pipes and other programs."""
+    """One line per event, without colours or movement: for files, pipes and other programs. ``step`` words a training step."""
 
-    def __init__(self, progress: Progress, write: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, progress: Progress, write: Callable[[str], None] | None = None, step: Callable[[Progress], str] = step_line
+    ) -> None:
         self._progress = progress
         self._write = write or _write_line
+        self._step = step
 
     def line(self, text: str) -> None:
         self._write(text)
@@ -44,7 +47,7 @@ class PlainDisplay:
     def happened(self, message: Message) -> None:
         match message:
             case StepTrained():
-                self._write(step_line(self._progress))
+                self._write(self._step(self._progress))
             case EvaluationFinished():
                 self._write(evaluation_line(message))
             case WorkerStarted():
@@ -89,7 +92,7 @@ async def _live(progress: Progress, target: TextIO) -> AsyncIterator[Display]:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(refresh)
-            yield PlainDisplay(progress, lambda text: console.print(text, markup=False, highlight=False))
+            yield PlainDisplay(progress, lambda text: console.print(text, markup=False, highlight=False), short_step_line)
             tasks.cancel_scope.cancel()
 
 
@@ -101,14 +104,13 @@ def live_picture(progress: Progress, workers: list[Heartbeat], seconds: float) -
     episodes, tokens = progress.rates()
     numbers = [
         f"step {progress.step}/{progress.steps}",
-        f"policy version {progress.version}",
+        f"version {progress.version}",
         f"{progress.episodes:,} episodes",
         f"{episodes:.0f} episodes/s",
         f"{rounded(tokens)} tokens/s",
-        duration(seconds),
     ]
     done = round(BAR_WIDTH * min(progress.step / progress.steps, 1.0))
-    bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"))
+    bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"), f" {duration(seconds)}")
     lines = [bar, Text(" · ".join(numbers), style="bold")]
     lines += [Text(text, style="dim") for text in (stage_times(progress.metrics), failures(progress)) if text]
     return Group(*lines, _worker_table(workers))
@@ -121,5 +123,5 @@ def _worker_table(workers: list[Heartbeat]) -> Table:
     for beat in workers:
         version = str(beat.policy_version) if beat.policy_version >= 0 else ""
         state = "draining" if beat.draining else "working"
-        table.add_row(beat.worker, state, f"{beat.in_flight}/{beat.slots}" if beat.slots else "", version)
+        table.add_row(beat.worker, state, in_flight(beat.role, beat.in_flight, beat.slots), version)
     return table

@@ -9,7 +9,7 @@ from collections import Counter, deque
 
 import msgspec
 
-from schemas import EpisodeFinished, EvaluationFinished, Heartbeat, Message, PolicyPublished, StepTrained
+from schemas import EpisodeFinished, EvaluationFinished, Heartbeat, LineageStarted, Message, PolicyPublished, StepTrained
 
 RATE_WINDOW_SECONDS = 10.0
 """Episodes and tokens per second are means over this long."""
@@ -39,15 +39,22 @@ class Progress:
         self.episodes = 0
         self.outcomes: Counter[str] = Counter()
         self.excluded: Counter[str] = Counter()
+        """Episodes that were settled untrained, by reason, without those of lineages that were cut."""
+        self._excluded_at: dict[int, Counter[str]] = {}
         self._workers: dict[str, WorkerView] = {}
         self._recent: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_EPISODES)
 
     def apply(self, message: Message, time_ns: int) -> None:
         """Take in one entry of the log, stored at ``time_ns``."""
         match message:
+            case LineageStarted():
+                for step in [step for step in self._excluded_at if step > message.parent_step]:
+                    self.excluded -= self._excluded_at.pop(step)
             case StepTrained():
                 self.step, self.version, self.metrics = message.step, message.version, message.metrics
-                self.excluded.update(exclusion.reason for exclusion in message.excluded)
+                if message.excluded:
+                    self._excluded_at[message.step] = counted = Counter(exclusion.reason for exclusion in message.excluded)
+                    self.excluded += counted
             case EvaluationFinished():
                 self.evaluations[message.name] = message
             case PolicyPublished():
@@ -64,11 +71,13 @@ class Progress:
         return sorted(lately, key=lambda beat: (beat.role, beat.worker))
 
     def rates(self) -> tuple[float, float]:
-        """Episodes and tokens per second, over the last episodes that finished; 0 until there are two."""
+        """Episodes and tokens per second up to the last episode that finished; 0 until there are two."""
         if len(self._recent) < 2:
             return 0.0, 0.0
         newest = self._recent[-1][0]
         within = [(time, tokens) for time, tokens in self._recent if newest - time <= RATE_WINDOW_SECONDS * 1e9]
+        if len(within) < len(self._recent):  # something finished before the window, so all of the window is known
+            return len(within) / RATE_WINDOW_SECONDS, sum(tokens for _, tokens in within) / RATE_WINDOW_SECONDS
         seconds = (newest - within[0][0]) / 1e9
         if seconds <= 0:
             return 0.0, 0.0

@@ -35,25 +35,25 @@ def load_summary(folder: RunFolder) -> Summary | None:
 
 def report_lines(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
     """What a person is told at the end: success before and after, cost, where the files are, how to go on."""
-    lines = [f"{_success_change(summary)} · {_cost(summary)}"]
+    lines = [_success_change(summary), _cost(summary)]
     files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
     lines += [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
-    return [*lines, f"  {'go on':8} {go_on(summary)}"]
+    return [*lines, *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_ways_on(summary)))]
 
 
 def finished_line(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> str:
     """A finished run that is called again, in one line."""
     where = f" (model in {shown(folder.model)})" if folder.model.exists() else ""
-    return f"run {summary.run} is finished: {_success_change(summary)}{where} · {go_on(summary)}"
+    return f"run {summary.run} is finished: {_success_change(summary)}{where} · {', '.join(_ways_on(summary))}"
 
 
-def go_on(summary: Summary) -> str:
+def _ways_on(summary: Summary) -> list[str]:
     """The commands that a person may want next."""
     name = "" if summary.run == "default" else f" --run {summary.run}"
     if not summary.finished:
-        return f"`fleetbus up{name}` resumes it"
+        return [f"`fleetbus up{name}` resumes it"]
     more = summary.optimizer_steps + max(summary.optimizer_steps, FULL_LENGTH_STEPS)
-    return f"`fleetbus up{name} --steps {more}` trains it further, `fleetbus up --run NAME` starts another"
+    return [f"`fleetbus up{name} --steps {more}` trains it further", "`fleetbus up --run NAME` starts another"]
 
 
 def _success_change(summary: Summary) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from schemas import GRADED, EvaluationFinished
+from schemas import GRADED, EvaluationFinished, WorkerRole
 from workers.up.progress import Progress
 
 STAGE_PREFIX = "seconds_"
@@ -12,15 +12,21 @@ STAGE_PREFIX = "seconds_"
 
 
 def step_line(progress: Progress) -> str:
-    """One training step: ``step 3/50 · success 0.41 · ...``."""
+    """One training step with all that is known of it: ``step 3/50 · success 0.41 · ...``."""
     episodes, tokens = progress.rates()
-    parts = [f"step {progress.step}/{progress.steps}", *_measured(progress.metrics, ("success", "reward"))]
-    parts.append(f"version {progress.version}")
-    if "staleness_max" in progress.metrics:
-        parts.append(f"staleness {progress.metrics['staleness_max']:.0f}")
+    parts = _step(progress, _measured(progress.metrics))
     if episodes:
         parts.append(f"{episodes:.0f} episodes/s, {rounded(tokens)} tokens/s")
     return " · ".join([*parts, *filter(None, [stage_times(progress.metrics), failures(progress)])])
+
+
+def short_step_line(progress: Progress) -> str:
+    """The same for 80 columns, where times, tokens and exclusions are shown below; a reward that is the success is left out."""
+    measured = _measured(progress.metrics)
+    alike = len({text.split()[1] for text in measured}) == 1
+    episodes, _ = progress.rates()
+    parts = _step(progress, measured[:1] if alike else measured)
+    return " · ".join([*parts, *([f"{episodes:.0f} episodes/s"] if episodes else [])])
 
 
 def evaluation_line(evaluation: EvaluationFinished) -> str:
@@ -46,6 +52,13 @@ def failures(progress: Progress) -> str:
     return f"not trained so far: {', '.join(counted)}" if counted else ""
 
 
+def in_flight(role: WorkerRole, count: int, slots: int) -> str:
+    """What a worker holds: ``12/64`` of its slots; a learner has no slots to fill, so ``32 groups``."""
+    if not slots:
+        return ""
+    return f"{count} groups" if role == "learner" else f"{count}/{slots}"
+
+
 def rounded(count: float) -> str:
     """``6.5k`` for 6,512."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -62,5 +75,12 @@ def duration(seconds: float) -> str:
     return " ".join(filter(None, parts))
 
 
-def _measured(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
-    return [f"{name} {metrics[name]:.2f}" for name in names if name in metrics]
+def _step(progress: Progress, measured: list[str]) -> list[str]:
+    parts = [f"step {progress.step}/{progress.steps}", *measured, f"version {progress.version}"]
+    if "staleness_max" in progress.metrics:
+        parts.append(f"staleness {progress.metrics['staleness_max']:.0f}")
+    return parts
+
+
+def _measured(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{name} {metrics[name]:.2f}" for name in ("success", "reward") if name in metrics]

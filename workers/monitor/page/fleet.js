@@ -36,7 +36,7 @@ function workerTable(workers) {
     ["worker", (row) => row.worker],
     ["role", (row) => row.role],
     ["state", (row) => el("span", { class: STATES[row.state] }, row.state)],
-    ["in flight", (row) => (row.slots ? el("span", {}, el("span", { class: "bar", role: "img", "aria-label": `${row.in_flight} of ${row.slots}`, style: { display: "inline-block", width: "80px" } }, el("i", { style: { width: `${Math.min(100, (100 * row.in_flight) / row.slots)}%` } })), ` ${row.in_flight}/${row.slots}`) : "")],
+    ["in flight", (row) => (row.role === "learner" ? `${row.in_flight} groups` : row.slots ? el("span", {}, el("span", { class: "bar", role: "img", "aria-label": `${row.in_flight} of ${row.slots}`, style: { display: "inline-block", width: "80px" } }, el("i", { style: { width: `${Math.min(100, (100 * row.in_flight) / row.slots)}%` } })), ` ${row.in_flight}/${row.slots}`) : "")],
     ["version", (row) => (row.policy_version < 0 ? "" : row.policy_version), "number"],
     ["lane", (row) => row.lane],
     ["last heard", (row) => `${seconds(row.seconds)} ago`, "number"],
