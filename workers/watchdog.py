@@ -2,7 +2,8 @@
 
 Silent hangs are what users of such systems complain of most, so every wait that can hold a whole run has a name here. Progress
 is an episode that ended or a step that was trained; a lineage that begins, and a request where nothing was open, start the
-clock anew. Episodes that end without a verdict, one after the other, are progress of which nothing comes: that is said too.
+clock anew. Episodes that end without a verdict, one after the other, are progress of which nothing comes: that is said too, as
+are groups of which none is trained, and a policy that has nothing to learn from any more (`fleetbus.core.learning_signal`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fleetbus.core.learning_signal import MANY_GROUPS
 from schemas import GRADED
 from workers.monitor.follow import LogHealth
 from workers.monitor.roster import WorkerRow
@@ -26,11 +28,14 @@ FULL_SHARE = 0.95
 MANY_WITHOUT_VERDICT = 16
 """So many training episodes since the last step, all without a verdict, are no accident any more."""
 
+MANY_BATCHES = 32
+"""Groups for so many batches that ended since the last step, and no step: dynamic sampling replaces up to 10 by default."""
+
 ALIVE = ("working", "draining")
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason why a run stands. ``where`` is a role or ``log``; ``seconds`` how long it has been so."""
+    """One reason why a run stands. ``where`` is a role, ``log`` or ``policy``; ``seconds`` how long it has been so."""
 
     where: str
     reason: str
@@ -62,7 +67,11 @@ def find_stalls(
     if state.finished:
         return []
     sight = _Sight(state, health, now, now_ns, admission)
-    useless = sight.without_verdict(now_ns, stall_seconds)
+    useless = [
+        *sight.without_verdict(now_ns, stall_seconds),
+        *sight.untrained(now_ns, stall_seconds),
+        *sight.policy(now_ns, stall_seconds),
+    ]
     if not sight.quiet or sight.quiet < stall_seconds:
         return useless
     full = sight.log(FULL_SHARE)
@@ -70,7 +79,13 @@ def find_stalls(
         return full
     if not sight.open:
         return [*useless, *(sight.log(admission) or sight.learner())]
-    return [*sight.environments(), *sight.inference()] or sight.in_stages()
+    return [*([*sight.environments(), *sight.inference()] or sight.in_stages()), *useless]
+
+
+def find_notes(state: FleetState, *, now_ns: int, patience_seconds: float = STALL_SECONDS) -> list[str]:
+    """What is worth knowing of a run and no trouble: that it has nothing left to learn."""
+    found = None if state.finished else state.signal.judge(now_ns, patience_seconds=patience_seconds)
+    return [found.line] if found is not None and found.kind == "solved" else []
 
 
 class _Sight:
@@ -201,6 +216,34 @@ class _Sight:
         )
         advice = f"read one: `fleetbus episodes RUN --outcome {ended.most_common(1)[0][0]}`"
         return [Stall(where="environment", reason=reason, seconds=seconds, advice=advice)]
+
+    def untrained(self, now_ns: int, stall_seconds: float) -> list[Stall]:
+        """Whether groups end one after the other, with verdicts, and no step takes any of them."""
+        state, learners = self._state, self._alive("learner")
+        since, ended = max(state.last_step_ns, state.lineage_ns), len(state.groups_since_step)
+        batch = max((row.slots for row in learners), default=0)
+        seconds = (now_ns - since) / 1e9 if since else 0.0
+        if not batch or seconds < stall_seconds or ended < max(MANY_BATCHES * batch, MANY_GROUPS):
+            return []
+        if not any(state.since_step[outcome] for outcome in GRADED):
+            return []
+        groups = [group for group in state.groups() if group.group_id in state.groups_since_step]
+        flat = sum(group.graded >= 2 and group.spread == 0 for group in groups)
+        small = sum(group.graded < 2 for group in groups)
+        why = f"{flat} had equal rewards, {small} fewer than two verdicts"
+        reason = f"no step was trained, though {_many(ended, 'group')} ended since the last one: {why}"
+        advice = "too few verdicts for learner.min_group_size, or all of them replaced (algorithm.dynamic_sampling)?"
+        return [Stall(where="learner", reason=reason, seconds=seconds, advice=advice)]
+
+    # The policy
+
+    def policy(self, now_ns: int, stall_seconds: float) -> list[Stall]:
+        """Whether steps are trained, and nothing is learned from any."""
+        found = self._state.signal.judge(now_ns, patience_seconds=stall_seconds)
+        if found is None or found.kind == "solved":
+            return []
+        seconds = (now_ns - found.since_ns) / 1e9
+        return [Stall(where="policy", reason=found.reason, seconds=seconds, advice=found.advice)]
 
     # What all need
 

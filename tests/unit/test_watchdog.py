@@ -29,7 +29,7 @@ from schemas import (
 from workers.environment.stages import Stages
 from workers.monitor.follow import LogHealth, Watch
 from workers.monitor.state import FleetState
-from workers.watchdog import MANY_WITHOUT_VERDICT, Stall, find_stalls
+from workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, Stall, find_notes, find_stalls
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000
@@ -68,10 +68,10 @@ class Run:
             claim = AttemptStarted(episode_id=episode, attempt=1, worker="env", nonce="n", lane="e0")
             self.add(at, SUBJECTS.episode(episode), claim)
 
-    def finish(self, at: float, *episodes: str, outcome: str = "completed") -> None:
+    def finish(self, at: float, *episodes: str, outcome: str = "completed", group: str = "g1") -> None:
         for episode in episodes:
             result = EpisodeFinished(
-                episode_id=episode, group_id="g1", attempt=1, outcome=outcome, worker="env",  # type: ignore[arg-type]
+                episode_id=episode, group_id=group, attempt=1, outcome=outcome, worker="env",  # type: ignore[arg-type]
                 reward=1.0 if outcome == "completed" else None,
                 error_class="" if outcome == "completed" else "ConnectionError",
             )  # fmt: skip
@@ -322,3 +322,74 @@ async def test_a_log_that_never_rests_is_known_once_its_beginning_was_read() -> 
         assert not watch.is_behind(anyio.current_time())
         assert watch.health.followed > 300
         tasks.cancel_scope.cancel()
+
+
+def trained(run: Run, at: float, step: int, *, success: float, flat: int = 16) -> None:
+    """A step of sixteen groups of eight."""
+    metrics = {"success": success, "reward": success, "groups_without_signal": float(flat)}
+    metrics["advantage_size_mean"] = 0.0 if flat == 16 else 0.5
+    episodes = tuple(f"{step}-{number}" for number in range(128))
+    run.add(
+        at, SUBJECTS.train("default"), StepTrained(lineage="a", step=step, version=step, episodes=episodes, metrics=metrics)
+    )
+
+
+def test_a_policy_that_collapsed_is_named_while_all_else_goes_well() -> None:
+    run = Run()
+    run.begin()
+    run.fleet()
+    for step in range(1, 11):
+        trained(run, step * 10, step, success=0.8, flat=4)
+    for step in range(11, 17):
+        assert run.stalls(step * 10 - 5) == [], "six steps, of ten seconds each, are needed"
+        trained(run, step * 10, step, success=0.0)
+    stall = run.only(171)
+    assert (stall.where, stall.seconds) == ("policy", 61)
+    assert "success fell from 0.80 to 0.00 within 1 step of step 10" in stall.reason
+    assert "no signal since step 11: the last 96 groups had equal rewards each (success 0.00, reward 0.00)" in stall.reason
+    assert "learner.gradient_clip" in stall.advice
+    trained(run, 175, 17, success=0.2, flat=8)
+    trained(run, 176, 18, success=0.2, flat=8)
+    assert run.stalls(176) == [], "it learns again"
+
+
+def test_a_collapsed_policy_is_named_after_what_holds_the_run() -> None:
+    run = Run()
+    run.begin()
+    run.fleet()
+    for step in range(1, 7):
+        trained(run, step, step, success=0.0)
+    run.request(10, "e1")
+    run.beats = []
+    assert [stall.where for stall in run.stalls(100)] == ["environment", "policy"]
+
+
+def test_a_run_that_solved_its_tasks_is_no_trouble_and_worth_a_note() -> None:
+    run = Run()
+    run.begin()
+    run.fleet()
+    for step in range(1, 11):
+        trained(run, step * 10, step, success=1.0)
+    assert run.stalls(110) == []
+    (note,) = find_notes(run.state, now_ns=int((START + 110) * SECOND))
+    assert note.startswith("nothing is left to learn since step 1") and "harder tasks" in note
+    run.add(120, SUBJECTS.train("default"), TrainingFinished(lineage="a", step=10, version=10))
+    assert find_notes(run.state, now_ns=int((START + 300) * SECOND)) == []
+
+
+def test_a_run_whose_groups_end_and_are_never_trained_is_named_with_why() -> None:
+    run = Run()
+    run.begin()
+    run.fleet()
+    for number in range(MANY_BATCHES * 2):
+        assert number < 10 or run.stalls(65) == [], "32 batches of groups may be replaced"
+        ids = [f"{number}-{index}" for index in range(4)]
+        run.request(number, *ids, group=f"g{number}")
+        for index, episode in enumerate(ids):
+            failed = number < 10 and index
+            run.finish(number + 1, episode, outcome="env_failed" if failed else "completed", group=f"g{number}")
+    stall = run.only(66)
+    assert (stall.where, stall.seconds) == ("learner", 66)
+    assert "no step was trained, though 64 groups ended since the last one: 54 had equal rewards, 10 fewer" in stall.reason
+    run.train(67, 1)
+    assert run.stalls(68) == []

@@ -13,6 +13,8 @@ from workers.learner.base import TrainingSequence
 SUCCESS = 1.0
 """A reward of at least this is a success."""
 
+ADVANTAGES = ("advantage_min", "advantage_max", "advantage_size_mean", "advantage_moment")
+
 
 def measure_groups(
     groups: Sequence[Group], lags: Sequence[int], queued: Sequence[int] | None = None, *, max_staleness: int | None = None
@@ -42,14 +44,15 @@ def measure_groups(
 
 
 def measure_advantages(sequences: Sequence[TrainingSequence]) -> dict[str, float]:
-    """The advantages of a batch over its sampled tokens: so that a replay can tell whether they are the same.
+    """The advantages of a batch over its sampled tokens, so that a replay can tell whether they are the same; all 0 if no token
+    is trained.
 
     ``advantage_moment`` is the mean of advantage times place in the batch (0 to 1): the same advantages given to other
     episodes have the same extremes and the same mean size, but not the same moment.
     """
     found = np.concatenate([sequence.advantages[sequence.loss_mask] for sequence in sequences])
     if not len(found):
-        return {}
+        return dict.fromkeys(ADVANTAGES, 0.0)
     return {
         "advantage_min": float(found.min()),
         "advantage_max": float(found.max()),

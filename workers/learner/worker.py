@@ -37,6 +37,7 @@ from workers.learner.evaluation import Evaluations
 from workers.learner.measures import measure_advantages, measure_groups
 from workers.learner.pool import EXCLUSIONS_PER_ENTRY, GroupPool
 from workers.learner.publication import Publication
+from workers.learner.signal_log import SignalLog
 from workers.weights_store import open_store
 
 log = structlog.get_logger()
@@ -112,6 +113,7 @@ class Learner:
         self._evaluations = Evaluations(self._requests)
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._unstored: Checkpoint | None = None
+        self._signal = SignalLog()
 
     async def run(self) -> None:
         """Train until the last step or until drained."""
@@ -308,16 +310,16 @@ class Learner:
             next_group=self._admission.next_group,
         )
         self._ledger.forget_settled()
-        await self._train.append(
-            StepTrained(
-                lineage=self._lineage,
-                step=self._step,
-                version=self._publication.version + 1,
-                episodes=tuple(trained),
-                excluded=tuple(excluded),
-                metrics={name: float(value) for name, value in metrics.items()},
-            )
+        done = StepTrained(
+            lineage=self._lineage,
+            step=self._step,
+            version=self._publication.version + 1,
+            episodes=tuple(trained),
+            excluded=tuple(excluded),
+            metrics={name: float(value) for name, value in metrics.items()},
         )
+        await self._train.append(done)
+        self._signal.trained(done, self._bus.now_ns())
         await self._publish_version()
         self._counters["steps"] += 1
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps or self._drain.is_set():

@@ -27,7 +27,7 @@ from schemas.tokens import token_count, unpack_ids, unpack_logprobs
 from workers.monitor.follow import Watch
 from workers.monitor.timeline import timeline
 from workers.monitor.words import Words
-from workers.watchdog import find_stalls
+from workers.watchdog import find_notes, find_stalls
 
 PAGE = Path(__file__).parent / "page"
 TICK_SECONDS = 0.5
@@ -120,6 +120,7 @@ class Site:
                 },
                 "server": self._watch.server,
                 "stalls": self._stalls(now, bus.now_ns()),
+                "notes": [] if self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
             }
             self._overview = (now, msgspec.json.encode(facts))
         return self._overview[1]

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.bus.base import Stored
+from fleetbus.core.learning_signal import LearningSignal
 from fleetbus.core.lineage import survives, surviving_steps
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
 from schemas import (
@@ -99,6 +100,9 @@ class FleetState:
         self.last_step_ns = 0
         self.since_step: Counter[str] = Counter()
         """Training episodes by outcome since the last step, or since the lineage began."""
+        self.groups_since_step: set[str] = set()
+        """The groups that they are of, where there is a learner to take them."""
+        self.signal = LearningSignal()
         self.malformed = 0
         self.finished = False
         self.checkpoint = 0
@@ -115,6 +119,7 @@ class FleetState:
         """Take in an entry; ``now`` is monotonic seconds, ``now_ns`` the server's time."""
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
         self.progress.apply(message, entry.time_ns)
+        self.signal.apply(message, entry.time_ns)
         self.roster.happened(message, (now_ns - entry.time_ns) / 1e9, now)
         self.episodes.add(entry)
         match message:
@@ -130,7 +135,7 @@ class FleetState:
             case LineageStarted() if ".train." in entry.subject:
                 self._lineages.append(message)
                 self.lineage_ns = entry.time_ns
-                self.since_step.clear()
+                self._since_now()
                 self.history += 1
                 self.finished = False
             case CheckpointStored():
@@ -147,12 +152,14 @@ class FleetState:
         self.last_progress_ns = entry.time_ns
         if message.split == "train":
             self.since_step[message.outcome] += 1
+            if self.lineage_ns and len(self.groups_since_step) < KEPT_EPISODES:
+                self.groups_since_step.add(message.group_id)
         if message.error_class:
             self.errors[message.error_class] += 1
 
     def _stepped(self, message: StepTrained, entry: Stored) -> None:
         self.last_progress_ns = self.last_step_ns = entry.time_ns
-        self.since_step.clear()
+        self._since_now()
         self._points.append(
             Point(
                 step=message.step,
@@ -165,6 +172,10 @@ class FleetState:
             )
         )
         self.trained_in.update(dict.fromkeys(message.episodes, message.step))
+
+    def _since_now(self) -> None:
+        self.since_step.clear()
+        self.groups_since_step.clear()
 
     def _forget_old(self) -> None:
         rows = self.episodes.rows

@@ -11,7 +11,7 @@ from workers.monitor.roster import WorkerRow
 from workers.monitor.state import FleetState
 from workers.top.jetstream import ServerView
 from workers.up.wording import duration, in_flight, rounded
-from workers.watchdog import Stall
+from workers.watchdog import Stall, find_notes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -53,6 +53,7 @@ def facts(
         },
         "server": server,
         "stalls": list(stalls),
+        "notes": find_notes(state, now_ns=now_ns),
     }
 
 
@@ -68,6 +69,7 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
     if wrong := _errors(numbers):
         lines.append(_Row(wrong, "yellow"))
     lines += [Text(stall.line, style="bold red") for stall in shown["stalls"]]
+    lines += [Text(note, style="green") for note in shown["notes"]]
     room = SHOWN_WORKERS
     if console is not None:
         room = max(console.height - len(console.render_lines(Group(*lines), pad=False)) - 2, LEAST_WORKERS)

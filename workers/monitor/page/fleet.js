@@ -5,12 +5,15 @@ const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
 export function fleet(overview) {
-  const { numbers, workers, log, server, stalls } = overview;
-  return [stuck(stalls), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers)), natsServer(server)].filter(Boolean);
+  const { numbers, workers, log, server, stalls, notes } = overview;
+  return [stuck(stalls), worthKnowing(notes), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers)), natsServer(server)].filter(Boolean);
 }
 
 /** What holds the run, as the watchdog says it; nothing while it progresses. */
 const stuck = (stalls) => stalls.length ? el("section", { "aria-label": "Stuck" }, stalls.map((stall) => el("p", { class: "bad alarm", role: "alert" }, stall.line))) : null;
+
+/** What is worth knowing and no trouble: that nothing is left to learn. */
+const worthKnowing = (notes) => notes.length ? el("section", { "aria-label": "Worth knowing" }, notes.map((note) => el("p", { class: "good alarm", role: "status" }, note))) : null;
 
 function cards(numbers, stalls) {
   const facts = [

@@ -1,0 +1,194 @@
+"""Whether training still has anything to learn from: a fold of the learner's book. Pure; times are server time in nanoseconds.
+
+A group whose rewards are all equal gives every one of its tokens an advantage of zero. A policy that collapsed plays such
+groups only, so that no gradient will ever bring it back, and all else looks healthy: episodes end, steps are trained. What
+tells is the advantages that a step was trained with, not its rewards: shaping and credit per turn may make equal ones differ.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from schemas import LineageStarted, Message, StepTrained
+
+MANY_GROUPS = 64
+"""So many groups in a row without an advantage are no bad luck. Of a policy that succeeds once in 30 tries, with 8 episodes per
+group, 64 groups without a single success come once in 30 million."""
+
+FEWEST_STEPS = 3
+WINDOW_EPISODES = 256
+"""Success is taken as the mean of the newest steps that hold so many episodes, `FEWEST_STEPS` at least."""
+
+ZERO_ADVANTAGE = 1e-6
+SOLVED = 0.9
+"""Of groups with equal rewards, when so many of their episodes succeed, the run is at its end and not lost."""
+
+LEARNED = 0.2
+"""A success that had been reached before it can be said to have fallen."""
+
+LOST_SHARE = 0.1
+"""What is left of a success that fell, at most."""
+
+NEARLY_BEST = 0.8
+"""The last step with such a share of the best success is where it began to fall."""
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """``no_signal`` and ``fell``: the policy is lost, or never begins; ``solved``: a healthy end. ``since_ns`` is when the
+    first step of which it is said was stored."""
+
+    kind: Literal["no_signal", "fell", "solved"]
+    reason: str
+    advice: str
+    since_ns: int
+
+    @property
+    def line(self) -> str:
+        return f"{self.reason}; {self.advice}"
+
+
+class _Step(msgspec.Struct, kw_only=True):
+    """What is kept of one step. ``groups`` are those with equal rewards; ``mean`` is the success as of this step."""
+
+    step: int
+    time_ns: int
+    episodes: int
+    success: float
+    reward: float
+    groups: int
+    replaced: int
+    is_silent: bool
+    mean: float | None = None
+
+
+class LearningSignal:
+    """The fold. Steps of lineages that were cut off are forgotten; a lineage that begins has shown nothing yet."""
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._begun = 0
+        self._silent = 0
+        self._best = 0.0
+
+    def apply(self, message: Message, time_ns: int) -> None:
+        """Take in an entry of the book; others say nothing."""
+        match message:
+            case LineageStarted():
+                self._steps = [each for each in self._steps if each.step <= message.parent_step]
+                self._begun, self._silent = len(self._steps), 0
+                self._best = max((each.mean for each in self._steps if each.mean is not None), default=0.0)
+            case StepTrained():
+                self._trained(message, time_ns)
+
+    def judge(self, now_ns: int, *, patience_seconds: float = 0.0) -> Judgement | None:
+        """What there is to say, if it has been so for as long; None while there is something to learn from."""
+        found = self._judged()
+        return found if found is not None and now_ns - found.since_ns >= patience_seconds * 1e9 else None
+
+    def _trained(self, message: StepTrained, time_ns: int) -> None:
+        metrics = message.metrics
+        advantage = metrics.get("advantage_size_mean", math.nan)
+        step = _Step(
+            step=message.step,
+            time_ns=time_ns,
+            episodes=len(message.episodes),
+            success=metrics.get("success", math.nan),
+            reward=metrics.get("reward", math.nan),
+            groups=int(metrics.get("groups_without_signal", 0.0)),
+            replaced=sum(each.reason == "no_signal" for each in message.excluded),
+            is_silent=advantage <= ZERO_ADVANTAGE,
+        )
+        self._steps.append(step)
+        self._silent = self._silent + 1 if step.is_silent else 0
+        step.mean = _success(self._newest(WINDOW_EPISODES))
+        self._best = max(self._best, step.mean or 0.0)
+
+    def _newest(self, episodes: int) -> list[_Step]:
+        """The newest steps of this lineage that hold so many episodes; none if there are not as many."""
+        held = 0
+        for index in range(len(self._steps) - 1, self._begun - 1, -1):
+            held += self._steps[index].episodes
+            if held >= episodes and len(self._steps) - index >= FEWEST_STEPS:
+                return self._steps[index:]
+        return []
+
+    def _judged(self) -> Judgement | None:
+        fall = self._fall()
+        silent = self._steps[len(self._steps) - self._silent :] if self._silent else []
+        groups = sum(max(each.groups, 1) for each in silent)
+        if groups < MANY_GROUPS or len(silent) < FEWEST_STEPS:
+            return fall
+        return self._without_signal(silent, groups, fall)
+
+    def _without_signal(self, silent: list[_Step], groups: int, fall: Judgement | None) -> Judgement:
+        recent = _last_groups(silent)
+        success, reward = _weighted(recent, "success"), _weighted(recent, "reward")
+        first = silent[0]
+        told = f"success {success:.2f}, reward {reward:.2f}"
+        equal = any(each.groups for each in silent)
+        what = f"the last {groups} groups had equal rewards each" if equal else "no token of its episodes counts"
+        if success >= SOLVED:
+            reason = f"nothing is left to learn since step {first.step}: {what} ({told})"
+            advice = "stop here, or give it harder tasks"
+            return Judgement(kind="solved", reason=reason, advice=advice, since_ns=first.time_ns)
+        replaced = sum(each.replaced for each in silent)
+        filtered = f", and {replaced} episodes more were replaced for it" if replaced else ""
+        reason = f"no signal since step {first.step}: {what} ({told}){filtered}, so that every advantage is zero"
+        if fall is not None:
+            return Judgement(
+                kind="no_signal", reason=f"{fall.reason}, and {reason}", advice=fall.advice, since_ns=fall.since_ns
+            )
+        return Judgement(kind="no_signal", reason=reason, advice=_advice(success, equal), since_ns=first.time_ns)
+
+    def _fall(self) -> Judgement | None:
+        now = self._steps[-1].mean if self._steps else None
+        if now is None or self._best < LEARNED or now > LOST_SHARE * self._best:
+            return None
+        downwards = range(len(self._steps) - 1, -1, -1)
+        high = next((index for index in downwards if self._steps[index].success >= NEARLY_BEST * self._best), 0)
+        after = [each for each in self._steps[high:] if each.success <= LOST_SHARE * self._best] or self._steps[-1:]
+        low, begin = after[0], self._steps[high].step
+        within = low.step - begin
+        reason = (
+            f"success fell from {self._best:.2f} to {now:.2f} within {within} step{'s' if within != 1 else ''} of step {begin}"
+        )
+        return Judgement(kind="fell", reason=reason, advice=FALL_ADVICE, since_ns=low.time_ns)
+
+
+FALL_ADVICE = (
+    "it will not come back by itself: begin anew with a lower learner.learning_rate or learner.gradient_clip, and see what the "
+    "tasks were, if they changed"
+)
+
+
+def _advice(success: float, equal: bool) -> str:
+    if not equal:
+        return "its episodes run out of tokens: raise episode.max_episode_tokens, or set algorithm.overlong = keep"
+    if success < 0.05:
+        return "read one (`fleetbus episodes RUN`): easier tasks, larger groups, partial rewards? or is the verifier wrong?"
+    return "its answers to a task are all alike: a higher episode.temperature, or tasks that it solves now and then"
+
+
+def _last_groups(silent: list[_Step]) -> list[_Step]:
+    """The newest of these steps that hold `MANY_GROUPS` groups: a streak may be long, and its beginning another story."""
+    found: list[_Step] = []
+    for each in reversed(silent):
+        found.append(each)
+        if sum(max(step.groups, 1) for step in found) >= MANY_GROUPS:
+            break
+    return found
+
+
+def _success(steps: list[_Step]) -> float | None:
+    mean = _weighted(steps, "success")
+    return None if math.isnan(mean) else mean
+
+
+def _weighted(steps: list[_Step], name: Literal["success", "reward"]) -> float:
+    """The mean over the episodes of these steps; NaN if it was not measured."""
+    episodes = sum(each.episodes for each in steps)
+    values = (each.success if name == "success" else each.reward for each in steps)
+    return sum(value * each.episodes for value, each in zip(values, steps, strict=True)) / episodes if episodes else math.nan
