@@ -7,7 +7,8 @@ environment that failed ends the episode with ``done`` and says in ``info`` that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,11 +35,12 @@ class Refused(Exception):
 
 
 class Known(msgspec.Struct):
-    """A session as this gateway saw it; times are Unix seconds. ``busy``: calls in work."""
+    """A session as this gateway saw it; times are Unix seconds. ``busy``: calls in work; ``answered``: there is a session."""
 
     created_at: float
     last_access: float
     busy: int = 0
+    answered: bool = False
 
 
 class Answer(NamedTuple):
@@ -101,12 +103,12 @@ class GymCalls:
             task = msgspec.structs.replace(self._task_of(config), seed=seed)
         except ValueError as error:
             raise Refused(400, str(error)) from error
-        self._touch(session)
-        opened = await self._made(SessionCall(session=session, call="open", key=request.key, task=task))
-        if opened.end is not None or seed is None:
-            return Answer({"session_id": session} | (_failed(opened) if opened.end is not None else {}))
-        answer = await self._reset(session, f"{request.key}r", seed)
-        return Answer({"session_id": session} | answer.fields, answer.images)
+        with self._in_use(session):
+            opened = await self._made(SessionCall(session=session, call="open", key=request.key, task=task))
+            if opened.end is not None or seed is None:
+                return Answer({"session_id": session} | (_failed(opened) if opened.end is not None else {}))
+            answer = await self._reset(session, f"{request.key}r", seed)
+            return Answer({"session_id": session} | answer.fields, answer.images)
 
     async def call(self, request: Request) -> Answer:
         """One method of a session."""
@@ -122,13 +124,8 @@ class GymCalls:
         parameters = request.fields.get("params") or {}
         if not isinstance(parameters, dict):
             raise Refused(400, "params must be an object")
-        known = self._touch(session)
-        known.busy += 1
-        try:
+        with self._in_use(session):
             return await self._method(session, str(method), request.key, parameters)
-        finally:
-            known.busy -= 1
-            known.last_access = time.time()
 
     async def expire(self, session: str) -> None:
         """Close what nobody has used for too long."""
@@ -142,7 +139,6 @@ class GymCalls:
             return await self._reset(session, key, _seed(parameters.get("seed", 0)))
         if method == "close":
             await self._made(SessionCall(session=session, call="close", key=key))
-            self.sessions.pop(session, None)
             return Answer({"closed": True})
         return await self._step(session, key, str(parameters.get("action_str", "")))
 
@@ -199,20 +195,32 @@ class GymCalls:
             answer = await self._client.call(call, timeout=self._call_seconds)
         except MalformedMessage as malformed:
             raise Refused(400, f"the call cannot travel: {malformed.reason}") from malformed
-        if answer.refusal in ("unknown", "closed"):
+        if answer.refusal in ("unknown", "closed") or answer.end is not None:
             self.sessions.pop(call.session, None)
+        if answer.refusal in ("unknown", "closed"):
             if answer.end in ("env_failed", "timeout", "lost"):
                 return answer
             raise Refused(404, f"Session {call.session} not found")
         if answer.refusal:
             raise Refused(400, answer.error)
+        if answer.end is None and (known := self.sessions.get(call.session)):
+            known.answered = True
         return answer
 
-    def _touch(self, session: str) -> Known:
+    @contextmanager
+    def _in_use(self, session: str) -> Iterator[None]:
+        """A session with a call in work. One of which nothing was ever heard holds no place afterwards."""
         now = time.time()
         known = self.sessions.setdefault(session, Known(created_at=now, last_access=now))
         known.last_access = now
-        return known
+        known.busy += 1
+        try:
+            yield
+        finally:
+            known.busy -= 1
+            known.last_access = time.time()
+            if not known.busy and not known.answered:
+                self.sessions.pop(session, None)
 
 
 def _failed(answer: SessionAnswer) -> dict[str, Any]:
