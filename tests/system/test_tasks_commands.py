@@ -115,7 +115,8 @@ def test_a_new_environment_is_short_and_passes_its_own_test(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     assert run_program(["new", "environment", "my_game", "--folder", str(tmp_path), *flags]) == 0
-    assert "--environment my_game:MyGame" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"cd {tmp_path} && fleetbus up --environment my_game:MyGame --tasks my_game_tasks.json" in printed
     source = (tmp_path / "my_game.py").read_text()
     assert len(source.splitlines()) <= 60
     assert ("async def step" in source) is not flags
@@ -133,8 +134,17 @@ def test_a_name_that_is_no_module_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["json", "random", "schemas", "anyio"])
+def test_a_name_that_would_hide_another_module_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert run_program(["new", "environment", name, "--folder", str(tmp_path)]) == 2
+    assert f"a module {name} already" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_that_exists_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_mine.py").write_text("precious")
     assert run_program(["new", "environment", "mine", "--folder", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already there" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]

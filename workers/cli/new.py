@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -31,7 +33,9 @@ def environment(name: str, sync: bool, folder: Path) -> int:
     files = {folder / file: text for file, text in files_of(name, asynchronous=not sync).items()}
     present = [str(path) for path in files if path.exists()]
     if present:
-        raise UserError(f"{', '.join(present)} exists already; choose another name or --folder")
+        raise UserError(f"already there: {', '.join(present)}; choose another name or --folder")
+    if importlib.util.find_spec(name):
+        raise UserError(f"Python has a module {name} already, which yours would hide; choose another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
@@ -43,5 +47,6 @@ def environment(name: str, sync: bool, folder: Path) -> int:
     for path in files:
         print(f"wrote {path}")
     print(f"test it:  python -m pytest {folder / f'test_{name}.py'}")
-    print(f"train it: fleetbus up --environment {name}:{kind} --tasks {folder / f'{name}_tasks.json'}")
+    there = "" if folder == Path(".") else f"cd {shlex.quote(str(folder))} && "
+    print(f"train it: {there}fleetbus up --environment {name}:{kind} --tasks {name}_tasks.json")
     return 0
