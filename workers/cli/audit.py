@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from workers.cli.log_access import is_reachable, open_run, reach_options
+from workers.cli.log_access import archive_option, is_reachable, open_run, reach_options
 from workers.cli.options import load_settings
 
 if TYPE_CHECKING:
@@ -23,12 +23,7 @@ SHOWN_IDS = 10
 
 @click.command("audit")
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option(
-    "--archive",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="DIR",
-    help="The recorder's archive, for a log that was trimmed; without a server it is audited alone",
-)
+@archive_option("; without a server it is audited alone")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
 def command(run: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:

@@ -11,6 +11,7 @@ import anyio
 import click
 
 from workers.cli.log_access import open_run, reach_options
+from workers.cli.names import checked_name
 from workers.cli.options import load_settings
 from workers.cli.program import REFUSED
 from workers.cli.role import made_up_name
@@ -33,14 +34,8 @@ def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
 
     Exit status 0: all of them are over now; 1: some are not; 2: some were never requested.
     """
-    from fleetbus.errors import UserError
-    from schemas.subjects import BadName, check_name
-
     configuration = load_settings(values).configuration
-    try:
-        wanted = list(dict.fromkeys(check_name("episode", episode) for episode in episodes))
-    except BadName as error:
-        raise UserError(str(error)) from error
+    wanted = list(dict.fromkeys(checked_name("episode", episode) for episode in episodes))
     work = partial(_cancel, configuration, wanted)
     done = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     _print(done, as_json)

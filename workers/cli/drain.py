@@ -11,6 +11,7 @@ import anyio
 import click
 
 from workers.cli.log_access import open_run, reach_options
+from workers.cli.names import checked_name
 from workers.cli.options import load_settings
 from workers.cli.program import REFUSED
 
@@ -30,14 +31,8 @@ def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
 
     Exit status 0: all of them drain; 1: some do not answer; 2: some are not there.
     """
-    from fleetbus.errors import UserError
-    from schemas.subjects import BadName, check_name
-
     configuration = load_settings(values).configuration
-    try:
-        wanted = list(dict.fromkeys(check_name("worker", worker) for worker in workers))
-    except BadName as error:
-        raise UserError(str(error)) from error
+    wanted = list(dict.fromkeys(checked_name("worker", worker) for worker in workers))
     states = anyio.run(partial(_drain, configuration, wanted), backend_options={"use_uvloop": os.name != "nt"})
     _print(states, as_json)
     if "unknown" in states.values():

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from workers.cli.log_access import reach_options
+from workers.cli.log_access import archive_option, reach_options
+from workers.cli.names import checked_name
 from workers.cli.options import load_settings
 from workers.cli.program import FINISHED
 
@@ -35,12 +36,7 @@ SHOWN = 50
 @click.option("--limit", type=int, default=SHOWN, show_default=True, help="Most rows; 0: all")
 @click.option("--tokens", is_flag=True, help="Of one episode also token ids, log-probabilities and versions")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
-@click.option(
-    "--archive",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="DIR",
-    help="The recorder's archive, for a log that was trimmed",
-)
+@archive_option()
 @reach_options
 def command(
     source: str | None, episode: str | None, archive: Path | None, tokens: bool, as_json: bool, limit: int, **values: Any
@@ -83,13 +79,9 @@ async def _list(source: str | None, configuration: Configuration, archive: Path 
 async def _read(source: str | None, configuration: Configuration, archive: Path | None, episode: str) -> Transcript:
     from fleetbus.errors import UserError
     from fleetbus.recording.episodes import episode_subjects, read_transcript
-    from schemas.subjects import BadName, check_name
     from workers.cli.sources import open_source
 
-    try:
-        check_name("episode", episode)
-    except BadName as error:
-        raise UserError(str(error)) from error
+    checked_name("episode", episode)
     async with open_source(source, configuration, archive) as opened:
         entries = [entry async for entry in opened.entries(episode_subjects(opened.subjects, episode))]
         _warn(opened.torn)

@@ -35,6 +35,18 @@ def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is told of it besides."""
+    from pathlib import Path
+
+    return click.option(
+        "--archive",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        metavar="DIR",
+        help=f"The recorder's archive, for a log that was trimmed{alone}",
+    )
+
+
 @asynccontextmanager
 async def open_run(configuration: Configuration, role: str, *, own_server: bool = False) -> AsyncIterator[Bus]:
     """A bus of the run for the length of the block; raises `UserError` when there is none.

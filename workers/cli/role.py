@@ -19,6 +19,7 @@ import anyio
 import click
 
 from fleetbus.errors import UserError
+from workers.cli.names import checked_name
 from workers.cli.options import load_settings
 from workers.cli.program import CRASHED, FINISHED, INTERRUPTED, is_bad_input, is_taken_over
 
@@ -48,7 +49,7 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
 
     configuration = load_settings(values).configuration
     name = values.get("name") or made_up_name(role)
-    _check_name(name)
+    checked_name("--name", name)
     url = server_url(configuration)
     if values.get("supervised"):
         from workers.up.guard import end_with_supervisor
@@ -89,15 +90,6 @@ def server_url(configuration: Configuration) -> str:
     raise UserError(
         f"no server for run {configuration.run.name}: give --nats nats://HOST:4222, or start `fleetbus up` in this folder first"
     )
-
-
-def _check_name(name: str) -> None:
-    from schemas.subjects import BadName, check_name
-
-    try:
-        check_name("--name", name)
-    except BadName as error:
-        raise UserError(str(error)) from error
 
 
 def _import_work(load_work: Callable[[], Work]) -> Work:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from workers.cli.names import checked_name
 from workers.cli.program import FINISHED
 
 if TYPE_CHECKING:
@@ -57,14 +58,10 @@ def remove_runs(names: tuple[str, ...], folder: Path, yes: bool) -> int:
     Exit status 0: removed; 2: one of them is not there or runs, and nothing was removed.
     """
     from fleetbus.errors import UserError
-    from schemas.subjects import BadName, check_name
 
     chosen = []
     for name in dict.fromkeys(names):
-        try:
-            path = folder / check_name("run", name)
-        except BadName as error:
-            raise UserError(str(error)) from error
+        path = folder / checked_name("run", name)
         if path.is_symlink() or not _is_run(path):
             raise UserError(f"there is no run {name} in {folder}: `fleetbus runs list` shows them")
         if _is_running(path):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from workers.cli.log_access import reach_options
+from workers.cli.log_access import archive_option, reach_options
+from workers.cli.names import checked_name
 from workers.cli.options import load_settings
 from workers.cli.program import FINISHED
 
@@ -49,12 +50,7 @@ if TYPE_CHECKING:
     "--after", type=click.IntRange(0), default=0, metavar="SEQUENCE", help="Go on after the last_sequence of an earlier run"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
-@click.option(
-    "--archive",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="DIR",
-    help="The recorder's archive, for a log that was trimmed",
-)
+@archive_option()
 @reach_options
 def command(source: str | None, as_json: bool, **values: Any) -> int:
     """Export a trace per episode: queue, turns, generation, tools, verification, training, with their places in the log.
@@ -143,16 +139,11 @@ def _sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
 
 
 def _subjects(source: Source, episodes: Sequence[str], sessions: Sequence[str]) -> list[str]:
-    from fleetbus.errors import UserError
     from fleetbus.recording.episodes import episode_subjects
-    from schemas.subjects import BadName, check_name
 
     subjects = source.subjects
-    try:
-        wanted = [each for name in episodes for each in episode_subjects(subjects, check_name("episode", name))]
-        journals = [subjects.session(check_name("session", name)) for name in sessions]
-    except BadName as error:
-        raise UserError(str(error)) from error
+    wanted = [each for name in episodes for each in episode_subjects(subjects, checked_name("episode", name))]
+    journals = [subjects.session(checked_name("session", name)) for name in sessions]
     if wanted or journals:
         return [*wanted, *journals, *([subjects.train("*")] if wanted else [])]
     played = [subjects.tasks(), subjects.observations(), subjects.actions(), subjects.episodes]
