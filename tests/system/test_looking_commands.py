@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,15 @@ def test_top_once_shows_a_finished_run(server: Any, capsys: Any) -> None:
     assert {each["kind"] for each in facts["server"]["consumers"]} == {"act", "obs", "task"}
     shown = said(capsys, *arguments)
     assert "run small · finished" in shown and "slow consumers 0" in shown
+
+
+def test_a_reader_of_top_that_has_enough_is_no_error(server: Any) -> None:
+    command = [sys.executable, "-m", "workers.cli", "top", RUN, "--nats", server.url, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None and top.stderr is not None
+        assert json.loads(top.stdout.readline())["run"] == RUN
+        top.stdout.close()
+        assert top.stderr.read() == ""
 
 
 def test_metrics_of_a_finished_run_go_to_a_file(server: Any, tmp_path: Path, capsys: Any) -> None:

@@ -106,8 +106,6 @@ def run_program(arguments: Sequence[str]) -> int:
         return _refuse(error.format_message())
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except BrokenPipeError:
-        return _leave_quietly()
     except Exception as error:
         return _report(error)
     return result if isinstance(result, int) else FINISHED
@@ -124,9 +122,11 @@ def is_taken_over(error: BaseException) -> bool:
 
 
 def _report(error: Exception) -> int:
-    """Bad input is one line; anything else is a crash and shows where it happened."""
+    """Bad input is one line; anything else is a crash and shows where it happened, except an output that nobody reads."""
     if is_bad_input(error):
         return _refuse(str(next(_leaves(error))))
+    if all(isinstance(leaf, BrokenPipeError) for leaf in _leaves(error)):
+        return _leave_quietly()
     traceback.print_exception(error, file=sys.stderr)
     return CRASHED
 
