@@ -76,6 +76,9 @@ def command(
         raise UserError("--follow needs a run that is reachable, not a file")
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
+    if follow and hasattr(os, "nice"):
+        # The log keeps what was not read yet, so the run's own workers come first. Threads made before would not follow.
+        os.nice(FOLLOWER_NICE)
     work = partial(_record, source, configuration, output, archive=archive, follow=follow, overwrite=force, **choices)
     facts = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     _print(facts, output, as_json)
@@ -227,9 +230,6 @@ async def _follow(export: Export, source: Source, writer: RecordingWriter, start
                 stop.set()
                 return
 
-    # The log keeps what was not read yet, so the run's own workers come first.
-    if hasattr(os, "nice"):
-        os.nice(FOLLOWER_NICE)
     async with anyio.create_task_group() as group:
         group.start_soon(obey)
         click.echo("following; Ctrl-C ends it", err=True)
