@@ -84,7 +84,7 @@ def find_stalls(
 
 def find_notes(state: FleetState, *, now_ns: int, patience_seconds: float = STALL_SECONDS) -> list[str]:
     """What is worth knowing of a run and no trouble: that it has nothing left to learn."""
-    found = None if state.finished else state.signal.judge(now_ns, patience_seconds=patience_seconds)
+    found = None if state.finished else state.progress.signal.judge(now_ns, patience_seconds=patience_seconds)
     return [found.line] if found is not None and found.kind == "solved" else []
 
 
@@ -239,7 +239,7 @@ class _Sight:
 
     def policy(self, now_ns: int, stall_seconds: float) -> list[Stall]:
         """Whether steps are trained, and nothing is learned from any."""
-        found = self._state.signal.judge(now_ns, patience_seconds=stall_seconds)
+        found = self._state.progress.signal.judge(now_ns, patience_seconds=stall_seconds)
         if found is None or found.kind == "solved":
             return []
         seconds = (now_ns - found.since_ns) / 1e9

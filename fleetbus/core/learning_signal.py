@@ -83,9 +83,19 @@ class LearningSignal:
             case StepTrained():
                 self._trained(message, time_ns)
 
-    def judge(self, now_ns: int, *, patience_seconds: float = 0.0) -> Judgement | None:
-        """What there is to say, if it has been so for as long; None while there is something to learn from."""
-        found = self._judged()
+    @property
+    def latest(self) -> Judgement | None:
+        """What there is to say as of the newest step; None while there is something to learn from."""
+        fall = self._fall()
+        silent = self._steps[len(self._steps) - self._silent :] if self._silent else []
+        groups = sum(max(each.groups, 1) for each in silent)
+        if groups < MANY_GROUPS or len(silent) < FEWEST_STEPS:
+            return fall
+        return self._without_signal(silent, groups, fall)
+
+    def judge(self, now_ns: int, *, patience_seconds: float) -> Judgement | None:
+        """What `latest` says, if it has been so for as long."""
+        found = self.latest
         return found if found is not None and now_ns - found.since_ns >= patience_seconds * 1e9 else None
 
     def _trained(self, message: StepTrained, time_ns: int) -> None:
@@ -114,14 +124,6 @@ class LearningSignal:
             if held >= episodes and len(self._steps) - index >= FEWEST_STEPS:
                 return self._steps[index:]
         return []
-
-    def _judged(self) -> Judgement | None:
-        fall = self._fall()
-        silent = self._steps[len(self._steps) - self._silent :] if self._silent else []
-        groups = sum(max(each.groups, 1) for each in silent)
-        if groups < MANY_GROUPS or len(silent) < FEWEST_STEPS:
-            return fall
-        return self._without_signal(silent, groups, fall)
 
     def _without_signal(self, silent: list[_Step], groups: int, fall: Judgement | None) -> Judgement:
         recent = _last_groups(silent)

@@ -53,7 +53,7 @@ class Book:
             metrics=metrics | ({} if advantage is None else {"advantage_size_mean": advantage}),
         )
         self.signal.apply(message, self.now_ns)
-        return self.signal.judge(self.now_ns)
+        return self.signal.latest
 
     def learn(self, *successes: float) -> None:
         for success in successes:
@@ -169,7 +169,7 @@ def test_what_a_lineage_that_was_cut_off_trained_is_forgotten() -> None:
         last = book.train(0.0)
     assert last is not None and "fell from 0.90" in last.reason
     book.begin(parent_step=3)
-    assert book.signal.judge(book.now_ns) is None
+    assert book.signal.latest is None
     found = [book.train(0.0) for _ in range(4)][-1]
     assert found is not None and "fell" not in found.reason, "the success of .9 is of a lineage that does not count"
 
@@ -179,7 +179,7 @@ def test_a_learner_that_goes_on_has_shown_nothing_yet() -> None:
     for _ in range(5):
         book.train(0.0)
     book.begin(parent_step=book.step)
-    assert book.signal.judge(book.now_ns) is None
+    assert book.signal.latest is None
     assert [book.train(0.0) is None for _ in range(4)] == [True, True, True, False]
 
 

@@ -19,7 +19,7 @@ class SignalLog:
 
     def trained(self, step: StepTrained, now_ns: int) -> None:
         self._signal.apply(step, now_ns)
-        found = self._signal.judge(now_ns)
+        found = self._signal.latest
         kind = found.kind if found is not None else ""
         if kind == self._said:
             return

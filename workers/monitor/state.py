@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from fleetbus.bus.base import Stored
-from fleetbus.core.learning_signal import LearningSignal
 from fleetbus.core.lineage import survives, surviving_steps
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
 from schemas import (
@@ -102,7 +101,6 @@ class FleetState:
         """Training episodes by outcome since the last step, or since the lineage began."""
         self.groups_since_step: set[str] = set()
         """The groups that they are of, where there is a learner to take them."""
-        self.signal = LearningSignal()
         self.malformed = 0
         self.finished = False
         self.checkpoint = 0
@@ -119,7 +117,6 @@ class FleetState:
         """Take in an entry; ``now`` is monotonic seconds, ``now_ns`` the server's time."""
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
         self.progress.apply(message, entry.time_ns)
-        self.signal.apply(message, entry.time_ns)
         self.roster.happened(message, (now_ns - entry.time_ns) / 1e9, now)
         self.episodes.add(entry)
         match message:

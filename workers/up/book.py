@@ -45,7 +45,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Successes are shares of held-out episodes, None if they were not measured. ``seconds_by_stage`` sums the learner's stages
     over the steps, and the stages of all episodes (``episode_...``; they run beside each other). ``wall_seconds`` is how long
-    the last `up` took. The rewards and successes per step are what the picture shows.
+    the last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when. The rewards and successes
+    per step are what the picture shows.
     """
 
     run: str
@@ -63,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_logprob_difference: float | None
     wall_seconds: float
     seconds_by_stage: dict[str, float]
+    signal: str = ""
     steps: list[int]
     reward_by_step: list[float | None]
     success_by_step: list[float | None]

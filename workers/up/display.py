@@ -40,6 +40,7 @@ class PlainDisplay:
         self._progress = progress
         self._write = write or _write_line
         self._step = step
+        self._said = ""
 
     def line(self, text: str) -> None:
         self._write(text)
@@ -48,12 +49,21 @@ class PlainDisplay:
         match message:
             case StepTrained():
                 self._write(self._step(self._progress))
+                self._tell_of_signal()
             case EvaluationFinished():
                 self._write(evaluation_line(message))
             case WorkerStarted():
                 self._write(f"{message.worker} is ready")
             case WorkerFailed():
                 self._write(f"{message.worker} failed: {message.error_class}: {message.error}")
+
+    def _tell_of_signal(self) -> None:
+        """That nothing is learned any more: once, when it begins."""
+        found = self._progress.signal.latest
+        kind = found.kind if found is not None else ""
+        if found is not None and kind != self._said:
+            self._write(found.line)
+        self._said = kind
 
 
 def _write_line(text: str) -> None:

@@ -9,6 +9,7 @@ from collections import Counter, deque
 
 import msgspec
 
+from fleetbus.core.learning_signal import LearningSignal
 from schemas import EpisodeFinished, EvaluationFinished, Heartbeat, LineageStarted, Message, PolicyPublished, StepTrained
 
 RATE_WINDOW_SECONDS = 10.0
@@ -38,6 +39,7 @@ class Progress:
         self.evaluations: dict[str, EvaluationFinished] = {}
         self.episodes = 0
         self.outcomes: Counter[str] = Counter()
+        self.signal = LearningSignal()
         self.excluded: Counter[str] = Counter()
         """Episodes that were settled untrained, by reason, without those of lineages that were cut."""
         self._excluded_at: dict[int, Counter[str]] = {}
@@ -46,6 +48,7 @@ class Progress:
 
     def apply(self, message: Message, time_ns: int) -> None:
         """Take in one entry of the log, stored at ``time_ns``."""
+        self.signal.apply(message, time_ns)
         match message:
             case LineageStarted():
                 for step in [step for step in self._excluded_at if step > message.parent_step]:

@@ -159,7 +159,9 @@ class Run:
             tasks.cancel_scope.cancel()
         self._ending.failure = roles.failure or self._server.failure
         await self._read_the_rest(follower)
-        self._ending.summary = follower.book.summary(run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
+        summary = follower.book.summary(run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
+        found = progress.signal.latest
+        self._ending.summary = msgspec.structs.replace(summary, signal=found.reason if found is not None else "")
 
     async def _show(self, follower: Follower) -> None:
         """Watching is a convenience: training goes on without it."""

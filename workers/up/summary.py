@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from workers.up.book import Summary
 from workers.up.wording import duration
 
 FULL_LENGTH_STEPS = 50
+REPORT_WIDTH = 80
 
 
 def write_summary(summary: Summary, *files: Path) -> None:
@@ -35,7 +37,7 @@ def load_summary(folder: RunFolder) -> Summary | None:
 
 def report_lines(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
     """What a person is told at the end: success before and after, cost, where the files are, how to go on."""
-    lines = [_success_change(summary), _cost(summary)]
+    lines = [_success_change(summary), _cost(summary), *textwrap.wrap(summary.signal, REPORT_WIDTH)]
     files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
     lines += [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
     return [*lines, *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_ways_on(summary)))]
