@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -15,6 +16,7 @@ from fleetbus.bus.base import Request
 from fleetbus.bus.memory_link import Link
 from fleetbus.bus.memory_subjects import SubjectIndex
 
+T = TypeVar("T")
 Respond = Callable[[bytes], None]
 OnMessage = Callable[[str, bytes, Respond | None], None]
 
@@ -73,44 +75,48 @@ class MemoryRequest:
             self._respond(payload)
 
 
-class MemoryServerInlet:
+class _Inlet(Generic[T]):
+    """What has come and was not received yet; beyond ``limit`` the oldest goes."""
+
+    def __init__(self, limit: int) -> None:
+        self._waiting: deque[T] = deque(maxlen=limit)
+        self._wake = anyio.Event()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._waiting) == self._waiting.maxlen
+
+    async def receive(self) -> T:
+        await anyio.lowlevel.checkpoint()
+        while not self._waiting:
+            self._wake = anyio.Event()
+            await self._wake.wait()
+        return self._waiting.popleft()
+
+    def _put(self, item: T) -> None:
+        self._waiting.append(item)
+        self._wake.set()
+
+
+class MemoryServerInlet(_Inlet[Request]):
     """See `fleetbus.bus.base.Server`."""
 
     def __init__(self, link: Link, limit: int) -> None:
+        super().__init__(limit)
         self._link = link
-        self._limit = limit
-        self._waiting: deque[MemoryRequest] = deque()
-        self._wake = anyio.Event()
-
-    async def receive(self) -> Request:
-        await anyio.lowlevel.checkpoint()
-        while not self._waiting:
-            self._wake = anyio.Event()
-            await self._wake.wait()
-        return self._waiting.popleft()
 
     def on_message(self, subject: str, payload: bytes, respond: Respond | None) -> None:
-        if len(self._waiting) < self._limit:
-            self._waiting.append(MemoryRequest(subject, payload, respond, self._link))
-            self._wake.set()
+        if not self._is_full:
+            self._put(MemoryRequest(subject, payload, respond, self._link))
 
 
-class MemoryListener:
+class MemoryListener(_Inlet[tuple[str, bytes]]):
     """See `fleetbus.bus.base.Listener`."""
 
     def __init__(self, limit: int) -> None:
+        super().__init__(limit)
         self.dropped = 0
-        self._waiting: deque[tuple[str, bytes]] = deque(maxlen=limit)
-        self._wake = anyio.Event()
-
-    async def receive(self) -> tuple[str, bytes]:
-        await anyio.lowlevel.checkpoint()
-        while not self._waiting:
-            self._wake = anyio.Event()
-            await self._wake.wait()
-        return self._waiting.popleft()
 
     def on_message(self, subject: str, payload: bytes, respond: Respond | None) -> None:
-        self.dropped += len(self._waiting) == self._waiting.maxlen
-        self._waiting.append((subject, payload))
-        self._wake.set()
+        self.dropped += self._is_full
+        self._put((subject, payload))

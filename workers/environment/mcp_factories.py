@@ -10,11 +10,10 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from urllib.parse import urlsplit
 
 from fleetbus.config.load import without_credentials
-from fleetbus.errors import UserError
 from schemas import Task
+from workers.environment.addresses import check_http_address
 from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
 from workers.environment.mcp_connection import Connection
 from workers.environment.mcp_environment import McpEnvironment
@@ -53,14 +52,7 @@ def split_urls(spec: str, urls: str) -> tuple[str, ...]:
     """The addresses in ``urls``, each once; a comma counts only before another address."""
     addresses = tuple(dict.fromkeys(url.strip() for url in re.split(r",(?=\s*https?://)", urls)))
     for url in addresses:
-        try:
-            parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            valid = False
-        if not valid or any(character.isspace() for character in url):
-            shown, address = without_credentials(spec), without_credentials(url)
-            raise UserError(f"environment {shown!r}: {address!r} is no address, as in http:http://127.0.0.1:8000/mcp")
+        check_http_address(spec, url, example="http:http://127.0.0.1:8000/mcp")
     return addresses
 
 

@@ -18,18 +18,30 @@ VOCABULARY = 256
 STOP = 1
 
 
-class ScriptedSampler:
-    """Answers every turn with ``tokens`` tokens, after ``delay(request)`` seconds if given."""
+class WithoutModel:
+    """What samplers without a model have in common: every version is taken as it comes, and nothing is kept."""
 
-    def __init__(self, *, tokens: int = 8, delay: Callable[[GenerationRequest], float] | None = None) -> None:
-        self.version = 0
-        self._tokens = tokens
-        self._delay = delay
+    version = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         await anyio.lowlevel.checkpoint()
         yield
+
+    async def load(self, policy: PolicyPublished) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.version = policy.version
+
+    def forget(self, cache_key: str) -> None:
+        """Nothing is kept."""
+
+
+class ScriptedSampler(WithoutModel):
+    """Answers every turn with ``tokens`` tokens, after ``delay(request)`` seconds if given."""
+
+    def __init__(self, *, tokens: int = 8, delay: Callable[[GenerationRequest], float] | None = None) -> None:
+        self._tokens = tokens
+        self._delay = delay
 
     async def generate(self, request: GenerationRequest) -> Generation:
         version = self.version
@@ -44,13 +56,6 @@ class ScriptedSampler:
             finish_reason="stop",
             versions=(VersionSpan(version=version, start=0, stop=count),),
         )
-
-    async def load(self, policy: PolicyPublished) -> None:
-        await anyio.lowlevel.checkpoint()
-        self.version = policy.version
-
-    def forget(self, cache_key: str) -> None:
-        """Nothing is kept."""
 
 
 class ScriptedTemplate:

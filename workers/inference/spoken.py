@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import anyio
 
-from schemas import ChatMessage, PolicyPublished, ToolSpec, VersionSpan
+from schemas import VersionSpan
 from workers.inference.base import Generation, GenerationRequest
+from workers.inference.scripted import ScriptedTemplate, WithoutModel
 
 STOP = 256
 """One id per UTF-8 byte, and one that ends a turn."""
@@ -17,25 +17,16 @@ STOP = 256
 KEPT_EPISODES = 65_536
 
 
-class SpokenTemplate:
+class SpokenTemplate(ScriptedTemplate):
     """One id per byte: what the policy says comes out as the text that was given."""
 
     stop_ids: frozenset[int] = frozenset({STOP})
 
-    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
-        return self.proceed((), messages)
-
-    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
-        return [byte for message in messages if isinstance(message.content, str) for byte in message.content.encode()]
-
     def text(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < STOP).decode("utf-8", "replace")
 
-    def ids_of(self, token: str) -> int | None:
-        return None
 
-
-class SpokenSampler:
+class SpokenSampler(WithoutModel):
     """`Sampler` that says ``texts`` in order, one per turn of each episode, and the last one again when they are used up.
 
     A text longer than the turn's tokens is cut with finish reason ``length``.
@@ -44,15 +35,9 @@ class SpokenSampler:
     def __init__(self, *texts: str) -> None:
         if not texts:
             raise ValueError("a scripted policy needs at least one text to say")
-        self.version = 0
         self.template = SpokenTemplate()
         self._texts = [text.encode() for text in texts]
         self._turns: OrderedDict[str, int] = OrderedDict()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        await anyio.lowlevel.checkpoint()
-        yield
 
     async def generate(self, request: GenerationRequest) -> Generation:
         await anyio.lowlevel.checkpoint()
@@ -68,10 +53,6 @@ class SpokenSampler:
             finish_reason="stop" if len(ids) == len(whole) else "length",
             versions=(VersionSpan(version=self.version, start=0, stop=len(ids)),),
         )
-
-    async def load(self, policy: PolicyPublished) -> None:
-        await anyio.lowlevel.checkpoint()
-        self.version = policy.version
 
     def forget(self, cache_key: str) -> None:
         self._turns.pop(cache_key, None)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import anyio
 
 from schemas import PolicyPublished, VersionSpan
 from schemas.tokens import pack_ids
 from workers.inference.base import EngineFailed, Generation, GenerationRequest, WeightsRejected
-from workers.inference.scripted import STOP
+from workers.inference.scripted import STOP, WithoutModel
 from workers.simulation.environments import chosen
 from workers.simulation.process import Process
 from workers.simulation.scenario import Mischief
@@ -35,7 +34,7 @@ def sampled_ids(ids: Sequence[int], versions: Sequence[VersionSpan], seed: int) 
     return [*sampled[:-1], STOP]
 
 
-class SimulatedSampler:
+class SimulatedSampler(WithoutModel):
     """See `workers.inference.base.Sampler`."""
 
     def __init__(self, process: Process, mischief: Mischief, *, seed: int, draw: random.Random, watch: Watch) -> None:
@@ -45,11 +44,6 @@ class SimulatedSampler:
         self._seed = seed
         self._draw = draw
         self._watch = watch
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        await anyio.lowlevel.checkpoint()
-        yield
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self._process.hold(generations=1)
@@ -66,9 +60,6 @@ class SimulatedSampler:
             self._process.rejected_at = anyio.current_time()
             raise WeightsRejected("a tensor is not finite")
         self.version = policy.version
-
-    def forget(self, cache_key: str) -> None:
-        """Nothing is kept."""
 
     async def _generated(self, request: GenerationRequest) -> Generation:
         before = self.version

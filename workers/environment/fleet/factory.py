@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from urllib.parse import urlsplit
 
-from fleetbus.config.load import without_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from schemas import Task, ToolCall
+from workers.environment.addresses import check_http_address
 from workers.environment.base import Environment
 from workers.environment.fleet.api import DEFAULT_BASE_URL
 from workers.environment.fleet.connection import COMPUTER, SCREEN_MODALITIES, FleetConnection
@@ -42,7 +41,8 @@ def fleet_factory(
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key:
         raise UserError(f"environment {spec!r} needs a key: set {KEY_VARIABLE}")
-    base_url = _checked(spec, address or os.environ.get(URL_VARIABLE, "").strip() or DEFAULT_BASE_URL)
+    base_url = address or os.environ.get(URL_VARIABLE, "").strip() or DEFAULT_BASE_URL
+    check_http_address(spec, base_url, example=f"fleet:{DEFAULT_BASE_URL}")
     host = FleetHost(base_url=base_url, key=key, run=configuration.run.name, settings=configuration.fleet)
 
     limits = configuration.limits
@@ -70,15 +70,3 @@ def fleet_factory(
 def first_look(task: Task) -> ToolCall | None:
     """Where there is a screen, the policy sees it together with its task."""
     return ToolCall(name=COMPUTER, arguments={"action": "screenshot"}) if task.modality in SCREEN_MODALITIES else None
-
-
-def _checked(spec: str, url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        valid = False
-    if not valid or any(character.isspace() for character in url):
-        shown = without_credentials(url)
-        raise UserError(f"environment {without_credentials(spec)!r}: {shown!r} is no address, as in fleet:{DEFAULT_BASE_URL}")
-    return url.rstrip("/")

@@ -1,0 +1,20 @@
+"""Addresses in what a user writes after ``--environment``."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from fleetbus.config.load import without_credentials
+from fleetbus.errors import UserError
+
+
+def check_http_address(spec: str, url: str, *, example: str) -> None:
+    """Raises `UserError` that shows ``spec`` without its credentials, and an ``example``, if ``url`` is no HTTP address."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid or any(character.isspace() for character in url):
+        shown, address = without_credentials(spec), without_credentials(url)
+        raise UserError(f"environment {shown!r}: {address!r} is no address, as in {example}")
