@@ -128,7 +128,7 @@ async def running(application: Any, *, seconds: float = 50, **serving: Any) -> A
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     stop = anyio.Event()
     with anyio.fail_after(seconds):
-        async with anyio.create_task_group() as group, httpx.AsyncClient() as client:
+        async with anyio.create_task_group() as group, httpx.AsyncClient(timeout=30.0) as client:
             group.start_soon(partial(serve, application, listener, stop, **serving))
             yield Wire(client, url)
             stop.set()

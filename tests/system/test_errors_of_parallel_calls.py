@@ -55,12 +55,12 @@ async def test_histories_of_several_subjects_that_nobody_answers_raise_what_one_
 async def test_weights_that_cannot_be_put_raise_what_the_publisher_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "PUT_LIMIT_SECONDS", 0.1)
-    monkeypatch.setattr(objects, "CLEAR_LIMIT_SECONDS", 0.1)
     (tmp_path / "weights").write_bytes(os.urandom(objects.CHUNK_BYTES * 20))
     async with served(tmp_path / "store") as (bus, server):
         store = bus.objects("weights")
         await store.put("first", tmp_path / "weights")
+        monkeypatch.setattr(objects, "PUT_LIMIT_SECONDS", 0.1)
+        monkeypatch.setattr(objects, "CLEAR_LIMIT_SECONDS", 0.1)
         declared = store._declare  # type: ignore[attr-defined]
 
         async def then_die() -> None:
