@@ -58,6 +58,13 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
     """Replay a recording against one worker; raises `UserError` when it cannot be replayed."""
+    began = anyio.current_time()
+    report = await _replayed(source, replay)
+    report.seconds = anyio.current_time() - began
+    return report
+
+
+async def _replayed(source: Recording | Path, replay: Replay) -> Report:
     if isinstance(source, Path):
         from workers.replay.shards import jobs_for, replay_shared
 

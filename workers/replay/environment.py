@@ -53,7 +53,6 @@ async def replay_environment(
     report = Report(role="environment", recorded_seconds=recording.seconds)
     playable = _playable(read_stories(recording.entries).values(), report)
     stories = {story.episode_id: story for story in (distinct_stories(playable, report) if distinct else playable)}
-    began = anyio.current_time()
     pools = tuple({_pool(story) for story in stories.values()}) or (configuration.run.pool,)
     policies = tuple({story.request.policy for story in stories.values() if story.request}) or (configuration.run.policy,)
     run = msgspec.structs.replace(configuration.run, pool=pools[0])
@@ -67,7 +66,6 @@ async def replay_environment(
 
         if stories:
             await perform(stage, work, director.direct)
-    report.seconds = anyio.current_time() - began
     return report
 
 

@@ -57,7 +57,6 @@ async def replay_inference(
     recorded URI does not exist any more; what no weights are found for is skipped. ``scorer`` is told beforehand which turns
     of a version come; it stands in ``sampler``. ``images`` shows the recorded objects to a model that sees."""
     report = Report(role="inference", recorded_seconds=recording.seconds)
-    began = anyio.current_time()
     stories = list(read_stories(recording.entries).values())
     policy = configuration.run.policy
     async with staged(recording, configuration, pools=(configuration.run.pool,), policies=(policy,)) as stage:
@@ -79,7 +78,6 @@ async def replay_inference(
             await director.direct(list(_published(recording, policy)), stories, weights or {})
 
         await perform(stage, work, direct)
-    report.seconds = anyio.current_time() - began
     return report
 
 

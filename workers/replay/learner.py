@@ -44,7 +44,6 @@ async def replay_learner(
     Raises `UserError` when the recording does not hold the beginning of the training.
     """
     report = Report(role="learner", recorded_seconds=recording.seconds)
-    began = anyio.current_time()
     expected = first_lineage(recording)
     stories = read_told(recording)
     check_images(recording, stories.values())
@@ -76,7 +75,6 @@ async def replay_learner(
         report.measured = {TRAINING: director.seconds.get("train", 0.0)}
     if isinstance(training, RecordedTrainer):
         _tell_of_batches(report, training)
-    report.seconds = anyio.current_time() - began
     return report
 
 

@@ -62,7 +62,6 @@ def can_be_shared(replay: Replay) -> bool:
 async def replay_shared(file: Path, replay: Replay, jobs: int) -> Report:
     """The report of all shares; raises `UserError` when one cannot be replayed."""
     read_header(file)  # what is no recording is said once, and at once
-    began = anyio.current_time()
     reports: list[Report | UserError] = []
 
     async def run(number: int) -> None:
@@ -72,9 +71,7 @@ async def replay_shared(file: Path, replay: Replay, jobs: int) -> Report:
     async with anyio.create_task_group() as group:
         for number in range(jobs):
             group.start_soon(run, number)
-    merged = merge([_report(each) for each in reports])
-    merged.seconds = anyio.current_time() - began
-    return merged
+    return merge([_report(each) for each in reports])
 
 
 def merge(reports: list[Report]) -> Report:
