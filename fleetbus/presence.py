@@ -44,14 +44,17 @@ class Presence:
                 pid=os.getpid(),
             )
         )
+        log.info("ready", slots=slots)
 
     async def draining(self, *, in_flight: int) -> None:
         """Tell the log, and everybody who listens at once."""
+        log.info("draining", in_flight=in_flight)
         await self._record(WorkerDraining(role=self._role, worker=self._worker, in_flight=in_flight))
         await self.beat_once()
 
     async def stopped(self) -> None:
         await self._record(WorkerStopped(role=self._role, worker=self._worker))
+        log.info("stopped")
 
     async def failed(self, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup):  # of what its tasks met, the first tells most

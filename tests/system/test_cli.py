@@ -188,12 +188,12 @@ def test_a_role_that_crashes_logs_it_and_exits_1(tmp_path: Path) -> None:
     assert "something is broken" in line
 
 
-async def test_a_role_drains_on_sigterm_and_exits_0(tmp_path: Path) -> None:
-    async with run_server(tmp_path / "nats") as server:
+async def test_a_role_says_that_it_is_ready_drains_on_sigterm_and_exits_0(tmp_path: Path) -> None:
+    async with run_server(tmp_path / "nats") as server, await anyio.open_file(tmp_path / "log", "wb") as log:
         assert fleetbus("init", "--nats", server.url, "--nats-lanes", "1", folder=tmp_path).returncode == 0
         process = await anyio.open_process(
             [sys.executable, "-m", "workers.cli", "environment", "--nats", server.url, "--nats-lanes", "1", "--name", "e1"],
-            cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log.wrapped,
         )  # fmt: skip
         try:
             with anyio.fail_after(50):
@@ -207,3 +207,5 @@ async def test_a_role_drains_on_sigterm_and_exits_0(tmp_path: Path) -> None:
                 process.kill()
             with anyio.CancelScope(shield=True):
                 await process.aclose()
+    told = [line.split("]")[1].split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert told == ["ready", "draining", "stopped"]

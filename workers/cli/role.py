@@ -56,6 +56,7 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
 
         end_with_supervisor()
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
     work = _import_work(load_work)
     try:
         return anyio.run(_serve, role, work, configuration, name, url, backend_options={"use_uvloop": os.name != "nt"})

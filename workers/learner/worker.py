@@ -194,7 +194,8 @@ class Learner:
                 TrainingFinished(lineage=self._lineage, step=self._step, version=self._publication.version, excluded=excluded)
             )
             if len(excluded) < EXCLUSIONS_PER_ENTRY:
-                return
+                break
+        log.info("finished", model=str(self._folder.model))
 
     async def _catch_up(self) -> None:
         """Enter every result that stands in the log by now: whoever begins at the last step may not have read any yet."""
@@ -218,7 +219,7 @@ class Learner:
             name, tasks, lineage=self._lineage, step=self._step, version=self._publication.version, temperature=temperature
         )
         self._counters["seconds_evaluate"] += anyio.current_time() - started
-        log.info("evaluated", name=name, success=evaluated.success, graded=evaluated.graded)
+        log.info("evaluated", name=name, success=round(evaluated.success, 3), graded=evaluated.graded)
         await self._train.append(evaluated)
 
     # Requests and results
@@ -319,6 +320,8 @@ class Learner:
             metrics={name: float(value) for name, value in metrics.items()},
         )
         await self._train.append(done)
+        measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}
+        log.info("trained", step=self._step, of=self._settings.steps, **measured)
         self._signal.trained(done, self._bus.now_ns())
         await self._publish_version()
         self._counters["steps"] += 1
