@@ -3,8 +3,8 @@
 Version after version, episode beside episode, turn after turn: each Action that one version sampled alone is asked for again
 and compared: token ids exactly, log-probabilities within a tolerance. Its tokens are sampled again from the recorded seed (or
 greedily, as recorded), or a `Scorer` shows by one forward pass that they would be.
-Actions that cannot be sampled again are put into the log as they were recorded, so that the turns after them stand on the same
-history.
+Before a turn that is asked for, Actions that cannot be sampled again are put into the log as they were recorded, so that it
+stands on the same history.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ class _Director:
         self._waiting: dict[tuple[str, int], anyio.Event] = {}
         self._answers: dict[tuple[str, int], Action] = {}
         self._next: dict[str, int] = {}
+        self._laid: dict[str, int] = {}
+        """By episode how many of its turns are in the stage's log."""
         self._stopped: set[str] = set()
         self._due: dict[int, list[tuple[int, Story]]] = {}
         self._unloadable = ""
@@ -183,15 +185,23 @@ class _Director:
             reason = _unrepeatable(story, asked, self._stage.objects)
             if not reason and _newest_version(asked) < version:
                 reason = "actions whose version is not at hand"
-            if turn == 0:
-                self._claim(story)
             if reason:
                 self._report.skipped[reason] += 1
-                self._give(asked)
-            elif not await self._compare(story, asked):
-                self._stopped.add(story.episode_id)
-                return
+            else:
+                self._lay(story, turn)
+                if not await self._compare(story, asked):
+                    self._stopped.add(story.episode_id)
+                    return
             self._next[story.episode_id] = turn + 1
+
+    def _lay(self, story: Story, turn: int) -> None:
+        """Let the log hold all before this turn; it will hold the turn."""
+        laid = self._laid.get(story.episode_id)
+        if laid is None:
+            self._claim(story)
+        for asked in story.turns[laid or 0 : turn]:
+            self._give(asked)
+        self._laid[story.episode_id] = turn + 1
 
     def _claim(self, story: Story) -> None:
         """Histories are rebuilt from claims and Actions: one attempt stands for all that were."""
