@@ -51,7 +51,7 @@ pytest.importorskip("uvicorn")
 from workers.listening import bind
 from workers.monitor.serve import page_files, serve
 from workers.top.nats_http import HOW
-from workers.watchdog import find_stalls
+from workers.watchdog import find_notes, find_stalls
 
 SUBJECTS = Subjects(RUN)
 
@@ -165,6 +165,32 @@ async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPa
                     break
     (stall,) = facts["stalls"]
     assert stall["where"] == "learner" and stall["line"].startswith("stuck at the learner for ")
+
+
+def step_of(number: int, success: float) -> StepTrained:
+    """Sixteen groups of eight, the rewards of each of them equal."""
+    metrics = {"success": success, "reward": success, "groups_without_signal": 16.0, "advantage_size_mean": 0.0}
+    episodes = tuple(f"e{number}-{index}" for index in range(128))
+    return StepTrained(lineage="a", step=number, version=number, episodes=episodes, metrics=metrics)
+
+
+@pytest.mark.parametrize(("success", "kind"), [(0.0, "stalls"), (1.0, "notes")])
+async def test_a_run_of_which_nothing_is_learned_is_an_alarm_and_a_solved_one_a_note(
+    success: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
+    monkeypatch.setattr("workers.monitor.app.find_notes", partial(find_notes, patience_seconds=0.001))
+    with anyio.fail_after(50):
+        async with empty_run() as (page, bus), page.events() as events:
+            await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="a", worker="l")))
+            for number in range(1, 6):
+                await bus.publish(SUBJECTS.train("default"), encode(step_of(number, success)))
+            async for name, facts in events:
+                if name == "overview" and facts["numbers"]["step"] == 5 and (facts["notes"] or facts["stalls"]):
+                    break
+    told = [stall["line"] for stall in facts["stalls"] if stall["where"] == "policy"]
+    assert (len(told), len(facts["notes"])) == ((1, 0) if kind == "stalls" else (0, 1))
+    assert "the last 80 groups had equal rewards each" in [*told, *facts["notes"]][0]
 
 
 async def test_the_nats_server_is_shown_with_who_is_connected_and_without_it_how_to_turn_that_on(tmp_path: Path) -> None:

@@ -181,6 +181,19 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
             assert errors == []
 
 
+async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.monitor.app.find_notes", lambda state, now_ns: [f"nothing is left to learn {MARKUP}"])
+    monkeypatch.setattr("workers.monitor.app.find_stalls", lambda *args, **options: [])
+    async with opened(10, "light") as (page, address, errors, _):
+        await page.goto(address)
+        note = page.locator("section[aria-label='Worth knowing'] p")
+        await note.wait_for()
+        assert await note.inner_text() == f"nothing is left to learn {MARKUP}"
+        assert await page.locator("[role='alert']").count() == 0
+        await shot(page, "note-light")
+        assert errors == []
+
+
 async def test_the_keyboard_reaches_an_episode_and_its_tokens_and_markup_stays_text() -> None:
     async with opened(300, "dark") as (page, address, errors, _):
         await page.goto(address)
