@@ -24,7 +24,7 @@ from workers.up.lock import locked
 from workers.up.plans import role_command
 from workers.up.progress import Progress
 from workers.up.run import Ending, Run
-from workers.up.summary import finished_line, load_summary, report_lines, write_summary
+from workers.up.summary import finished_lines, load_summary, report_lines, write_summary
 
 
 def run_up(loaded: Loaded, json_summary: Path | None) -> int:
@@ -83,7 +83,8 @@ def _tell_if_finished(configuration: Configuration, folder: RunFolder, json_summ
         return False
     if json_summary is not None:
         write_summary(summary, json_summary)
-    _say(finished_line(summary, folder, shown_path))
+    for line in finished_lines(summary, folder, shown_path):
+        _say(line)
     return True
 
 

@@ -38,15 +38,18 @@ def load_summary(folder: RunFolder) -> Summary | None:
 def report_lines(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
     """What a person is told at the end: success before and after, cost, where the files are, how to go on."""
     lines = [_success_change(summary), _cost(summary), *textwrap.wrap(summary.signal, REPORT_WIDTH)]
+    return [*lines, *_where_and_how_on(summary, folder, shown)]
+
+
+def finished_lines(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
+    """The same for a finished run that is called again."""
+    return [f"run {summary.run} is finished: {_success_change(summary)}", *_where_and_how_on(summary, folder, shown)]
+
+
+def _where_and_how_on(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
     files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
-    lines += [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
-    return [*lines, *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_ways_on(summary)))]
-
-
-def finished_line(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> str:
-    """A finished run that is called again, in one line."""
-    where = f" (model in {shown(folder.model)})" if folder.model.exists() else ""
-    return f"run {summary.run} is finished: {_success_change(summary)}{where} · {', '.join(_ways_on(summary))}"
+    there = [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
+    return [*there, *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_ways_on(summary)))]
 
 
 def _ways_on(summary: Summary) -> list[str]:
