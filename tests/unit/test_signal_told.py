@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 import structlog
 
 from fleetbus.config.run_folder import RunFolder
 from schemas import LineageStarted, StepTrained
+from workers.cli.program import run_program
 from workers.learner.signal_log import SignalLog
 from workers.up.book import Book, Summary
 from workers.up.display import PlainDisplay
@@ -85,3 +87,21 @@ def test_a_summary_of_an_earlier_release_says_nothing_of_it(tmp_path: Path) -> N
     folder.summary.write_bytes(msgspec.json.encode(older))
     loaded = load_summary(folder)
     assert loaded is not None and loaded.signal == ""
+
+
+def test_the_list_of_runs_says_which_of_them_learned_nothing_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, signal in (("good", ""), ("lost", "no signal since step 11"), ("older", None)):
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        (folder.path / "run.json").write_text("{}")
+        write_summary(summary(signal or ""), folder.summary)
+        if signal is None:
+            older = msgspec.json.decode(folder.summary.read_bytes())
+            del older["signal"]
+            folder.summary.write_bytes(msgspec.json.encode(older))
+    assert run_program(["runs", "list", "--run-folder", str(tmp_path), "--json"]) == 0
+    assert [row["signal"] for row in msgspec.json.decode(capsys.readouterr().out)] == ["", "no signal since step 11", ""]
+    assert run_program(["runs", "list", "--run-folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[4:] == ["lost: no signal since step 11"]

@@ -108,6 +108,7 @@ def _row(path: Path) -> dict[str, Any]:
         "steps": summary.get("optimizer_steps"),
         "success_before": summary.get("success_start"),
         "success_after": summary.get("success_end"),
+        "signal": summary.get("signal", ""),
     }
 
 
@@ -151,4 +152,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
         success = "" if before is None or after is None else f"{before:.0%} → {after:.0%}"
         steps = "" if row["steps"] is None else str(row["steps"])
         table.add_row(row["run"], state, changed, f"{row['bytes'] / 1e6:.1f} MB", steps, success)
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    for row in rows:
+        if row["signal"] and not row["running"]:
+            console.print(f"{row['run']}: {row['signal']}", style="yellow")
