@@ -214,7 +214,7 @@ async def _clock_skew_of_own_server() -> float | None:
     from fleetbus.bus.streams import plan_run
 
     with tempfile.TemporaryDirectory() as folder:
-        async with run_server(Path(folder)) as server:
+        async with run_server(Path(folder), ends_with_us=True) as server:
             async with connect(server.url, run="doctor", role="doctor", worker="doctor") as bus:
                 await bus.declare(plan_run("doctor", lanes=1))
             return await _clock_skew(server.url, "doctor")

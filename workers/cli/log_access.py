@@ -61,7 +61,8 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     name, run = made_up_name(role), configuration.run.name
     folder = run_folder(configuration.run)
     if own_server and not configuration.nats.url and not folder.server.is_file() and folder.store.is_dir():
-        async with run_server(folder.store) as server, connect(server.url, run=run, role=role, worker=name) as bus:
+        own = run_server(folder.store, ends_with_us=True)
+        async with own as server, connect(server.url, run=run, role=role, worker=name) as bus:
             await _check_run(bus, run)
             yield bus
         return

@@ -22,6 +22,7 @@ import anyio.abc
 import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus.lifeline import ending_with_us
 
 MINIMUM_VERSION = (2, 11)
 """Batched direct gets came with 2.11."""
@@ -68,9 +69,22 @@ def _version(binary: Path) -> tuple[int, ...]:
 
 
 class NatsServerProcess:
-    """A running nats-server. After `kill` it can be started again on the same port and store with `restart`."""
+    """A running nats-server. After `kill` it can be started again on the same port and store with `restart`.
 
-    def __init__(self, binary: Path, store: Path, host: str, port: int, monitor_port: int | None, config: Path | None) -> None:
+    With ``ends_with_us`` it is stopped when this process is killed, too.
+    """
+
+    def __init__(
+        self,
+        binary: Path,
+        store: Path,
+        host: str,
+        port: int,
+        monitor_port: int | None,
+        config: Path | None,
+        *,
+        ends_with_us: bool = False,
+    ) -> None:
         self.store = store
         self.log_file = store / "nats-server.log"
         self._binary = binary
@@ -78,6 +92,7 @@ class NatsServerProcess:
         self._port = port
         self._monitor_port = monitor_port
         self._config = config
+        self._ends_with_us = ends_with_us
         self._owner_file = store / "owner"
         self._process: anyio.abc.Process | None = None
 
@@ -142,6 +157,8 @@ class NatsServerProcess:
             command += ["-m", str(self._monitor_port or -1)]
         if self._config is not None:
             command += ["-c", str(self._config)]
+        if self._ends_with_us:
+            command = ending_with_us(command, sent=signal.SIGTERM)
         return await anyio.open_process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     async def _end(self, sign: signal.Signals) -> None:
@@ -244,13 +261,15 @@ async def run_server(
     port: int = 0,
     monitor_port: int | None = 0,
     config: Path | None = None,
+    ends_with_us: bool = False,
 ) -> AsyncGenerator[NatsServerProcess]:
     """A nats-server with JetStream in the folder ``store`` for the length of the block; port 0 is any free one.
 
     Its output goes to ``nats-server.log`` in the folder. Raises `UserError` if it is not found, the port or the store is in
-    use, or it does not get ready. It is stopped at the end, whatever happens, within 5 s.
+    use, or it does not get ready. It is stopped at the end, whatever happens, within 5 s; with ``ends_with_us`` also when this
+    process is killed.
     """
-    server = NatsServerProcess(find_server(), _prepare(store), host, port, monitor_port, config)
+    server = NatsServerProcess(find_server(), _prepare(store), host, port, monitor_port, config, ends_with_us=ends_with_us)
     await server.end_orphan()
     try:
         await server.start()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import anyio.to_thread
 from anyio.abc import Process
 
 from fleetbus.errors import UserError
+from fleetbus.lifeline import ending_with_us
 from workers.environment.base import EnvironmentFailed
 from workers.environment.providers.base import Labels, Server, is_abandoned, server_name
 
@@ -27,13 +27,6 @@ WITHHELD = ("FLEETBUS_", "FLEET_", "NATS_")
 """Variables of the worker that begin like this are its own and not the command's."""
 
 _OWNER, _EXPIRES = "FLEETBUS_SERVER_OWNER", "FLEETBUS_SERVER_EXPIRES"
-_LAUNCH = (
-    "import ctypes, os, signal, sys; parent = int(sys.argv[1])\n"
-    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)\n"
-    "if os.getppid() != parent: os._exit(1)\n"
-    "os.execvp(sys.argv[2], sys.argv[2:])\n"
-)
-"""Becomes the command, which then dies with this worker where the system can do that."""
 
 
 class ProcessProvider:
@@ -62,7 +55,7 @@ class ProcessProvider:
         output = tempfile.TemporaryFile()
         try:
             process = await anyio.open_process(
-                [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command],
+                ending_with_us(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

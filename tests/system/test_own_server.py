@@ -1,0 +1,47 @@
+"""Commands that serve a stopped run from its files: nothing of that outlives them, however they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
+from tests.support.processes import until, until_said
+
+RUN = "stopped"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+async def test_the_server_of_a_command_that_is_killed_ends_with_it(sent: signal.Signals, tmp_path: Path) -> None:
+    store = tmp_path / ".fleetbus" / "runs" / RUN / "nats"
+    async with run_server(store) as server, connect(server.url, run=RUN, role="test") as bus:
+        await bus.declare(plan_run(RUN, lanes=1, max_bytes=0))
+
+    command = [sys.executable, "-m", "workers.cli", "top", RUN, "--json"]
+    async with await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as top:
+        await until_said(top.stdout, b'"run":"stopped"')
+        own = psutil.Process(int((store / "owner").read_text().split()[1]))
+        top.send_signal(sent)
+        await top.wait()
+    await until(lambda: has_ended(own))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True
