@@ -17,7 +17,7 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus.recording import Recording, load_recording
+from fleetbus.recording import Recording
 from fleetbus.recording.export import restore_files
 from workers.replay.compare import LOGPROB_TOLERANCE
 from workers.replay.configured import configuration_of
@@ -56,22 +56,8 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     distinct: bool = False
 
 
-async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
-    """Replay a recording against one worker; raises `UserError` when it cannot be replayed."""
-    began = anyio.current_time()
-    report = await _replayed(source, replay)
-    report.seconds = anyio.current_time() - began
-    return report
-
-
-async def _replayed(source: Recording | Path, replay: Replay) -> Report:
-    if isinstance(source, Path):
-        from workers.replay.shards import jobs_for, replay_shared
-
-        if (jobs := jobs_for(source, replay)) > 1:
-            return await replay_shared(source, replay, jobs)
-        source = await anyio.to_thread.run_sync(load_recording, source)
-    recording = source
+async def replay_here(recording: Recording, replay: Replay) -> Report:
+    """Replay a recording in this process; raises `UserError` when it cannot be replayed."""
     if not recording.entries:
         raise UserError(f"{recording.path} has no entries: there is nothing to replay")
     configuration = configuration_of(recording)

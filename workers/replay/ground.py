@@ -15,8 +15,9 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import Recording
-from workers.replay.adapters import Replay, replay_recording
+from workers.replay.adapters import Replay
 from workers.replay.report import Report
+from workers.replay.run import replay_recording
 
 
 @asynccontextmanager

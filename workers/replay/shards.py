@@ -22,7 +22,7 @@ import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus.recording import Recording, RecordingReader, read_header
-from workers.replay.adapters import Replay, replay_recording
+from workers.replay.adapters import Replay, replay_here
 from workers.replay.quiet import collecting_seldom
 from workers.replay.report import Report
 
@@ -132,7 +132,7 @@ def _work(job: Job) -> Report:
     recording, seconds = _load_share(job)
     replay = msgspec.structs.replace(job.replay, jobs=1)
     with collecting_seldom():
-        report = anyio.run(partial(replay_recording, recording, replay), backend_options={"use_uvloop": os.name != "nt"})
+        report = anyio.run(partial(replay_here, recording, replay), backend_options={"use_uvloop": os.name != "nt"})
     report.recorded_seconds = seconds
     return report
 
