@@ -28,6 +28,7 @@ from tests.support.small_fleet import RUN, Member, SmallFleet, configured, small
 from workers.environment.scripted import ScriptedEnvironment
 from workers.inference.scripted import ScriptedSampler
 from workers.learner.book import Replaced
+from workers.learner.checkpoints import STATE
 from workers.learner.curriculum import Curriculum
 from workers.learner.scripted import ScriptedTrainer
 
@@ -67,6 +68,15 @@ class Training:
                 for _, trained in decoded(StepTrained, [await reader.receive()], beside=ENTRIES):
                     lineages = await self.entries(LineageStarted)
                     if trained.step == step and trained.lineage == lineages[-1].lineage:
+                        return
+
+    async def until_checkpoint(self, lineage: str) -> None:
+        """Until the second step of a lineage stands in the log with its checkpoint, and older ones are pruned."""
+        async with self.fleet.bus.read([self.fleet.subjects.train("default")]) as reader:
+            while True:
+                for _, stored in decoded(CheckpointStored, [await reader.receive()], beside=ENTRIES):
+                    if stored.lineage == lineage and stored.step > 1:
+                        await anyio.sleep(0.1)
                         return
 
     async def surviving(self) -> list[StepTrained]:
@@ -160,6 +170,32 @@ async def test_a_drained_learner_stores_a_checkpoint_so_that_no_step_is_trained_
         await second.ended.wait()
         await run.check_books(trainer)
         assert [each.step for each in await run.entries(StepTrained)] == [1, 2, 3, 4, 5, 6]
+
+
+def damage(stored: CheckpointStored) -> None:
+    folder = Path(stored.file)
+    if folder.is_dir():
+        (folder / STATE).write_text("damaged")
+
+
+async def test_checkpoints_that_no_learner_can_begin_at_take_no_place_of_one_that_can(tmp_path: Path) -> None:
+    """What was stored last is damaged, and then all of the learner that had begun at the one before."""
+    async with training(tmp_path, steps=20, checkpoint_every=1, keep_checkpoints=2) as run:
+        first, _ = run.begin()
+        await run.until_checkpoint("l1")
+        first.kill()
+        newest = (await run.entries(CheckpointStored))[-1]
+        damage(newest)
+        second, _ = run.begin()
+        await run.until_checkpoint("l2")
+        second.kill()
+        for stored in await run.entries(CheckpointStored):
+            if stored.lineage == "l2":
+                damage(stored)
+        third, trainer = run.begin()
+        await third.ended.wait()
+        await run.check_books(trainer)
+        assert [each.parent_step for each in await run.entries(LineageStarted)] == [0, newest.step - 1, newest.step - 1]
 
 
 async def test_what_was_trained_ahead_of_a_slow_group_stays_trained_however_often_the_learner_is_killed(tmp_path: Path) -> None:

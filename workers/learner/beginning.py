@@ -38,6 +38,8 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     finished_step: int
     checkpoint: Checkpoint | None
     checkpoint_path: Path | None
+    counted: dict[str, float] = msgspec.field(default_factory=dict)
+    """Of each lineage so far the last step that counted, before this one begins; -1 if none did."""
 
     @property
     def step(self) -> int:
@@ -46,6 +48,10 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def floor(self) -> int:
         return self.checkpoint.floor if self.checkpoint else 1
+
+    def voids(self, lineage: str, step: int) -> bool:
+        """True for a step so far that does not count any more, so that no learner will ever begin there."""
+        return lineage in self.counted and step > min(self.counted[lineage], self.step)
 
 
 async def find_beginning(bus: Bus, subjects: Subjects, policy: str) -> Beginning:
@@ -66,7 +72,8 @@ async def find_beginning(bus: Bus, subjects: Subjects, policy: str) -> Beginning
                 checkpoints.append(entry)
             case EvaluationFinished():
                 evaluated.add(entry.name)
-    checkpoint, path = _newest_whole(checkpoints, surviving_steps(lineages))
+    surviving = surviving_steps(lineages)
+    checkpoint, path = _newest_whole(checkpoints, surviving)
     return Beginning(
         lineage=f"l{len(lineages) + 1}",
         parent=lineages[-1].lineage if lineages else "",
@@ -75,6 +82,7 @@ async def find_beginning(bus: Bus, subjects: Subjects, policy: str) -> Beginning
         finished_step=last.step if isinstance(last, TrainingFinished) else -1,
         checkpoint=checkpoint,
         checkpoint_path=path,
+        counted={started.lineage: surviving.get(started.lineage, -1.0) for started in lineages},
     )
 
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -87,14 +88,14 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     return checkpoint
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest ``keep``, and what kills left half written.
+def prune(folder: Path, keep: int, voids: Callable[[str, int], bool] = lambda lineage, step: False) -> None:
+    """Remove all checkpoints but the newest ``keep``, those of steps that do not count, and what kills left half written.
 
-    Newest by lineage and step, as in the log: clocks and file times may go backwards.
+    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``voids`` says what does not count.
     """
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
-    kept = {path for _, _, path in whole[-keep:]}
+    kept = {path for _, _, path in [each for each in whole if not voids(f"l{each[0]}", each[1])][-keep:]}
     for _, path in found:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)

@@ -346,7 +346,7 @@ class Learner:
                 floor=checkpoint.floor,
             )
         )
-        await self._ports.offload(prune, folder, self._settings.keep_checkpoints)
+        await self._ports.offload(prune, folder, self._settings.keep_checkpoints, self._beginning.voids)
         self._unstored = None
         self._counters["seconds_checkpoint"] += anyio.current_time() - started
 
