@@ -55,6 +55,11 @@ class RunFolder(msgspec.Struct, frozen=True):
         return self.path / "server.json"
 
     @property
+    def port(self) -> Path:
+        """The port that the run's own server had last: whoever looks at the run finds it there again when it goes on."""
+        return self.path / "port"
+
+    @property
     def lock(self) -> Path:
         """Held by the `up` that drives the run."""
         return self.path / "lock"

@@ -238,6 +238,21 @@ async def test_a_killed_server_comes_back_at_the_same_address_and_workers_go_on(
         assert running.descendants() == []
 
 
+async def test_a_resumed_run_has_the_address_that_it_had_unless_somebody_took_it(tmp_path: Path) -> None:
+    urls = []
+    for _ in range(2):
+        async with up(tmp_path, script="wait") as running:
+            await running.everything_runs()
+            urls.append(summary_of(running.run / "server.json")["url"])
+            running.process.send_signal(signal.SIGTERM)
+            assert await running.ended(within=60) == 0
+    assert urls[0] == urls[1]
+    with socket.create_server(("127.0.0.1", int(urls[0].rpartition(":")[2]))):
+        async with up(tmp_path, script="wait") as running:
+            await running.everything_runs()
+            assert summary_of(running.run / "server.json")["url"] != urls[0]
+
+
 async def test_a_second_up_of_the_same_run_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

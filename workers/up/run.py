@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -119,6 +120,8 @@ class Run:
     async def _until_server_is_told(self) -> None:
         while not self._folder.server.exists() and not self._server.over.is_set():  # noqa: ASYNC110  # another process writes it
             await anyio.sleep(0.02)
+        if self._folder.server.exists():
+            self._folder.port.write_text(str(_address(self._folder.server)[1]))
 
     def _told_url(self) -> str:
         return _address(self._folder.server)[0] if self._ready_to_train() else ""
@@ -127,10 +130,11 @@ class Run:
         return not self._asked_to_stop.is_set() and self._folder.server.exists()
 
     def _port(self) -> int:
-        """The configured port, or the one that the server had before it was started again."""
+        """The configured port, or the one that the server had before it was started again, in an earlier `up` too: who looks
+        at the run, or works for it, goes on there."""
         if self._folder.server.exists():
             return _address(self._folder.server)[1]
-        return self._configuration.nats.port
+        return self._configuration.nats.port or _port_if_free(self._folder.port)
 
     async def _train(self, url: str, progress: Progress, began: float) -> None:
         run = self._configuration.run
@@ -190,6 +194,18 @@ async def _first(*events: anyio.Event) -> None:
 
         for event in events:
             tasks.start_soon(wait, event)
+
+
+def _port_if_free(file: Path) -> int:
+    """The port that the file names if nobody has it by now; else 0, which is any."""
+    try:
+        port = int(file.read_text())
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except (OSError, ValueError, OverflowError):
+        return 0
+    return port
 
 
 def _address(file: Path) -> tuple[str, int]:
