@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fleetbus.errors import UserError
 from fleetbus.tasks import task_entry
-from fleetbus.tasks_parquet import write_parquet
+from fleetbus.tasks_parquet import need_pyarrow, write_parquet
 from schemas import Task
 
 HALVES = ("train", "validation")
@@ -21,6 +21,8 @@ def write_split(folder: Path, train: Sequence[Task], evaluation: Sequence[Task],
 
     Each file appears whole or not at all; the file of an empty half is removed. Raises `UserError` if that cannot be done.
     """
+    if "parquet" in formats:
+        need_pyarrow(str(folder))
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

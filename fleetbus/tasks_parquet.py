@@ -10,6 +10,7 @@ from typing import Any
 from fleetbus.datasets import INSTALL
 from fleetbus.errors import UserError
 
+ENV_CLASS = "fleet_task"
 TASK_COLUMN = "task"
 """The whole entry of the tasks file as JSON: what is written is read back without loss."""
 
@@ -24,21 +25,21 @@ def read_parquet(name: str, data: bytes) -> list[dict[str, Any]]:
         raise UserError(f"{name}: is no Parquet file of tasks: {(str(error) or 'nothing in it').splitlines()[0]}") from None
 
 
-def write_parquet(entries: Sequence[dict[str, Any]], path: Path, *, env_class: str = "fleet_task") -> None:
+def write_parquet(entries: Sequence[dict[str, Any]], path: Path) -> None:
     """Write entries of a tasks file. Raises `UserError` without pyarrow."""
     pyarrow, parquet = _pyarrow(str(path))
     variables = _first_variables(entries)
-    rows = [_row(entry, env_class, variables) for entry in entries]
+    rows = [_row(entry, variables) for entry in entries]
     columns = list(rows[0]) if rows else []
     parquet.write_table(pyarrow.table({column: [row[column] for row in rows] for column in columns}), path)
 
 
-def _row(entry: dict[str, Any], env_class: str, variables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> dict[str, Any]:
     environment = str(entry.get("env_id", ""))
     known = entry.get("env_variables") or variables.get(environment, {})
     return {
         "prompt": [{"role": "user", "content": entry["prompt"]}],
-        "env_class": env_class,
+        "env_class": ENV_CLASS,
         "task_key": entry["key"],
         "data_source": environment,
         "data_key": str(entry.get("data_key") or entry.get("data_id") or ""),
@@ -69,6 +70,11 @@ def _entry(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, list):
         entry["prompt"] = "\n\n".join(str(message.get("content", "")) for message in prompt if message.get("role") == "user")
     return entry
+
+
+def need_pyarrow(name: str) -> None:
+    """Raises `UserError` without pyarrow: for those who write more than one file."""
+    _pyarrow(name)
 
 
 def _pyarrow(name: str) -> tuple[Any, Any]:

@@ -110,6 +110,15 @@ def test_a_mistake_gets_one_line_and_the_status_of_bad_input(
     assert words in line
 
 
+def test_a_split_into_parquet_without_its_package_writes_nothing(
+    tasks_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert run_program(["tasks", "split", str(tasks_file), "--output", "halves", "--format", "both"]) == 2
+    assert capsys.readouterr().err.startswith("fleetbus: halves: Parquet needs pyarrow: pip install")
+    assert not (tasks_file.parent / "halves").exists()
+
+
 @pytest.mark.parametrize("flags", [[], ["--sync"]])
 def test_a_new_environment_is_short_and_passes_its_own_test(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
