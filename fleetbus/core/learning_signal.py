@@ -100,30 +100,38 @@ class LearningSignal:
 
     def _trained(self, message: StepTrained, time_ns: int) -> None:
         metrics = message.metrics
-        advantage = metrics.get("advantage_size_mean", math.nan)
+        advantage, flat = metrics.get("advantage_size_mean", math.nan), metrics.get("groups_without_signal", 0.0)
         step = _Step(
             step=message.step,
             time_ns=time_ns,
             episodes=len(message.episodes),
             success=metrics.get("success", math.nan),
             reward=metrics.get("reward", math.nan),
-            groups=int(metrics.get("groups_without_signal", 0.0)),
+            groups=int(flat) if math.isfinite(flat) else 0,
             replaced=sum(each.reason == "no_signal" for each in message.excluded),
             is_silent=advantage <= ZERO_ADVANTAGE,
         )
         self._steps.append(step)
         self._silent = self._silent + 1 if step.is_silent else 0
-        step.mean = _success(self._newest(WINDOW_EPISODES))
+        step.mean = _success(self._newest())
         self._best = max(self._best, step.mean or 0.0)
 
-    def _newest(self, episodes: int) -> list[_Step]:
-        """The newest steps of this lineage that hold so many episodes; none if there are not as many."""
+    def _newest(self) -> list[_Step]:
+        """The newest steps of this lineage that hold `WINDOW_EPISODES`; none if there are not as many."""
         held = 0
         for index in range(len(self._steps) - 1, self._begun - 1, -1):
             held += self._steps[index].episodes
-            if held >= episodes and len(self._steps) - index >= FEWEST_STEPS:
+            if held >= WINDOW_EPISODES and len(self._steps) - index >= FEWEST_STEPS:
                 return self._steps[index:]
         return []
+
+    def _success_until(self, end: int) -> float:
+        """The mean success of the steps up to number ``end`` of those that are kept, so many as hold `WINDOW_EPISODES`."""
+        held, index = 0, end
+        while index >= 0 and held < WINDOW_EPISODES:
+            held += self._steps[index].episodes
+            index -= 1
+        return _weighted(self._steps[index + 1 : end + 1], "success")
 
     def _without_signal(self, silent: list[_Step], groups: int, fall: Judgement | None) -> Judgement:
         recent = _last_groups(silent)
@@ -154,9 +162,8 @@ class LearningSignal:
         after = [each for each in self._steps[high:] if each.success <= LOST_SHARE * self._best] or self._steps[-1:]
         low, begin = after[0], self._steps[high].step
         within = low.step - begin
-        reason = (
-            f"success fell from {self._best:.2f} to {now:.2f} within {within} step{'s' if within != 1 else ''} of step {begin}"
-        )
+        best = max(self._best, self._success_until(high))
+        reason = f"success fell from {best:.2f} to {now:.2f} within {within} step{'s' if within != 1 else ''} of step {begin}"
         return Judgement(kind="fell", reason=reason, advice=FALL_ADVICE, since_ns=low.time_ns)
 
 

@@ -154,6 +154,8 @@ def test_without_the_exporter_the_command_says_what_to_install(capsys: Any, monk
     [
         ((), "give --otlp URL or --jsonl FILE"),
         (("--jsonl", "f", "--follow"), "leave out the recording"),
+        (("--jsonl", "f", "--follow", "--session", "s"), "leave out the recording, --archive, --episode or --session"),
+        (("--jsonl", os.devnull, "--session", "a.b"), "session 'a.b' must be"),
         (("--jsonl", "no/such/folder/f"), "cannot be written"),
         (("--jsonl", os.devnull, "--episode", "a.b"), "episode 'a.b' must be"),
     ],

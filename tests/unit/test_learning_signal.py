@@ -189,3 +189,17 @@ def test_patience_counts_from_the_first_step_without_a_signal() -> None:
         book.train(0.0)
     assert book.signal.judge(60 * SECOND, patience_seconds=60) is None
     assert book.signal.judge(61 * SECOND, patience_seconds=60) is not None
+
+
+def test_a_fall_right_at_the_beginning_is_told_from_where_it_began() -> None:
+    book = Book()
+    book.learn(0.4, 0.5)
+    found = [book.train(0.0) for _ in range(3)][-1]
+    assert found is not None and found.reason == "success fell from 0.45 to 0.00 within 1 step of step 2"
+
+
+def test_numbers_that_are_none_harm_nobody() -> None:
+    book = Book()
+    for _ in range(10):
+        assert book.train(float("nan"), flat=float("nan"), advantage=float("nan")) is None  # type: ignore[arg-type]
+    assert book.train(0.0, groups=0) is None
