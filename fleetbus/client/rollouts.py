@@ -26,6 +26,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.history import history_ids, loss_mask
 from fleetbus.episodes import episode_entry, read_standing, read_turns
 from fleetbus.requests import Requests
+from fleetbus.together import together
 from schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
 from schemas.tokens import unpack_logprobs
 
@@ -87,7 +88,7 @@ async def rollouts(
     player = _Player(bus, subjects, requests, group_size, version, temperature)
     places = anyio.Semaphore(groups_at_a_time)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
-    async with anyio.create_task_group() as working:
+    async with together() as working:
         working.start_soon(requests.close_expired)
         working.start_soon(player.hear, await bus.last_sequence() + 1)
 

@@ -23,6 +23,7 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.client.workers import HostsSeen
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
+from fleetbus.together import together
 from schemas import ControlRequested, SessionAnswer, SessionCall, Subjects, Task, decode, encode
 from schemas.subjects import check_name
 
@@ -197,7 +198,7 @@ class Session:
 async def sessions(bus: Bus, subjects: Subjects) -> AsyncIterator[SessionClient]:
     """A client for the length of the body."""
     client = SessionClient(bus, subjects)
-    async with anyio.create_task_group() as group:
+    async with together() as group:
         group.start_soon(client.run)
         yield client
         group.cancel_scope.cancel()

@@ -10,7 +10,8 @@ import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.client.rollouts import rollouts
-from schemas import Action, Task
+from fleetbus.client.sessions import SessionFailed, sessions
+from schemas import Action, SessionAnswer, Task
 from tests.support.small_fleet import small_fleet
 from workers.environment.base import EnvironmentFailed, Step
 from workers.environment.scripted import ScriptedEnvironment
@@ -100,3 +101,17 @@ async def test_an_episode_that_nobody_plays_ends_by_its_deadline() -> None:
                 (group,) = [group async for group in produced]
             assert [episode.outcome for episode in group.episodes] == ["timeout", "timeout"]
             assert group.graded == ()
+
+
+async def test_what_goes_wrong_in_the_caller_s_own_loop_comes_out_as_itself() -> None:
+    with anyio.fail_after(1000):
+        async with small_fleet() as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            with pytest.raises(ZeroDivisionError):
+                async with rollouts(fleet.bus, fleet.configuration, TASKS[:1], group_size=2) as produced:
+                    async for group in produced:
+                        len(group.graded) / 0
+            with pytest.raises(SessionFailed, match="refused"):
+                async with sessions(fleet.bus, fleet.subjects):
+                    raise SessionFailed(SessionAnswer(session="s", key="0", refusal="gap", error="refused"))
