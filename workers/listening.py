@@ -27,8 +27,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UserError(f"--host {host} is no address of this machine: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "that can be no host"
+        raise UserError(f"--host {host} is no address of this machine: {reason}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)

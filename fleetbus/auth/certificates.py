@@ -6,10 +6,15 @@ Whoever needs another certificate later makes both anew, or puts those of an aut
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 import msgspec
+
+from fleetbus.errors import UserError
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 CLOCK_SKEW = timedelta(hours=1)
 """How far a client's clock may lag behind when the certificates are new."""
@@ -76,6 +81,17 @@ def make_certificates(hosts: Sequence[str], *, days: int) -> Certificates:
         server=server.public_bytes(encoding),
         server_key=server_key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
+
+
+def check_host(host: str) -> None:
+    """Raise `UserError` unless a certificate can name ``host``."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if len(host) > 253 or not all(map(_LABEL.fullmatch, host.removeprefix("*.").split("."))):
+            raise UserError(
+                f"--host {host} is no name or address of a server; other alphabets as in xn--bcher-kva.example"
+            ) from None
 
 
 def _general_name(host: str):  # type: ignore[no-untyped-def]  # cryptography is imported by whoever makes certificates

@@ -21,7 +21,7 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(description="Name of the run; the same name again resumes it")] = "default"
     folder: Annotated[str, Meta(description="Folder that holds a folder per run")] = ".fleetbus/runs"
-    seed: Annotated[int, Meta(description="Seed of tasks, sampling and training")] = 1
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1, description="Seed of tasks, sampling and training")] = 1
     model: Annotated[str, Meta(description="Hugging Face model folder (default: the starter policy that ships)")] = ""
     tasks: Annotated[str, Meta(description="Tasks file in Fleet JSON (default: the warehouse tasks)")] = ""
     environment: Annotated[

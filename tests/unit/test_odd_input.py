@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from fleetbus.errors import UserError
 from workers.cli.program import REFUSED, run_program
+from workers.listening import bind
+from workers.up.checks import check_answers
 
 Refused = Callable[..., str]
 
@@ -51,3 +55,35 @@ def test_seconds_and_shares_that_are_none_are_refused_by_name(command: tuple[str
 @pytest.mark.parametrize("gateway", ["gym", "openenv"])
 def test_sessions_that_would_end_at_once_are_refused(gateway: str, refused: Refused) -> None:
     assert "--session-timeout" in refused("gateway", gateway, "--session-timeout", "0")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".org", "\udcff"])
+def test_what_can_be_no_host_is_refused(host: str, refused: Refused) -> None:
+    with pytest.raises(UserError, match="no address of this machine"):
+        bind(host, 0)
+    with pytest.raises(UserError, match="no NATS server at"):
+        check_answers(f"nats://{host}:4222")
+    assert "no NATS server answers at" in refused("init", "--nats", f"nats://{host}:4222")
+
+
+@pytest.mark.parametrize("seed", [str(1 << 64), str(-(1 << 64))])
+def test_a_seed_that_no_message_can_carry_is_refused(seed: str, refused: Refused) -> None:
+    assert "--run-seed" in refused("init", "--run-seed", seed, "--nats", "nats://127.0.0.1:1")
+
+
+def test_seeds_that_nobody_can_simulate_are_refused(refused: Refused) -> None:
+    pytest.importorskip("trio")
+    assert "--seed" in refused("sim", "--seed", str(1 << 64))
+    assert "--seeds" in refused("sim", "--seeds", f"0-{1 << 64}")
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_simulation(refused: Refused, tmp_path: Path) -> None:
+    pytest.importorskip("trio")
+    assert "--trace" in refused("sim", "--seed", "1", "--trace", str(tmp_path / "nowhere" / "trace"))
+
+
+@pytest.mark.parametrize("host", ["über.example", "", "a b", "x" * 64 + ".org", "::zz"])
+def test_what_can_be_no_host_gets_no_certificate(host: str, refused: Refused, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    assert "--host" in refused("auth", "init", str(tmp_path / "auth"), "--host", host)
+    assert not (tmp_path / "auth").exists()

@@ -46,6 +46,7 @@ def init(
     Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there
     stay, the configuration is written anew: call it again to allow other runs. Needs `pip install 'fleetbus[auth]'`.
     """
+    from fleetbus.auth.certificates import check_host
     from fleetbus.auth.folder import AuthFolder, write_folder
     from fleetbus.bus.streams import plan_run
     from fleetbus.errors import UserError
@@ -59,6 +60,8 @@ def init(
         _check_names(pools + policies)
     except BadName as error:
         raise UserError(str(error)) from error
+    for host in hosts:
+        check_host(host)
     where = PurePosixPath(mounted_at) if mounted_at else None
     try:
         written = write_folder(AuthFolder(folder), plans, hosts=[*LOCAL_HOSTS, *hosts], days=days, mounted_at=where)

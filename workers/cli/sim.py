@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from workers.simulation.run import Report
 
 SHOWN_VIOLATIONS = 5
+LARGEST_SEED = (1 << 63) - 1
+"""Messages carry it."""
+
 PROCESSES = 2
 
 
 @click.command("sim")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Simulate one seed and tell what happened")
+@click.option("--seed", type=click.IntRange(0, LARGEST_SEED), metavar="N", help="Simulate one seed and tell what happened")
 @click.option("--seeds", metavar="A-B", help="Simulate seeds A to B and list those that fail")
 @click.option(
     "--processes", type=click.IntRange(min=1), default=min(PROCESSES, os.cpu_count() or 1), help="Processes for --seeds"
@@ -52,14 +55,16 @@ def command(seed: int | None, seeds: str | None, processes: int, trace: Path | N
 def parse_seeds(text: str) -> range:
     """``A-B``, both included; raises `UserError`."""
     found = re.fullmatch(r"(\d+)-(\d+)", text)
-    if found is None or int(found[1]) > int(found[2]):
-        raise UserError(f"--seeds {text} must be A-B with A not above B, for example 0-99")
+    if found is None or not int(found[1]) <= int(found[2]) <= LARGEST_SEED:
+        raise UserError(f"--seeds {text} must be A-B with A not above B, and B below 2**63, for example 0-99")
     return range(int(found[1]), int(found[2]) + 1)
 
 
 def _run_one(seed: int, trace: Path | None, as_json: bool) -> int:
     from workers.simulation.run import run_seed
 
+    if trace is not None:
+        _check_writable(trace)
     report = run_seed(seed, keep_lines=trace is not None)
     if trace is not None:
         trace.write_text("\n".join(report.lines) + "\n")
@@ -75,6 +80,13 @@ def _run_one(seed: int, trace: Path | None, as_json: bool) -> int:
         print(f"  {title}: {', '.join(f'{count} {name}' for name, count in sorted(counts.items())) or 'none'}")
     _print_violations(report)
     return FINISHED if report.passed else CRASHED
+
+
+def _check_writable(trace: Path) -> None:
+    try:
+        trace.open("a").close()
+    except OSError as error:
+        raise UserError(f"--trace {trace} cannot be written ({error.strerror}): give another file") from error
 
 
 def _run_many(seeds: range, processes: int, as_json: bool) -> int:

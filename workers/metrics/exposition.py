@@ -50,6 +50,8 @@ def served(exposition: Exposition, host: str, port: int) -> Iterator[int]:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise UserError(f"port {port} on {host} cannot be served: {error.strerror}: choose another --port") from error
+    except UnicodeError as error:
+        raise UserError(f"--host {host} can be no host: give an address of this machine") from error
     try:
         yield int(server.server_address[1])
     finally:

@@ -184,3 +184,5 @@ def _why_no_answer(url: str) -> str:
         return f"no answer within {CONNECT_SECONDS:g} s"
     except OSError as error:
         return error.strerror or str(error)
+    except UnicodeError:
+        return "that can be no host"

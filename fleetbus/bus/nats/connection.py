@@ -224,7 +224,7 @@ async def _connect(connection: Connection, url: str, **options: Any) -> None:
                 max_outstanding_pings=2,
                 **options,
             )
-    except (TimeoutError, OSError, NatsError) as error:
+    except (TimeoutError, OSError, NatsError, UnicodeError) as error:  # the last one: what can be no host
         reason = connection.first_error or error
         if isinstance(reason, ssl.SSLError):
             raise UserError(_distrust(without_credentials(url), reason, has_authority="tls" in options)) from error
