@@ -13,7 +13,7 @@ from pathlib import Path
 from fleetbus.archive_format import ArchiveDamaged, TornRecord, first_sequence, read_entries, read_header, segment_files
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.errors import UserError
-from fleetbus.ports import Ports
+from fleetbus.ports import run_in_thread
 from schemas import Subjects
 
 ENTRIES_AT_A_TIME = 1024
@@ -49,11 +49,11 @@ def archived_entries(folder: Path, sequences: Collection[int], *, run: str | Non
     return found
 
 
-async def scan_whole(bus: Bus, subjects: Subjects, folder: Path | None, *, ports: Ports | None = None) -> AsyncIterator[Stored]:
+async def scan_whole(bus: Bus, subjects: Subjects, folder: Path | None) -> AsyncIterator[Stored]:
     """Archive and log as one, to the end of the log; without a folder the log alone."""
     last = 0
     if folder is not None:
-        async for entry in scan_archive(folder, run=subjects.run, ports=ports):
+        async for entry in scan_archive(folder, run=subjects.run):
             last = entry.sequence
             yield entry
         if last > await bus.last_sequence():
@@ -62,11 +62,10 @@ async def scan_whole(bus: Bus, subjects: Subjects, folder: Path | None, *, ports
         yield entry
 
 
-async def scan_archive(folder: Path, *, run: str | None = None, ports: Ports | None = None) -> AsyncIterator[Stored]:
+async def scan_archive(folder: Path, *, run: str | None = None) -> AsyncIterator[Stored]:
     """As `read_archive`, without blocking the event loop."""
-    offload = (ports or Ports()).offload
     entries = read_archive(folder, run=run)
-    while batch := await offload(_take, entries):
+    while batch := await run_in_thread(_take, entries):
         for entry in batch:
             yield entry
 

@@ -30,17 +30,15 @@ def fleet_system_prompt(
     today: date,
     env_variables: Mapping[str, Any] | None = None,
     modality: str = "tool_use",
-    hints: Sequence[str] = (),
 ) -> str:
     """The long prompt of Fleet tasks, section by section: date, who is logged in, the tools as JSON, format, errors, answers.
 
-    ``modality`` is ``tool_use``, ``computer_use`` or ``browser_use``; ``hints`` are whole sections of an environment's own.
+    ``modality`` is ``tool_use``, ``computer_use`` or ``browser_use``.
     """
     sections = [
         "You are an agent. Complete the user's task by calling tools.",
         _date_section(today),
         _context_section(env_variables or {}),
-        *hints,
         _BROWSER if modality in ("computer_use", "browser_use") else "",
         "## Available Tools\n" + json.dumps([_function(tool) for tool in tools], indent=2, ensure_ascii=False),
         _format_section(tools),

@@ -115,10 +115,10 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[TranscriptTurn, ...]
 
 
-def episode_subjects(subjects: Subjects, episode_id: str, *, pool: str = "*") -> list[str]:
+def episode_subjects(subjects: Subjects, episode_id: str) -> list[str]:
     """Wildcards that match every entry of one episode."""
     return [
-        subjects.task(pool, episode_id),
+        subjects.task("*", episode_id),
         subjects.observation("*", "*", episode_id),
         subjects.action("*", episode_id),
         subjects.episode(episode_id),

@@ -49,11 +49,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from workers.listening import bind
-from workers.monitor.serve import page_files, serve
+from workers.monitor.serve import serve
 from workers.top.nats_http import HOW
 from workers.watchdog import find_notes, find_stalls
 
 SUBJECTS = Subjects(RUN)
+PAGE_FILES = [*(Path(__file__).parents[2] / "workers/monitor/page").iterdir()]
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +134,11 @@ async def test_the_page_and_its_files_come_from_here_alone() -> None:
             answer = await page.client.get("/")
             assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
             wanted = re.findall(r'(?:href|src)="(/page/[^"]+)"', answer.text)
-            files = {f"/page/{file.name}" for file in page_files()}
+            files = {f"/page/{file.name}" for file in PAGE_FILES}
             assert set(wanted) < files
             for file in files:
                 assert (await page.client.get(file)).status_code == 200
-    texts = "".join(file.read_text() for file in page_files()).replace("http://www.w3.org/2000/svg", "")
+    texts = "".join(file.read_text() for file in PAGE_FILES).replace("http://www.w3.org/2000/svg", "")
     assert "//" not in re.sub(r"^\s*(//|/\*\*).*$", "", texts, flags=re.MULTILINE)
     assert "innerHTML" not in texts
 

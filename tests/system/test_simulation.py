@@ -13,7 +13,7 @@ import pytest
 from workers.cli.program import run_program
 from workers.simulation.many import run_seeds
 from workers.simulation.run import run_seed
-from workers.simulation.scenario import quiet_scenario
+from workers.simulation.scenario import Scenario
 
 ORDINARY_SEEDS = range(40)
 ALL_SEEDS = range(1000)
@@ -28,7 +28,7 @@ def failures(seeds: range) -> dict[int, str]:
 
 
 def test_a_fleet_to_which_nothing_happens_completes_every_episode_at_the_first_attempt() -> None:
-    report = run_seed(1, scenario=quiet_scenario(1))
+    report = run_seed(1, scenario=Scenario(seed=1))
     assert report.violations == ()
     assert set(report.outcomes) == {"completed", "truncated turns"}
     assert report.attempts == sum(report.outcomes.values())

@@ -23,10 +23,9 @@ MAX_IDLE = 64
 class WarmPool:
     """Open connections that wait for an episode, the most recently used taken first."""
 
-    def __init__(self, connect: Callable[[], ClientConnection], *, reset_tool: str, max_idle: int = MAX_IDLE) -> None:
+    def __init__(self, connect: Callable[[], ClientConnection], *, reset_tool: str) -> None:
         self.connect = connect
         self.reset_tool = reset_tool
-        self._max_idle = max_idle
         self._idle: list[ClientConnection] = []
 
     def take(self) -> ClientConnection | None:
@@ -39,7 +38,7 @@ class WarmPool:
 
     def give_back(self, connection: ClientConnection) -> bool:
         """Whether the pool keeps it; otherwise it is to be closed."""
-        if not connection.is_open or len(self._idle) >= self._max_idle:
+        if not connection.is_open or len(self._idle) >= MAX_IDLE:
             return False
         self._idle.append(connection)
         return True

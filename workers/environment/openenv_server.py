@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,9 +37,8 @@ _log = structlog.get_logger(__name__)
 class OpenEnvServer:
     """The server at ``url`` (http, https, ws or wss, with or without ``/ws``). Raises `UserError` if that is no URL."""
 
-    def __init__(self, url: str, *, draw: Callable[[], float] = random.random, keep_alive: float = KEEP_ALIVE_SECONDS) -> None:
+    def __init__(self, url: str, *, keep_alive: float = KEEP_ALIVE_SECONDS) -> None:
         self.socket_url, self.http_url = addresses(url)
-        self._draw = draw
         self._keep_alive = keep_alive
         self._line = anyio.Lock()
         self._freed = anyio.Event()
@@ -65,7 +64,7 @@ class OpenEnvServer:
                     return await self._opened()
                 except AtCapacity as full:
                     _log.info("openenv_server_full", server=self.http_url, reason=str(full))
-                with anyio.move_on_after(pause * (0.5 + self._draw())):
+                with anyio.move_on_after(pause * (0.5 + random.random())):
                     await freed.wait()
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -7,7 +7,7 @@ environment that failed ends the episode with ``done`` and says in ``info`` that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -50,10 +50,6 @@ class Answer(NamedTuple):
     images: Sequence[bytes] = ()
 
 
-TaskOf = Callable[[dict[str, Any]], Task]
-"""The task that a client's ``env_config`` means; raises `ValueError` with what is wrong."""
-
-
 def task_of_config(config: dict[str, Any]) -> Task:
     """A task made of the configuration itself: the environment reads it from ``task.config``."""
     return Task(
@@ -72,13 +68,11 @@ class GymCalls:
         client: SessionClient,
         *,
         call_seconds: float,
-        task_of: TaskOf = task_of_config,
         max_sessions: int = 0,
         load: LoadImage | None = None,
         images: ImageFormat = PNG,
     ) -> None:
         self._client = client
-        self._task_of = task_of
         self._call_seconds = call_seconds
         self._max_sessions = max_sessions
         self._load = load
@@ -100,7 +94,7 @@ class GymCalls:
         if self._max_sessions and session not in self.sessions and len(self.sessions) >= self._max_sessions:
             raise Refused(503, f"Max sessions limit reached ({self._max_sessions}). Try again later or close sessions.")
         try:
-            task = msgspec.structs.replace(self._task_of(config), seed=seed)
+            task = msgspec.structs.replace(task_of_config(config), seed=seed)
         except ValueError as error:
             raise Refused(400, str(error)) from error
         with self._in_use(session):

@@ -62,8 +62,6 @@ class ImageReader:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
         self._fetching = anyio.CapacityLimiter(FETCHES_AT_A_TIME)
-        self.fetched = 0
-        """Images fetched from the bucket so far."""
 
     async def read(self, name: str) -> bytes:
         """The bytes whose SHA-256 (hex) is ``name``. Raises `ImageMissing` or `ImageUnread`."""
@@ -103,7 +101,6 @@ class ImageReader:
             raise ImageUnread(f"image {name}: {' '.join(str(error).split())}") from error
         if hashlib.sha256(data).hexdigest() != name:
             raise ImageMissing(f"image {name}: what the bucket has under this name has another hash")
-        self.fetched += 1
         return data
 
 

@@ -58,10 +58,6 @@ class GroupPool:
     def __len__(self) -> int:
         return len(self._groups)
 
-    @property
-    def group_ids(self) -> tuple[str, ...]:
-        return tuple(self._groups)
-
     def admit(self, group_id: str, size: int, *, version: int | None = None) -> Group:
         """Enter a group of which ``size`` episodes are requested, begun with ``version`` (None: with the newest)."""
         self._begun.setdefault(group_id, self.published_step if version is None else self._step_of.get(version, 0))

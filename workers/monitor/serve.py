@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import anyio
 import uvicorn
@@ -67,8 +66,3 @@ async def serve(
             site.stopping.set()
             server.should_exit = True
         tasks.cancel_scope.cancel()
-
-
-def page_files() -> list[Path]:
-    """The files of the page, for whoever wants to check that they came along."""
-    return sorted((Path(__file__).parent / "page").iterdir())

@@ -102,16 +102,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     mischief: Mischief = Mischief()
     happenings: tuple[Happening, ...] = ()
 
-    @property
-    def is_quiet(self) -> bool:
-        """Nothing goes wrong."""
-        return not self.happenings and self.noise == NoiseRates() and self.mischief == Mischief()
-
-
-def quiet_scenario(seed: int) -> Scenario:
-    """A fleet to which nothing happens."""
-    return Scenario(seed=seed)
-
 
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""

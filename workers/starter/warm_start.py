@@ -21,19 +21,17 @@ Sequences = tuple[list[NDArray[np.int32]], list[NDArray[np.bool_]]]
 """Token ids and loss masks, one array each per sequence."""
 
 
-def new_model(
-    tokenizer: Any, *, seed: int, heads: int = 2, key_value_heads: int = 1, head_dim: int = 64, intermediate_size: int = 384
-) -> PreTrainedModel:
+def new_model(tokenizer: Any, *, seed: int) -> PreTrainedModel:
     """A Qwen3 of about half a million parameters with random weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 16) * 16,
         hidden_size=128,
-        intermediate_size=intermediate_size,
+        intermediate_size=384,
         num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        head_dim=head_dim,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
         max_position_embeddings=2048,
         rope_theta=10_000.0,
         tie_word_embeddings=True,
@@ -63,7 +61,6 @@ def fit(
     steps: int,
     batch_size: int,
     seed: int,
-    learning_rate: float = LEARNING_RATE,
     decayed_to: float = 0.1,
     after_step: Callable[[int, float], bool] = lambda step, loss: False,
 ) -> int:
@@ -72,14 +69,14 @@ def fit(
     ``after_step`` gets the number of steps done and the mean negative log-likelihood, and returns True to stop.
     """
     draw = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     order: list[int] = []
     for step in range(steps):
         if len(order) < batch_size:
             order = draw.sample(range(len(sequences[0])), len(sequences[0]))
         chosen, order = order[:batch_size], order[batch_size:]
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 10) * (1.0 - (1.0 - decayed_to) * step / steps)
+            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 10) * (1.0 - (1.0 - decayed_to) * step / steps)
         loss = _fit_once(model, optimizer, [sequences[0][i] for i in chosen], [sequences[1][i] for i in chosen])
         if after_step(step + 1, loss):
             return step + 1

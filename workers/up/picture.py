@@ -34,9 +34,9 @@ def draw_rewards(summary: Summary, file: Path) -> None:
     temporary.replace(file)
 
 
-def smoothed(values: Sequence[float], width: int = SMOOTHING_STEPS) -> list[float]:
-    """The centred mean of up to ``width`` neighbours; the window shrinks at both ends."""
-    half = width // 2
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The centred mean of up to `SMOOTHING_STEPS` neighbours; the window shrinks at both ends."""
+    half = SMOOTHING_STEPS // 2
     windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 

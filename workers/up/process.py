@@ -95,12 +95,12 @@ async def started(plan: ProcessPlan, start: int = 0) -> AsyncIterator[ChildProce
             await child.end()
 
 
-def tail(log: Path, lines: int = TAIL_LINES) -> list[str]:
+def tail(log: Path) -> list[str]:
     """The last lines of a log file, for the person who has to know why its writer ended."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 16_384))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+            return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
     except OSError:
         return []

@@ -64,7 +64,6 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     urls: InstanceUrls | None = None
     health: bool | None = None
-    run_id: str = ""
     heartbeat_region: str | None = None
 
     @property
@@ -119,9 +118,9 @@ class FleetApi:
         """Begin the instance's episode; its manager wants the runner's token, not the key."""
         await self._manage(instance, "POST", "/reset", {"timestamp": None, "seed": seed}, seconds)
 
-    async def query(self, instance: Instance, sql: str, args: list[Any], *, database: str = "current") -> list[dict[str, Any]]:
+    async def query(self, instance: Instance, sql: str, args: list[Any]) -> list[dict[str, Any]]:
         """Rows of the instance's database, read only; raises `LookupError` with the database's own error."""
-        path = f"/resources/sqlite/{database}/query"
+        path = "/resources/sqlite/current/query"
         answer = await self._manage(instance, "POST", path, {"query": sql, "args": args or None, "read_only": True}, 60.0)
         if not answer.get("success"):
             raise LookupError(str(answer.get("error") or answer.get("message") or "the query failed"))
@@ -222,7 +221,6 @@ def _instance(answer: Any) -> Instance:
             status=str(answer["status"]),
             urls=found,
             health=answer.get("health"),
-            run_id=str(answer.get("run_id") or ""),
             heartbeat_region=answer.get("heartbeat_region"),
         )
     except (AttributeError, KeyError, TypeError) as error:

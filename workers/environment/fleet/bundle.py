@@ -29,7 +29,6 @@ _FENCE = re.compile(r"```[a-zA-Z0-9_+-]*\n(.*?)\n?```", re.DOTALL)
 class VerifierCode(msgspec.Struct, frozen=True, kw_only=True):
     """``function`` is the first that the source defines; ``parameters`` are the names that it takes."""
 
-    source: str
     function: str
     parameters: tuple[str, ...]
     archive: bytes
@@ -51,7 +50,7 @@ def read_verifier(text: str) -> VerifierCode:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             names = tuple(argument.arg for argument in every)
-            return VerifierCode(source=source, function=node.name, parameters=names, archive=_archive(source))
+            return VerifierCode(function=node.name, parameters=names, archive=_archive(source))
     raise ValueError("the verifier defines no function")
 
 

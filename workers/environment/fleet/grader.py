@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -30,12 +30,11 @@ _JUDGE_ERROR = re.compile(r"^JUDGE ERROR:.*$", re.MULTILINE)
 
 
 class PlatformGrader:
-    """A `Grader` for the episode of ``connection``, which is set when it begins. ``pause`` waits between tries."""
+    """A `Grader` for the episode of ``connection``, which is set when it begins."""
 
-    def __init__(self, host: FleetHost, *, pause: Callable[[float], Any] = anyio.sleep) -> None:
+    def __init__(self, host: FleetHost) -> None:
         self.connection: FleetConnection | None = None
         self._host = host
-        self._pause = pause
 
     async def verify(
         self, code: str, *, final_answer: str | None, conversation: Sequence[dict[str, Any]], tools: VerifierTools
@@ -47,7 +46,7 @@ class PlatformGrader:
         reason = ""
         for attempt in range(TRIES):
             if attempt:
-                await self._pause(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+                await anyio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
             try:
                 answer = await self._executed(verifier, final_answer, conversation)
             except FleetRefused as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -32,8 +32,7 @@ class Watched(Protocol):
 class MemoryWatch:
     """Ends sandboxes whose processes together use more than their limit; use it inside `running`."""
 
-    def __init__(self, measure: Callable[[int], int] | None = None) -> None:
-        self._measure = measure or memory_of_tree
+    def __init__(self) -> None:
         self._watched: set[Watched] = set()
 
     def add(self, sandbox: Watched) -> None:
@@ -62,7 +61,7 @@ class MemoryWatch:
             if not looked_at:
                 continue
             used = await anyio.to_thread.run_sync(
-                lambda seen: [self._measure(process) for process in seen], [*looked_at.values()]
+                lambda seen: [memory_of_tree(process) for process in seen], [*looked_at.values()]
             )
             for (sandbox, process), size in zip(looked_at.items(), used, strict=True):
                 if size > sandbox.memory_limit and sandbox.process_id == process:
