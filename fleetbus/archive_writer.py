@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import structlog
@@ -148,8 +149,7 @@ class ArchiveWriter:
 @contextmanager
 def open_archive(folder: Path, run: str, *, segment_bytes: int = SEGMENT_BYTES) -> Iterator[ArchiveWriter]:
     """The archive in ``folder``, made if there is none, for one writer at a time; raises `UserError`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as holder:
+    with _lock_of(folder) as holder:
         try:
             fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -160,6 +160,14 @@ def open_archive(folder: Path, run: str, *, segment_bytes: int = SEGMENT_BYTES) 
             yield writer
         finally:
             writer.close()
+
+
+def _lock_of(folder: Path) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / LOCK).open("a")
+    except OSError as error:
+        raise UserError(f"{folder} cannot hold an archive ({error.strerror}): give another --archive") from error
 
 
 def _read_guard(folder: Path) -> int:

@@ -14,6 +14,7 @@ from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.datasets import is_remote
 from fleetbus.datasets import shown as shown_location
+from fleetbus.files import replace_file
 from fleetbus.logs import configure_logs
 from workers.cli.program import CRASHED, FINISHED, INTERRUPTED
 from workers.up.checks import check_everything
@@ -38,7 +39,7 @@ def run_up(loaded: Loaded, json_summary: Path | None) -> int:
     _prepare(folder)
     with locked(folder.lock, configuration.run.name):
         write_identity(folder.identity, identity_of(configuration))
-        folder.configuration.write_bytes(dump_configuration(configuration))
+        replace_file(folder.configuration, dump_configuration(configuration))
         configure_logs(configuration.log, run=configuration.run.name, role="up")
         ending = anyio.run(_run, configuration, folder, backend_options={"use_uvloop": True})
         return _conclude(ending, folder, json_summary)

@@ -13,6 +13,7 @@ import msgspec
 from fleetbus.config.load import without_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus.files import replace_file
 
 _DEFAULTS = {"model": "the starter policy", "tasks": "the warehouse tasks"}
 
@@ -39,7 +40,13 @@ def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> 
     """Raise `UserError` if the run in ``file`` was started as something else; ``given`` says where settings came from."""
     if not file.is_file():
         return
-    before = msgspec.json.decode(file.read_bytes(), type=Identity)
+    try:
+        before = msgspec.json.decode(file.read_bytes(), type=Identity)
+    except msgspec.DecodeError as error:
+        raise UserError(
+            f"{file} does not say what the run is ({error}): restore it, or remove it if you know that the run is the same, "
+            "or give a new name with --run"
+        ) from error
     for key in Identity.__struct_fields__:
         was, wanted = getattr(before, key), getattr(identity, key)
         if was != wanted:
@@ -53,7 +60,7 @@ def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> 
 def write_identity(file: Path, identity: Identity) -> None:
     """Record what the run is; the first start's word stands."""
     if not file.is_file():
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(identity), indent=2) + b"\n")
+        replace_file(file, msgspec.json.format(msgspec.json.encode(identity), indent=2) + b"\n")
 
 
 def _shown(key: str, value: str | int) -> str:

@@ -17,6 +17,7 @@ import msgspec
 
 from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, NatsServerProcess, run_server
 from fleetbus.errors import UserError
+from fleetbus.files import replace_file
 from workers.cli.program import CRASHED, FINISHED, REFUSED
 from workers.up.guard import end_with_supervisor
 from workers.up.restarts import RestartBudget
@@ -99,9 +100,7 @@ async def _keep_running(server: NatsServerProcess, file: Path) -> int:
 
 
 def _tell(file: Path, address: Address) -> None:
-    temporary = file.with_name(file.name + ".part")
-    temporary.write_bytes(msgspec.json.encode(address))
-    os.replace(temporary, file)
+    replace_file(file, msgspec.json.encode(address))
 
 
 def _main(store: str, port: str, file: str, config: str = "") -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.run_folder import RunFolder
+from fleetbus.files import replace_file
 from workers.up.book import Summary
 from workers.up.wording import duration
 
@@ -22,9 +22,7 @@ def write_summary(summary: Summary, *files: Path) -> None:
     content = msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(file.name + ".part")
-        temporary.write_bytes(content)
-        os.replace(temporary, file)
+        replace_file(file, content)
 
 
 def load_summary(folder: RunFolder) -> Summary | None:

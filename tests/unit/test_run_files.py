@@ -1,0 +1,44 @@
+"""The small files of a run: a crash leaves them whole, and what cannot be read or written is one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fleetbus.archive_writer import open_archive
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from workers.up.identity import check_identity, identity_of, write_identity
+
+
+def test_a_run_whose_identity_cannot_be_read_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    for content in (b"", b'{"model": "', b"[]", b"{}"):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"run\.json .*--run"):
+            check_identity(file, identity_of(Configuration()), {})
+
+
+def test_an_identity_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_identity(file, identity_of(Configuration()))
+    assert list(tmp_path.iterdir()) == []
+    write_identity(file, identity_of(Configuration()))
+    check_identity(file, identity_of(Configuration()), {})
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_archive_where_none_can_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "archive", Path("/proc/nowhere")):
+        with pytest.raises(UserError, match="--archive"), open_archive(folder, "run"):
+            pass
