@@ -6,6 +6,7 @@ Ports, store and cluster stay with whoever runs the server: ``nats-server -c nat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
@@ -19,6 +20,9 @@ GREETING_SECONDS = 2
 a busy machine, who then hears a greeting where it expects a handshake."""
 
 
+WRITTEN_BY = "# Written by `fleetbus auth init`"
+
+
 def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], folder: PurePosixPath) -> str:
     """The text of the file. ``folder`` is where the server finds the certificates; there are no secrets in the text.
 
@@ -26,7 +30,7 @@ def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], 
     others get a greeting in the clear, after which they must turn to TLS.
     """
     lines = [
-        "# Written by `fleetbus auth init`; start with: nats-server -c THIS_FILE -js -sd FOLDER [-a HOST] [-p PORT]",
+        f"{WRITTEN_BY}; start with: nats-server -c THIS_FILE -js -sd FOLDER [-a HOST] [-p PORT]",
         'host: "127.0.0.1"',
         "tls {",
         f"  cert_file: {json.dumps(str(folder / 'server.pem'))}",
@@ -41,6 +45,11 @@ def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], 
     for user, its_rights in rights.items():
         lines += [f"    {line}" for line in _user_lines(user, public_keys[user], its_rights)]
     return "\n".join([*lines, "  ]", "}", ""])
+
+
+def runs_of(text: str) -> list[str]:
+    """The runs that a configuration which `server_config` wrote allows."""
+    return list(dict.fromkeys(re.findall(r'STREAM\.INFO\.fb_([\w-]+)"', text)))
 
 
 def _user_lines(user: str, public_key: str, rights: Rights) -> list[str]:

@@ -15,10 +15,12 @@ from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.auth.permissions import USERS
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from fleetbus.config.settings import RunSettings
+from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.errors import UserError
 from schemas import Heartbeat, encode
 from tests.support.secured_server import TRUST, Secured, secured_server
+from workers.cli.program import run_program
+from workers.up.checks import check_rights
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +126,27 @@ def test_without_a_folder_nothing_is_asked() -> None:
     assert access_for("learner", "") == {}
     assert msgspec.structs.asdict(RunSettings())["name"] == "default"
     assert encode(Heartbeat(role="monitor", worker="m"))
+
+
+def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path: Path) -> None:
+    auth = str(tmp_path / "keys")
+
+    def check(run: str, *, lanes: int = 16, policy: str = "default") -> None:
+        tables = (RunSettings(name=run, policy=policy), NatsSettings(auth=auth, lanes=lanes))
+        check_rights(Configuration(run=tables[0], nats=tables[1]))
+
+    with pytest.raises(UserError, match="no configuration for the server"):
+        check("default")
+    assert run_program(["auth", "init", auth, "--run", "default", "--run", "other"]) == 0
+    check("default")
+    check("other")
+    with pytest.raises(UserError, match=r"does not allow run safe: .* --run default --run other --run safe$"):
+        check("safe")
+    with pytest.raises(UserError, match=r"--run default --run other --lanes 32$"):
+        check("other", lanes=32)
+    with pytest.raises(UserError, match=r"--run default --run other --policy p$"):
+        check("other", policy="p")
+    assert run_program(["auth", "init", auth, "--run", "default", "--run", "other", "--run", "safe"]) == 0
+    check("safe")
+    AuthFolder(Path(auth)).server_config.write_text("# one's own\n")
+    check("third")

@@ -44,7 +44,8 @@ def init(
     """Write into DIR an nkey per user, TLS certificates, and nats-server.conf with the least rights for each.
 
     Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there
-    stay, the configuration is written anew: call it again to allow other runs. Needs `pip install 'fleetbus[auth]'`.
+    stay, the configuration is written anew: to allow further runs, call it again with all of them. Needs `pip install
+    'fleetbus[auth]'`.
     """
     from fleetbus.auth.certificates import check_host
     from fleetbus.auth.folder import AuthFolder, write_folder

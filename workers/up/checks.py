@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fleetbus.config.load import without_credentials
-from fleetbus.config.settings import Configuration
+from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
 
 CONNECT_SECONDS = 10.0
@@ -32,7 +32,9 @@ def check_everything(configuration: Configuration) -> None:
     check_images(configuration)
     check_environment(run.environment, run.tasks)
     if nats.auth:
-        check_access(nats.auth, starts_server=not nats.url)
+        check_access(nats.auth)
+        if not nats.url:
+            check_rights(configuration)
     if nats.url:
         check_answers(nats.url)
     else:
@@ -131,16 +133,33 @@ class _NoGrader:
         raise NotImplementedError
 
 
-def check_access(folder: str, *, starts_server: bool) -> None:
-    """The keys of all roles, and what the server needs if we start it."""
+def check_access(folder: str) -> None:
+    """The keys of all roles."""
     from fleetbus.auth.access import access_for
-    from fleetbus.auth.folder import AuthFolder
 
     for role in ("up", "environment", "inference", "learner"):
         access_for(role, folder)
-    config = AuthFolder(Path(folder)).server_config
-    if starts_server and not config.is_file():
-        raise UserError(f"no configuration for the server at {config}: write it with `fleetbus auth init {folder}`")
+
+
+def check_rights(configuration: Configuration) -> None:
+    """The configuration of the server that we start is there and, if `fleetbus auth init` wrote it, allows this run."""
+    from fleetbus.auth.folder import AuthFolder
+    from fleetbus.auth.permissions import USERS, rights_of
+    from fleetbus.auth.server_config import WRITTEN_BY, runs_of
+    from workers.up.plans import stream_plan
+
+    run, nats = configuration.run, configuration.nats
+    config = AuthFolder(Path(nats.auth)).server_config
+    if not config.is_file():
+        raise UserError(f"no configuration for the server at {config}: write it with `fleetbus auth init {nats.auth}`")
+    text, plans = config.read_text(encoding="utf-8"), [stream_plan(configuration)]
+    wanted = [subject for user in USERS for subject in rights_of(user, plans).publish]
+    if not text.startswith(WRITTEN_BY) or all(f'"{subject}"' in text for subject in wanted):
+        return
+    flags = [f"--run {name}" for name in dict.fromkeys((*runs_of(text), run.name))]
+    flags += [f"--pool {run.pool}"] * (run.pool != "default") + [f"--policy {run.policy}"] * (run.policy != "default")
+    flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
+    raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
 
 
 def check_server_program() -> None:
