@@ -215,7 +215,7 @@ class FleetState:
         """The counters of the overview."""
         rows = list(self.episodes.rows.values())[-RECENT_EPISODES:]
         graded = [row for row in rows if row.outcome in GRADED and row.reward is not None]
-        waiting, running, oldest_ns = self._open(now_ns)
+        waiting, running, oldest_ns = self._open()
         episodes, tokens = self.progress.rates()
         quiet = (now_ns - self.last_time_ns) / 1e9 if self.last_time_ns else 0.0
         if quiet > 15:
@@ -248,7 +248,7 @@ class FleetState:
             "since_progress_seconds": (now_ns - self.last_progress_ns) / 1e9 if self.last_progress_ns else None,
         }
 
-    def _open(self, now_ns: int) -> tuple[int, int, int]:
+    def _open(self) -> tuple[int, int, int]:
         waiting = running = oldest = 0
         for row in self.episodes.rows.values():
             if row.outcome:
