@@ -1,4 +1,4 @@
-"""Three servers and a replicated log: a fleet trains while a server is killed, and its books balance."""
+"""Three servers and a replicated log: a fleet trains while a server is killed, and nobody dies while too few are left."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fleetbus.audit import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.server import find_server
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.errors import BusError, UserError
-from schemas import Task
+from schemas import Subjects, Task
 from tests.support.small_fleet import LANES, RUN, configured, small_fleet
 from workers.learner.curriculum import Curriculum
 from workers.learner.scripted import ScriptedTrainer
@@ -141,3 +142,40 @@ async def test_a_fleet_trains_on_while_the_leader_of_its_log_is_killed(tmp_path:
                 report = await audit_run(fleet.bus, fleet.subjects)
     assert report.balanced, report.findings
     assert report.books.trained == len(trainer.trained) == 6 * 4 * 4
+
+
+async def test_readers_and_pulls_outlive_a_cluster_without_a_quorum(tmp_path: Path) -> None:
+    subjects = Subjects(RUN)
+    with anyio.fail_after(220):
+        async with cluster(tmp_path) as servers:
+            await declared(servers)
+            alive = f"nats://127.0.0.1:{servers.clients[0]}"
+            async with (
+                connect(alive, run=RUN, role="look") as bus,
+                bus.read([subjects.log]) as reader,
+                bus.pull(tasks_consumer("default"), credits=1) as requests,
+            ):
+                assert isinstance(bus, NatsBus)
+                await bus.publish(subjects.life("learner", "l"), b"hello")
+                assert (await reader.receive()).sequence == 1
+                for index in (1, 2):
+                    await servers.kill(index)
+                question = f"CONSUMER.INFO.fb_{RUN}.{tasks_consumer('default')}"
+                while b"temporarily unavailable" not in await told(bus, question):  # noqa: ASYNC110  # the servers' own state
+                    await anyio.sleep(0.5)
+                await anyio.sleep(3)  # long enough for pulls to be found silent, and for the clock to be asked for
+                for index in (1, 2):
+                    await servers.start(index)
+                stored = await bus.publish(subjects.task("default", "e"), b"request", timeout=120)
+                assert (await reader.receive()).sequence == stored.sequence
+                assert (await requests.receive()).message.sequence == stored.sequence
+                assert await bus.last_sequence() == stored.sequence
+
+
+async def told(bus: NatsBus, question: str) -> bytes:
+    """What the server says at this moment, errors included; nothing if it says nothing."""
+    connection = bus._connection
+    reply = connection.exchanges.new_reply()
+    with suppress(TimeoutError):
+        return (await connection.exchanges.ask(reply, publish_command(f"$JS.API.{question}", reply, b""), timeout=2))[0]
+    return b""

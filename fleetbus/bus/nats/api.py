@@ -25,7 +25,11 @@ CONSUMER_EXISTS = (10013, 10105, 10148)
 
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _NO_ROOM = (10077, 10023, 10028, 10047)  # stream, server or account at its limit; no space left
-_RETRIES_SECONDS = (0.25, 0.25)
+_UNAVAILABLE = (10008, 10118, 10119)  # no leader at the moment, or none of the servers that keep it is up
+_PAUSE_SECONDS = 0.25
+_UNKNOWN_TRIES = 3
+"""A stream that answered before is waited for when nobody answers; one that never did, for so many tries."""
+
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
@@ -52,27 +56,57 @@ class JetStreamApi:
 
     def __init__(self, exchanges: Exchanges) -> None:
         self._exchanges = exchanges
+        self._known: set[str] = set()
 
     async def ask(self, subject: str, question: Any = None, *, timeout: float = API_TIMEOUT_SECONDS) -> dict[str, Any]:
-        """The answer to ``$JS.API.<subject>``; raises `ApiRefused`, `RequestUnanswered`, or `BusError` if JetStream is off."""
-        payload, _ = await self.ask_raw(subject, b"" if question is None else _encode(question), timeout=timeout)
-        answer: dict[str, Any] = _decode(payload)
-        error = answer.get("error")
-        if error:
-            raise ApiRefused(subject, error.get("err_code", 0), error.get("description", "refused"))
-        return answer
+        """The answer to ``$JS.API.<subject>``; raises `ApiRefused`, `RequestUnanswered`, or `BusError` if JetStream is off.
+
+        A cluster that lost its quorum or is electing a leader counts as one that does not answer.
+        """
+        give_up_at = anyio.current_time() + timeout
+        body = b"" if question is None else _encode(question)
+        while True:
+            payload, _ = await self._answer(subject, body, give_up_at)
+            answer: dict[str, Any] = _decode(payload)
+            error = answer.get("error")
+            if not error:
+                self._known.add(_stream_of(subject))
+                return answer
+            code, description = error.get("err_code", 0), error.get("description", "refused")
+            if code not in _UNAVAILABLE:
+                raise ApiRefused(subject, code, description)
+            await _pause(subject, give_up_at, description)
 
     async def ask_raw(self, subject: str, payload: bytes, *, timeout: float = API_TIMEOUT_SECONDS) -> Answer:
         """As `ask` with bytes on both sides; an answer may be a bare status."""
-        for pause in (*_RETRIES_SECONDS, None):
+        answer = await self._answer(subject, payload, anyio.current_time() + timeout)
+        self._known.add(_stream_of(subject))
+        return answer
+
+    async def _answer(self, subject: str, payload: bytes, give_up_at: float) -> Answer:
+        tries = 0
+        while True:
             reply = self._exchanges.new_reply()
             command = publish_command(f"$JS.API.{subject}", reply, payload)
+            left = give_up_at - anyio.current_time()
             try:
-                answer = await self._exchanges.ask(reply, command, timeout=timeout, resend_seconds=RESEND_SECONDS)
+                answer = await self._exchanges.ask(reply, command, timeout=left, resend_seconds=RESEND_SECONDS)
             except TimeoutError:
-                raise RequestUnanswered(f"the server did not answer {subject} within {timeout:g} s") from None
+                raise RequestUnanswered(f"the server did not answer {subject} in time") from None
             if status_of(answer[1]) != NO_RESPONDERS:
                 return answer
-            if pause is not None:
-                await anyio.sleep(pause)
-        raise BusError(f"nobody answers {subject}: it does not exist, or the server runs without JetStream")
+            tries += 1
+            if tries == _UNKNOWN_TRIES and _stream_of(subject) not in self._known:
+                raise BusError(f"nobody answers {subject}: it does not exist, or the server runs without JetStream")
+            await _pause(subject, give_up_at, "nobody serves it")
+
+
+async def _pause(subject: str, give_up_at: float, reason: str) -> None:
+    if anyio.current_time() + _PAUSE_SECONDS >= give_up_at:
+        raise RequestUnanswered(f"the server did not answer {subject} in time: {reason}")
+    await anyio.sleep(_PAUSE_SECONDS)
+
+
+def _stream_of(subject: str) -> str:
+    """All questions name their stream third: ``STREAM.INFO.<stream>``, ``DIRECT.GET.<stream>.<subject>``."""
+    return subject.split(".", 3)[2]

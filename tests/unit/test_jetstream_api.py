@@ -1,0 +1,86 @@
+"""Questions to the server's API: what passes is waited for, what will not pass is told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, JetStreamApi
+from fleetbus.bus.nats.exchange import Answer, Exchanges
+from fleetbus.errors import BusError, RequestUnanswered
+
+NOBODY: Answer = (b"", b"NATS/1.0 503\r\n\r\n")
+INFO: Answer = (b'{"state": {"last_seq": 7}}', None)
+NO_QUORUM, OFFLINE = 10008, 10118
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+def refusal(code: int) -> Answer:
+    return json.dumps({"error": {"code": 503, "err_code": code, "description": "so it is"}}).encode(), None
+
+
+class Server:
+    """Answers what ``told`` says at that time, in seconds from the beginning of the test."""
+
+    def __init__(self, told: Callable[[float], Answer]) -> None:
+        self._told = told
+        self._count = 0
+        self._began = anyio.current_time()
+
+    def new_reply(self) -> str:
+        self._count += 1
+        return str(self._count)
+
+    async def ask(self, reply: str, command: bytes, **options: float) -> Answer:
+        await anyio.sleep(0.001)
+        return self._told(anyio.current_time() - self._began)
+
+
+def api(told: Callable[[float], Answer]) -> JetStreamApi:
+    return JetStreamApi(cast(Exchanges, Server(told)))
+
+
+@pytest.mark.parametrize("trouble", [refusal(NO_QUORUM), refusal(OFFLINE), NOBODY], ids=["no quorum", "offline", "nobody"])
+async def test_a_cluster_that_is_away_for_a_while_is_waited_for(trouble: Answer) -> None:
+    asked = api(lambda now: trouble if 1 < now < 20 else INFO)
+    assert (await asked.ask("STREAM.INFO.fb_r"))["state"]["last_seq"] == 7
+    await anyio.sleep(1)
+    assert (await asked.ask("STREAM.INFO.fb_r"))["state"]["last_seq"] == 7
+    assert anyio.current_time() >= 20
+
+
+@pytest.mark.parametrize("trouble", [refusal(NO_QUORUM), NOBODY], ids=["no quorum", "nobody"])
+async def test_one_that_stays_away_longer_than_the_caller_waits_has_not_answered(trouble: Answer) -> None:
+    asked = api(lambda now: trouble if now > 1 else INFO)
+    await asked.ask("STREAM.INFO.fb_r")
+    await anyio.sleep(1)
+    with anyio.fail_after(6), pytest.raises(RequestUnanswered):
+        await asked.ask("STREAM.INFO.fb_r", timeout=5)
+
+
+async def test_a_stream_that_answered_one_question_is_waited_for_with_the_others() -> None:
+    asked = api(lambda now: NOBODY if 1 < now < 5 else INFO)
+    await asked.ask("STREAM.INFO.fb_r")
+    await anyio.sleep(1)
+    assert await asked.ask_raw("DIRECT.GET.fb_r.fb.r.task.p.e", b"") == INFO
+
+
+async def test_a_stream_that_never_answered_is_soon_told_to_be_missing() -> None:
+    asked = api(lambda now: NOBODY)
+    with anyio.fail_after(2), pytest.raises(BusError, match="it does not exist, or the server runs without JetStream"):
+        await asked.ask_raw("DIRECT.GET.fb_r.fb.r.task.p.e", b"")
+
+
+async def test_what_is_refused_is_told_at_once() -> None:
+    asked = api(lambda now: refusal(STREAM_NOT_FOUND))
+    with anyio.fail_after(0.1), pytest.raises(ApiRefused):
+        await asked.ask("STREAM.INFO.fb_r")
