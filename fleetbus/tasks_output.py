@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetbus.errors import UserError
-from fleetbus.tasks import task_entry
+from fleetbus.tasks import dump_tasks, task_entry
 from fleetbus.tasks_parquet import need_pyarrow, write_parquet
 from schemas import Task
 
@@ -30,7 +29,7 @@ def write_split(folder: Path, train: Sequence[Task], evaluation: Sequence[Task],
             for kind in formats:
                 path = folder / f"{half}.{kind}"
                 if tasks:
-                    _replace(path, tasks, _write_json if kind == "json" else _write_parquet)
+                    _replace(path, tasks, dump_tasks if kind == "json" else _write_parquet)
                     written.append(path)
                 else:
                     path.unlink(missing_ok=True)
@@ -49,11 +48,6 @@ def _replace(path: Path, tasks: Sequence[Task], write: Callable[[Sequence[Task],
     except BaseException:
         os.unlink(name)
         raise
-
-
-def _write_json(tasks: Sequence[Task], path: Path) -> None:
-    text = json.dumps({"tasks": [task_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _write_parquet(tasks: Sequence[Task], path: Path) -> None:

@@ -38,7 +38,6 @@ class Toolbox:
         self.names = names or ("count", "hang", "crawl")
         self.started, self.released = anyio.Event(), anyio.Event()
         self.calls = 0
-        self.stateful = False
         self.closed = 0
 
     def app(self) -> Any:

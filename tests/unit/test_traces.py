@@ -35,7 +35,6 @@ from workers.tracing.span import Span
 RECORDINGS = Path(__file__).parents[1] / "replay" / "recordings"
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000
-LEARNER = ("training step", "wait", "read", "train", "batch")
 
 
 class Log:
