@@ -142,7 +142,8 @@ class Bus(Protocol):
         """As `read`, but ends at what was the end of the log when it was called."""
 
     async def last(self, subject: str) -> Stored | None:
-        """The last entry on one literal subject of any stream of the run, or None."""
+        """The last entry on one literal subject of any stream of the run, or None. Like `history` it sees what this connection
+        has stored on the subject, and what a compare-and-set of its own was refused for."""
 
     async def history(self, subjects: Sequence[str]) -> list[Stored]:
         """All entries on the given literal subjects, merged by sequence (batched direct gets)."""

@@ -172,6 +172,21 @@ async def test_readers_and_pulls_outlive_a_cluster_without_a_quorum(tmp_path: Pa
                 assert await bus.last_sequence() == stored.sequence
 
 
+async def test_whoever_stored_an_entry_reads_it_back_whichever_replica_answers(tmp_path: Path) -> None:
+    subjects = Subjects(RUN)
+    with anyio.fail_after(220):
+        async with cluster(tmp_path) as servers:
+            await declared(servers)
+            for port in servers.clients:
+                async with connect(f"nats://127.0.0.1:{port}", run=RUN, role="look") as bus:
+                    for number in range(300):
+                        subject = subjects.task("default", f"e{port}-{number}")
+                        stored = await bus.publish(subject, b"request", expected_last=0)
+                        found = await bus.last(subject)
+                        assert found is not None
+                        assert found.sequence == stored.sequence
+
+
 async def told(bus: NatsBus, question: str) -> bytes:
     """What the server says at this moment, errors included; nothing if it says nothing."""
     connection = bus._connection

@@ -21,6 +21,7 @@ from fleetbus.bus.nats.declare import declare
 from fleetbus.bus.nats.direct import get_histories, get_last, get_next
 from fleetbus.bus.nats.keeping import list_floors, purge
 from fleetbus.bus.nats.objects import NatsObjectStore
+from fleetbus.bus.nats.positions import Positions
 from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.nats.puller import open_subscription
@@ -38,6 +39,10 @@ CLOCK_SAMPLES = 4
 
 CLOCK_LIMIT_SECONDS = 1.0
 
+LAG_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+"""Before a replica of the log is asked again that answered with less than what this connection was told is there. After the
+last one its answer counts: what was there may have been purged."""
+
 
 class NatsBus:
     """See `fleetbus.bus.base.Bus`."""
@@ -50,7 +55,8 @@ class NatsBus:
         subjects = Subjects(run)
         self._log_prefix = subjects.log.removesuffix(">")
         self._lane_prefix = subjects.lanes.removesuffix(">")
-        self._publisher = Publisher(connection)
+        self._positions = Positions()
+        self._publisher = Publisher(connection, self._positions)
         self._clock = ServerClock()
         self._clock_due = anyio.Event()
         connection.restored[self] = self._reset_clock
@@ -91,11 +97,25 @@ class NatsBus:
                 yield entry
 
     async def last(self, subject: str) -> Stored | None:
-        return await get_last(self._connection, self._stream_of((subject,)), subject)
+        stream = self._stream_of((subject,))
+        found = await get_last(self._connection, stream, subject)
+        for pause in LAG_PAUSES_SECONDS:
+            if not self._positions.is_behind((subject,), (found,) if found is not None else ()):
+                break
+            await anyio.sleep(pause)
+            found = await get_last(self._connection, stream, subject)
+        return found
 
     async def history(self, subjects: Sequence[str]) -> list[Stored]:
         stream = self._stream_of(subjects)
-        return await (scan_histories if self._narrow else get_histories)(self._connection, stream, subjects)
+        read = scan_histories if self._narrow else get_histories
+        found = await read(self._connection, stream, subjects)
+        for pause in LAG_PAUSES_SECONDS:
+            if not self._positions.is_behind(subjects, found):
+                break
+            await anyio.sleep(pause)
+            found = await read(self._connection, stream, subjects)
+        return found
 
     async def last_sequence(self) -> int:
         return int((await self._stream_info(self._log))["state"]["last_seq"])

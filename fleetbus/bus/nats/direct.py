@@ -1,8 +1,8 @@
 """Direct gets: single entries and whole histories of literal subjects, without any consumer.
 
-Today's runs have one server, whose direct gets see exactly what is committed. On a replicated stream any replica may answer, so
-an entry that was acked a moment ago may still be missing from the answer: compare-and-set then refuses the writer, who reads
-again. Above it is the bus; below it the exchange.
+On a replicated stream any replica may answer, so an entry that was acked a moment ago may still be missing: the bus asks again
+where it knows better (`fleetbus.bus.nats.positions`), and compare-and-set refuses who writes upon what is old. Above it is the
+bus; below it the exchange.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ id until it is answered. Above it is the bus; below it the exchange.
 
 from __future__ import annotations
 
+import re
 import secrets
 
 import anyio
@@ -15,6 +16,7 @@ from fleetbus.bus.base import Published
 from fleetbus.bus.nats.api import refusal_of_publish
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.exchange import RESEND_SECONDS, Answer
+from fleetbus.bus.nats.positions import Positions
 from fleetbus.bus.nats.protocol import (
     NO_RESPONDERS,
     check_subject,
@@ -34,6 +36,10 @@ _UNKNOWN_TRIES = 3
 connection is waited for as long as the caller waits, one that never did for so many tries."""
 
 
+_STANDING = re.compile(r"wrong last sequence: (\d+)")
+"""The server's words for a refused compare-and-set: the position of what stands there."""
+
+
 class _Refusal(msgspec.Struct):
     err_code: int = 0
     description: str = ""
@@ -51,7 +57,8 @@ _decode = msgspec.json.Decoder(_Ack).decode
 class Publisher:
     """Publishes to the streams of one connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, positions: Positions) -> None:
+        self._positions = positions
         self._exchanges = connection.exchanges
         self._wire = connection.wire
         self._window = Window(OUTSTANDING_PUBLISHES, OUTSTANDING_BYTES)
@@ -81,8 +88,11 @@ class Publisher:
             raise BusError(f"{subject}: no stream stores this subject; create the run first (fleetbus init)")
         ack = _decode(payload)
         if ack.error is not None:
+            if (standing := _STANDING.search(ack.error.description)) is not None:
+                self._positions.note(subject, int(standing[1]))
             raise refusal_of_publish(subject, expected_last, ack.error.err_code, ack.error.description)
         self._known.add(_family(subject))
+        self._positions.note(subject, ack.seq)
         return Published(sequence=ack.seq, duplicate=ack.duplicate)
 
     async def _send(self, subject: str, headers: bytes, payload: bytes, timeout: float) -> Answer:
