@@ -25,11 +25,6 @@ PROCESSES = 5
 """Server holder, nats-server, learner, environment, inference."""
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Up:
     """A running `up`. Its output is read at the end."""
 
@@ -176,7 +171,7 @@ async def test_a_learner_that_will_not_stop_is_killed_in_time(tmp_path: Path) ->
         running.process.send_signal(signal.SIGINT)
         assert await running.ended(within=60) == 130
         assert running.descendants() == []
-    assert "learner did not stop in time and was killed" in running.out
+    assert any("learner did not stop in time and was killed" in line for line in running.out)
 
 
 async def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
@@ -187,7 +182,7 @@ async def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGINT)
         assert await running.ended(within=60) == 130
         assert running.descendants() == []
-    assert "learner did not stop in time and was killed" not in running.out, "it waited for a limit"
+    assert not any("did not stop in time" in line for line in running.out), "it waited for a limit"
 
 
 async def test_a_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:

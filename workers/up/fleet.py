@@ -82,7 +82,7 @@ class Fleet:
     def _kill_stragglers(self, names: Sequence[str]) -> None:
         for name in names:
             if child := self._children.get(name):
-                self._report(f"{name} did not stop in time and was killed")
+                self._report(f"{name} did not stop in time and was killed: what it was at is done again")
                 child.kill()
 
     async def _keep_running(self, plan: ProcessPlan) -> None:
