@@ -50,11 +50,6 @@ LEARNING = LearnerSettings(learning_rate=1e-3, warmup_steps=0, learning_rate_fin
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerSettings]:
     folder = tmp_path_factory.mktemp("tinker")
     with socket.socket() as probe:

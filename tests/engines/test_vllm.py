@@ -32,11 +32,6 @@ LIMIT_SECONDS = 1200
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def settings() -> EngineSettings:
     return EngineSettings(folder=STARTER, slots=16, max_length=LENGTH, cache_mib=64)
 

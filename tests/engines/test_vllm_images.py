@@ -28,11 +28,6 @@ EPISODES = 4
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.seeing import write_seeing_model
 

@@ -37,11 +37,6 @@ START_SECONDS = 900
 CLOSE = 1e-4
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Reloadable:
     return Reloadable(STARTER, tmp_path_factory.mktemp("served"), untie=True)

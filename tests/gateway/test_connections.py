@@ -24,11 +24,6 @@ LARGE = 64 << 20
 PARTIAL = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def told(request: Request) -> Response:
     return PlainTextResponse("hello")
 

@@ -13,11 +13,6 @@ from workers.environment.remote_gym_client import ServerPool
 from workers.gateway.gym_service import GymService, build_gym_service
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_an_episode_is_played_from_connect_to_close() -> None:
     handler = Handler()
     async with served(handler) as wire:

@@ -15,11 +15,6 @@ IDLE_CONNECTIONS = 400
 THOUSANDS = 2500
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def play(wire: Wire) -> None:
     session = (await wire.connect({"goal": 1}))["session_id"]
     assert (await wire.call(session, "step", action_str="x"))["done"] is True

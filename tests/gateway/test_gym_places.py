@@ -13,11 +13,6 @@ from workers.gateway.gym_wire import Request
 from workers.replay.ground import memory_bus
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_connecting_while_no_worker_is_there_holds_no_place() -> None:
     request = Request(fields={"env_config": {}}, key="0" * 32)
     with anyio.fail_after(50):

@@ -11,11 +11,6 @@ import pytest
 from tests.support.gym_service import Handler, served
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_the_key_is_asked_for_by_header_or_query() -> None:
     async with served(Handler(), api_key="secret") as wire:
         assert (await wire.get("/health")).json()["ok"] is True

@@ -22,11 +22,6 @@ from workers.gateway.gym_service import BaseGymHandler, GymService, build_gym_se
 from workers.gateway.image_format import ImageFormat, image_format
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def noise(mode: str, size: tuple[int, int] = (7, 5), *, seed: int = 0) -> Pillow.Image:
     values = random.Random(seed)
     if mode == "F":

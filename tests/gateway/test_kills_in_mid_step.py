@@ -26,11 +26,6 @@ PLAYED = ["one", "slow two", "slow three", "four", "five"]
 RETRY_SECONDS = 0.1
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Scene:
     """A gateway, two workers, and the file in which every step is marked that begins."""
 

@@ -12,11 +12,6 @@ from tests.support.openenv_gateway import gateway
 from workers.environment.openenv_client import open_session
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_an_episode_is_played_over_one_socket() -> None:
     async with gateway() as here, here.socket() as socket:
         told = (await socket.ask("reset", seed=7, prompt="Add to"))["data"]

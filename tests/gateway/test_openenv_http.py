@@ -20,11 +20,6 @@ ROUTES = {
 """Those of openenv 0.10's own server in simulation mode, but for its pages for people (/docs, /redoc, /web)."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Http:
     def __init__(self, here: Here, client: httpx.AsyncClient, prefix: str) -> None:
         self._client = client

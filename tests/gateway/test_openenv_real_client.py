@@ -22,11 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def play(url: str, what: str = "play") -> dict[str, Any]:
     played = await anyio.run_process([str(openenv_python()), str(PLAYER), url, what])
     return dict(json.loads(played.stdout))

@@ -25,11 +25,6 @@ from schemas import Subjects
 RUN = "skyrl"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with one environment worker that plays three turns."""

@@ -32,11 +32,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def receiver() -> Iterator[Receiver]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     running = Receiver()

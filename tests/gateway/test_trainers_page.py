@@ -6,16 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.gym_service import Counter, Handler, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def shown(word: str) -> str:

@@ -25,11 +25,6 @@ from workers.recorder.worker import run_recorder
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
     with secured_server(tmp_path_factory) as server:
         yield server

@@ -22,11 +22,6 @@ from tests.support.small_fleet import configured
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
     with secured_server(tmp_path_factory) as server:
         yield server

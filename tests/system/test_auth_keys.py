@@ -24,11 +24,6 @@ from workers.up.checks import check_rights
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
     with secured_server(tmp_path_factory) as server:
         yield server

@@ -23,11 +23,6 @@ from workers.environment.worker import run_environment
 S = Subjects("run")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=["memory", "nats"])
 async def connections(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
     async with connections_to(request.param, "run", tmp_path) as connect:

@@ -15,11 +15,6 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 LIMIT_SECONDS = 400
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.chaos
 @pytest.mark.timeout(LIMIT_SECONDS + 30)
 async def test_a_fleet_of_processes_survives_a_minute_of_faults(tmp_path: Path) -> None:

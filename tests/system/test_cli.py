@@ -21,11 +21,6 @@ HEAVY = ("torch", "transformers", "numpy", "mcp", "nats", "rich", "structlog", "
 """Nothing of this is needed to show help."""
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def fleetbus(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("FLEETBUS_")}
     return subprocess.run(

@@ -25,11 +25,6 @@ async def verify(env, final_answer, conversation):
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def make() -> AsyncIterator[EnvironmentFactory]:
     try:
         await find_isolation()

@@ -16,11 +16,6 @@ from workers.cli import diagnosis
 from workers.cli.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def test_here_it_finds_all_that_up_needs(tmp_path: Path) -> None:
     configuration = load_configuration(flags={"run.folder": str(tmp_path)}).configuration
     findings = {finding.name: finding for finding in diagnose(configuration)}

@@ -119,11 +119,6 @@ TASK = Task(key="t", prompt="Play.")
 SPECS = ("own_classes:Plain", "own_classes:Asynchronous", "pool:own_classes:Plain", "pool:own_classes:Asynchronous")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "own_classes.py").write_text(MODULE)

@@ -19,11 +19,6 @@ EXAMPLE = DOCS / "examples" / "guess.py"
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def in_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLE.parent)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -23,11 +23,6 @@ from workers.environment.specs import environment_factory
 STILL = {"kwargs": {"is_slippery": False}}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def make(spec: str) -> Environment:
     return environment_factory(spec, verifier=None)()  # type: ignore[arg-type]
 

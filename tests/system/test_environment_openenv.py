@@ -32,11 +32,6 @@ from workers.environment.text_actions import spoken_action
 from workers.environment.verifier import VerifierTools
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class RecordingGrader:
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}

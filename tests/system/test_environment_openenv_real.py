@@ -30,11 +30,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def echo() -> Iterator[str]:
     with openenv_server("echo", 4) as url:

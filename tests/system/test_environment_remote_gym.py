@@ -32,11 +32,6 @@ from workers.environment.specs import environment_factory
 FAST = {"backoff": 0.01, "max_delay": 0.05, "timeout": 20.0}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def make_task(*doubles: RemoteGymDouble, **config: Any) -> Task:
     return Task(key="t", prompt="Climb.", seed=5, config={"base_urls": [each.url for each in doubles], **FAST, **config})
 

@@ -26,11 +26,6 @@ RUN = "r"
 SUBJECTS = Subjects(RUN)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def served(store: Path) -> AsyncIterator[tuple[NatsBus, NatsServerProcess]]:
     with anyio.fail_after(50):

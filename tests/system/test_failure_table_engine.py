@@ -28,11 +28,6 @@ SAMPLING = SamplingSettings(seed=3, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def tensors() -> Tensors:
     model = AutoModelForCausalLM.from_pretrained(starter_folder(), dtype=torch.float32, local_files_only=True)
     return dict(model.state_dict())

@@ -24,11 +24,6 @@ RECOVERY_SECONDS = 30.0
 """From the server's return until everything that was under way has its result; some seconds where nothing else runs."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def fleet_on_server(store: Path, *, seconds: float) -> AsyncIterator[tuple[SmallFleet, NatsServerProcess]]:
     """Two workers of each role on a server of their own; a turn takes so many seconds."""

@@ -19,11 +19,6 @@ from workers.environment.specs import environment_factory
 from workers.environment.verifier import Verifier
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(monkeypatch)

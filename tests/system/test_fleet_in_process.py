@@ -29,11 +29,6 @@ from workers.learner.worker import run_learner
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def configured(folder: Path, **learner: int) -> Configuration:
     return Configuration(
         run=RunSettings(name="fleet", folder=str(folder)),

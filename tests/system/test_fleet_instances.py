@@ -16,11 +16,6 @@ from workers.environment.fleet import host as fleet_host
 from workers.environment.fleet.factory import fleet_factory
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(monkeypatch)

@@ -23,11 +23,6 @@ TASK = Task(key="t", env="shop", prompt="Play.", verifier="def verify(env): retu
 PATIENT = LimitSettings(open=50, reset=50, tool_call=50, step=50, action=50, verify=50, close=50, episode=100, grace=10)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class OneTool(ScriptedTemplate):
     """A policy that calls the same tool all the time."""
 

@@ -25,11 +25,6 @@ TASK = Task(key="click", env="shop", prompt="Click.", modality="computer_use")
 CONFIGURATION = Configuration(run=RunSettings(name="pictures"))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

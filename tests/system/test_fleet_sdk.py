@@ -24,11 +24,6 @@ SCRIPT = Path(__file__).parents[1] / "support" / "fleet_platform" / "sdk_episode
 pytestmark = pytest.mark.skipif(not PYTHON, reason="fleet-python is not here: `just test-fleet-sdk` installs it beside")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.timeout(300)
 async def test_the_real_client_plays_an_episode(tmp_path: Path) -> None:
     platform = FleetPlatform()

@@ -15,11 +15,6 @@ from workers.environment.fleet.api import FleetRefused, FleetUnavailable
 from workers.environment.mcp_connection import ServerGone
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(monkeypatch)

@@ -48,11 +48,6 @@ SECONDS = 100
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_seeing_model(tmp_path_factory.mktemp("seeing"))

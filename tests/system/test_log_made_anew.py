@@ -19,11 +19,6 @@ RUN = "r"
 SUBJECTS = Subjects(RUN)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

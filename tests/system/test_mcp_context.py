@@ -25,11 +25,6 @@ ROWS = "\n".join(f"row {number}" for number in range(1, 2001))
 TASK = Task(key="t", prompt="Find row 1234.", verifier="graded")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def serve(*names: str) -> Server[Any]:
     async def listing(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=[Tool(name=name, input_schema={"type": "object"}) for name in names or ("rows",)])

@@ -36,11 +36,6 @@ TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_
 SCHEMA = {"type": "object"}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class RecordingGrader:
     """Stands in for the sandbox: keeps what it was given."""
 

@@ -26,11 +26,6 @@ from workers.environment.specs import environment_factory
 TASK = Task(key="t", prompt="Do it.")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Toolbox:
     """A server with a counter, and tools that take their time."""
 

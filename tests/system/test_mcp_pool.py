@@ -54,11 +54,6 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "game.py").write_text(SERVER)
     monkeypatch.chdir(tmp_path)

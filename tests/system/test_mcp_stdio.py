@@ -23,11 +23,6 @@ from workers.environment.specs import environment_factory
 TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_variables={"REGION": "EU"})
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def command(*arguments: str) -> str:
     return "stdio:" + " ".join([sys.executable, *arguments])
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import anyio
 import nats
-import pytest
 
 from fleetbus.bus.nats import connect
 from fleetbus.errors import NoResponders, RequestUnanswered
@@ -16,11 +15,6 @@ from schemas import Subjects
 
 RUN = "micro"
 WORKERS = (("environment", "env-1"), ("environment", "env-2"), ("inference", "inf-1"))
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def answers(client: Any, subject: str, count: int) -> list[dict[str, Any]]:

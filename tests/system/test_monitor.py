@@ -57,11 +57,6 @@ SUBJECTS = Subjects(RUN)
 PAGE_FILES = [*(Path(__file__).parents[2] / "workers/monitor/page").iterdir()]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Page:
     """The served page of one run."""
 

@@ -55,11 +55,6 @@ GROUP = 8
 MARKUP = "<img src=x onerror=alert(1)>"
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def fill(bus: Bus, episodes: int) -> None:
     """A run as the roles would have written it: groups of eight, a training step per two groups, one failure in fifty."""
     train = SUBJECTS.train("default")

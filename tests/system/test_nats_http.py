@@ -33,11 +33,6 @@ RUN = "r"
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsServerProcess]:
     folder = tmp_path_factory.mktemp("nats")
     config = folder / "nats.conf"

@@ -21,11 +21,6 @@ RUN = "r"
 SUBJECTS = Subjects(RUN)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def declared(store: Path) -> AsyncIterator[NatsBus]:
     with anyio.fail_after(50):

@@ -25,11 +25,6 @@ from tests.support.nats_traps import RUN, SUBJECTS, ready_bus
 CONSUMER = tasks_consumer("default")
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncGenerator[NatsServerProcess]:
     async with run_server(tmp_path / "store") as server:

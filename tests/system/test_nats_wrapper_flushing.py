@@ -19,11 +19,6 @@ from tests.support.relay import Relay
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillableServer]:
     with killable_server(tmp_path_factory.mktemp("nats")) as server:
         yield server

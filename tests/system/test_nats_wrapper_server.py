@@ -19,11 +19,6 @@ from fleetbus.errors import UserError
 from schemas import Subjects
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def _gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)

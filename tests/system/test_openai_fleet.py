@@ -34,11 +34,6 @@ CONFIGURATION = Configuration(
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModelServer]]:
     monkeypatch.setattr(pool, "CHECK_SECONDS", 0.05)
     started = [ModelServer(takes_weights=False).start() for _ in range(2)]

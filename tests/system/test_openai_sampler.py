@@ -31,11 +31,6 @@ def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "CHECK_SECONDS", 0.02)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.parametrize("dialect", ["generate", "completions"])
 async def test_tokens_go_in_and_tokens_with_logprobs_come_out(make_server: MakeServer, dialect: str) -> None:
     server = make_server(dialects=[dialect])

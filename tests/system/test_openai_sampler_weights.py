@@ -31,11 +31,6 @@ def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def weights(tmp_path: Path) -> Weights:
     return Weights(tmp_path)
 

@@ -49,11 +49,6 @@ class Mine:
 """
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.timeout(120)
 async def test_a_crash_is_one_episode_s_outcome_and_every_result_names_its_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

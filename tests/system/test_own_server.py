@@ -19,11 +19,6 @@ from tests.support.processes import until, until_said
 RUN = "stopped"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 async def test_the_server_of_a_command_that_is_killed_ends_with_it(sent: signal.Signals, tmp_path: Path) -> None:

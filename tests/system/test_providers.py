@@ -26,11 +26,6 @@ from workers.environment.specs import EnvironmentFactory, environment_factory
 SERVER = Path(__file__).parents[1] / "support" / "served_environment.py"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def served(mode: str = "", *, ready_seconds: float = 50.0) -> EnvironmentFactory:
     configuration = Configuration(run=RunSettings(name="r1"), limits=LimitSettings(open=ready_seconds))
     spec = f"process:http:{sys.executable} {SERVER} {{port}} {mode}".strip()

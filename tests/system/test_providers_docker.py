@@ -16,11 +16,6 @@ from workers.environment.providers.base import Server, owner_of_this_process, wa
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def engine() -> Any:
     docker = pytest.importorskip("docker")
     try:

@@ -19,11 +19,6 @@ from workers.environment.providers.base import Labels
 from workers.environment.providers.kubernetes import KubernetesProvider
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Cluster(BaseHTTPRequestHandler):
     """Answers as an API server does, from what was recorded of the calls that the provider makes."""
 

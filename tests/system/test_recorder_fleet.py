@@ -45,11 +45,6 @@ STEPS, GROUPS, GROUP_SIZE, TURNS = 12, 2, 4, 12
 S = Subjects("small")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=["memory", "nats"])
 async def connections(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
     async with connections_to(request.param, "small", tmp_path) as connect:

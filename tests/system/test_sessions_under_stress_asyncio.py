@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import anyio
-import pytest
 
 from schemas import Action, Task
 from tests.support.small_fleet import small_fleet
 from workers.environment.base import Step
 from workers.environment.scripted import ScriptedEnvironment
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 class LeakyEnvironment(ScriptedEnvironment):

@@ -35,11 +35,6 @@ RUN = "small"
 ENTRIES, SPANS = len(load_recording(GUESSING).entries), 458
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

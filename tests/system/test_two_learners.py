@@ -20,11 +20,6 @@ from workers.cli.role import run_role
 from workers.learner.book import Chain
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def replaced(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
     """A learner in whose place another begins."""
     subjects = Subjects(configuration.run.name)

@@ -15,11 +15,6 @@ from workers.up import server
 from workers.up.server import FULL, Address, hold_server
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def address(file: Path) -> Address:
     return msgspec.json.decode(file.read_bytes(), type=Address)
 

@@ -42,6 +42,11 @@ class Tools:
         return [[82]]
 
 
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
 async def verifier() -> AsyncIterator[Verifier]:
     verifier = Verifier(LIMITS)

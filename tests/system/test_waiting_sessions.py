@@ -12,11 +12,6 @@ from fleetbus.bus.nats.server import run_server
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.timeout(600)
 async def test_a_thousand_waiting_sessions_take_little_memory_and_no_heartbeat_is_missed(tmp_path: Path) -> None:
     async with run_server(tmp_path / "store") as server:

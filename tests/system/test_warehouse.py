@@ -22,6 +22,11 @@ WAREHOUSE = draw_warehouse(SEED)
 ITEM = WAREHOUSE.items[0]
 
 
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 async def call(tool: str, arguments: dict[str, Any]) -> ToolResult:
     connection = DirectConnection(make_server(SEED), {})
     await connection.open()

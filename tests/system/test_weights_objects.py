@@ -17,11 +17,6 @@ from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.objects import ObjectMissing
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[NatsServerProcess]:
     portal: BlockingPortal

@@ -1,0 +1,10 @@
+"""Servers and clients of HTTP and WebSockets run on asyncio, as the gateways do."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
