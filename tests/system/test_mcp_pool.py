@@ -19,12 +19,14 @@ from workers.environment.specs import EnvironmentFactory, environment_factory
 
 SERVER = """
 import json, os, sys
-state = {"count": 0}
+state = {"count": 0, "resets": 0}
 
 def call(name, arguments):
     if name == "new_game":
         state["count"] = arguments.get("seed", 0)
-        return "refused" if os.path.exists("no-reset") else "ready"
+        state["resets"] += 1
+        worn = state["resets"] > 1 and os.path.exists("only-once")
+        return "refused" if worn or os.path.exists("no-reset") else "ready"
     if name == "die":
         os._exit(1)
     state["count"] += 1
@@ -50,7 +52,7 @@ for line in sys.stdin:
     outcome = {"result": result} if result else {"error": {"code": -32601, "message": "Method not found"}}
     print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **outcome}), flush=True)
 """
-"""A game without the SDK, so that it starts at once; it hangs or refuses to be reset while a file of that name exists."""
+"""A game without the SDK, so that it starts at once; it hangs, or refuses to be reset (again), while a file says so."""
 
 
 @pytest.fixture
@@ -149,6 +151,19 @@ async def test_a_process_that_died_while_it_waited_is_replaced(folder: Path) -> 
         second = await opened(factory)
         assert (await moved(second))[0] != process
         await second.close()
+
+
+async def test_a_process_that_cannot_be_reset_again_is_replaced(folder: Path) -> None:
+    factory = game(folder)
+    async with factory.running():
+        first = await opened(factory)
+        process = (await moved(first))[0]
+        await first.close()
+        (folder / "only-once").touch()
+        second = await opened(factory)
+        assert (await moved(second))[0] != process
+        await second.close()
+    assert not children()
 
 
 async def test_a_process_with_a_call_that_timed_out_is_not_used_again(folder: Path) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import structlog
 
 from schemas import Task, ToolSpec
 from workers.environment.base import EnvironmentFailed
 from workers.environment.mcp_client import ClientConnection
-from workers.environment.mcp_connection import ServerGone, ToolResult
+from workers.environment.mcp_connection import ToolResult
+
+log = structlog.get_logger(__name__)
 
 MAX_IDLE = 64
 """Most processes that wait for an episode; a further one is closed when its episode is over."""
@@ -64,7 +67,8 @@ class PooledConnection:
             try:
                 await self._begin(connection)
                 return
-            except ServerGone:
+            except EnvironmentFailed as error:
+                log.warning("mcp_process_replaced", reason=str(error))
                 await connection.close()
         self._connection = connection = self._pool.connect()
         await connection.open()
