@@ -18,6 +18,9 @@ from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, Seque
 from schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
+UNANSWERED = "unanswered"
+"""Error class of an episode whose deadline passed without a result of any worker."""
+
 _UNKNOWN = 0
 """The position of a request that is being stored."""
 
@@ -149,7 +152,7 @@ class Requests:
             standing,
             worker=self._worker,
             outcome="timeout",
-            error_class="unanswered",
+            error_class=UNANSWERED,
             error="the deadline passed and no worker stored a result",
         )
         if await store_result(self._bus, self._subjects, result, expected_last=standing.last_sequence) != "superseded":

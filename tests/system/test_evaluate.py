@@ -81,30 +81,6 @@ async def test_a_learner_beside_it_trains_on_none_of_it(tmp_path: Path) -> None:
     assert len(trainer.trained) == 12 and not any(episode.startswith("eval-y") for episode in trainer.trained)
 
 
-async def evaluated(fleet: SmallFleet, tasks: int) -> list[EpisodeFinished]:
-    return await play(
-        fleet.bus,
-        fleet.configuration,
-        [Task(key=f"held{index}", env="shop", config={"turns": 2}) for index in range(tasks)],
-        name="eval-x",
-        samples=1,
-        temperature=0.0,
-        published=await newest_version(fleet.bus, fleet.subjects, "default"),
-        pinned=True,
-    )
-
-
-async def test_episodes_in_line_are_not_asked_for_before_their_time(anyio_backend: Any = VIRTUAL) -> None:
-    """With one slot and 5 s an episode the last of 40 begins after 200 s; an episode has 60 s from its request."""
-    configuration = configured(environment=EnvironmentSettings(slots=1))
-    async with small_fleet(configuration) as fleet:
-        fleet.environment("environment", make=Slow)
-        fleet.inference("inference")
-        results = await evaluated(fleet, 40)
-
-    assert [result.outcome for result in results] == ["completed"] * 40
-
-
 async def test_without_a_version_there_is_nothing_to_evaluate() -> None:
     async with small_fleet(published=False) as fleet:
         with pytest.raises(UserError, match="has no version yet"):

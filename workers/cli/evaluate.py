@@ -105,6 +105,9 @@ async def _evaluate(
             )
             seconds = anyio.current_time() - started
             drain.set()
+    if unplayed := len(tasks) * samples - len(results):
+        told = f"{unplayed} of {len(tasks) * samples} episodes were not asked for"
+        print(f"{told}: nobody took up others within limits.episode; start more environment workers", file=sys.stderr)
     return {
         "run": configuration.run.name,
         "policy": configuration.run.policy,
