@@ -24,11 +24,6 @@ EPISODE = SUBJECTS.episode("e")
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def bus(tmp_path: Path) -> AsyncIterator[NatsBus]:
     with anyio.fail_after(50):
         async with run_server(tmp_path) as server, connect(server.url, run="r") as opened:
