@@ -16,6 +16,7 @@ import pytest
 from tests.support.processes import children, until, until_said
 from workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
 from workers.environment.verifier import Verifier, VerifierLimits
+from workers.environment.verifier.sandbox import MAX_STARTS
 
 LIMITS = VerifierLimits(seconds=30.0, cpu_seconds=1, memory_bytes=512 << 20)
 CONVERSATION = [{"role": "user", "content": "What is é?"}]
@@ -315,6 +316,30 @@ async def test_a_killed_process_is_replaced(verifier: Verifier) -> None:
     assert running
     assert not outcome or outcome[0][0] is None
     await until(lambda: not any(child.is_running() for child in running))
+
+
+@pytest.mark.parametrize("deaths", [1, 99])
+async def test_a_process_that_dies_while_it_starts_is_started_again_a_few_times(deaths: int, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    left.write_text("x" * deaths)
+    mortal = tmp_path / "mortal.py"
+    mortal.write_text(
+        f"import os, runpy, sys\nleft = {str(left)!r}\n"
+        "if os.path.getsize(left):\n os.truncate(left, os.path.getsize(left) - 1)\n sys.exit(1)\n"
+        f"runpy.run_path({str(Verifier.program)!r}, run_name='__main__')\n"
+    )
+
+    class MortalVerifier(Verifier):
+        program = mortal
+
+    verifier = MortalVerifier(LIMITS, kinds=())
+    async with verifier.running():
+        reward, reason = await grade(verifier, "def verify(env): return 1")
+    assert (reward, reason) == (
+        (1.0, "") if deaths == 1 else (None, "the process that runs verifiers dies as soon as it is started")
+    )
+    assert left.stat().st_size == max(deaths - MAX_STARTS, 0)
+    assert not children()
 
 
 async def test_nothing_is_left_behind_at_the_end() -> None:

@@ -102,8 +102,9 @@ class Verifier:
 
     async def _verify(self, request: dict[str, Any], tools: VerifierTools) -> Verdict:
         for _ in range(MAX_STARTS):
-            zygote = await self._running_zygote()
+            zygote: _Zygote | None = None
             try:
+                zygote = await self._running_zygote()
                 return await _verify_in_child(zygote, request, tools)
             except ChannelBroken as broken:
                 return Verdict(reward=None, reason=f"the verifier's process failed: {broken}")
@@ -135,8 +136,8 @@ class Verifier:
             self._unavailable = str(unavailable)
             return None
 
-    async def _discard(self, zygote: _Zygote) -> None:
-        if self._zygote is zygote:
+    async def _discard(self, zygote: _Zygote | None) -> None:
+        if zygote is not None and self._zygote is zygote:
             self._zygote = None
             await zygote.stop()
 
