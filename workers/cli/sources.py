@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -32,13 +32,14 @@ class Source:
         self.objects: dict[str, bytes] = {}
         """The objects of a recording, once it was read."""
 
-    async def entries(self, subjects: list[str] | None = None) -> AsyncIterator[Stored]:
-        """All entries, or those that match one of these subjects (wildcards allowed), in order."""
+    async def entries(self, subjects: list[str] | None = None) -> AsyncGenerator[Stored]:
+        """All entries, or those that match one of these subjects (wildcards allowed), in order. Who leaves early closes it."""
         from fleetbus.bus.memory_subjects import any_matcher
 
         if self.bus is not None and self.archive is None and subjects:
-            async for entry in self.bus.scan(subjects):
-                yield entry
+            async with aclosing(cast("AsyncGenerator[Stored]", self.bus.scan(subjects))) as entries:
+                async for entry in entries:
+                    yield entry
             return
         matches = any_matcher(subjects or [self.subjects.log])
         async for entry in self._all():

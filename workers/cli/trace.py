@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,7 +113,8 @@ async def _trace(
                 if follow:
                     await _follow(opened, tracing)
                 else:
-                    await tracing.copy(opened.entries(_subjects(opened, episodes, sessions)))
+                    async with aclosing(opened.entries(_subjects(opened, episodes, sessions))) as entries:
+                        await tracing.copy(entries)
             except* SpansRefused as refused:
                 raise UserError(str(refused.exceptions[0])) from None
             if opened.torn:
