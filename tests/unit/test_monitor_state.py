@@ -21,7 +21,7 @@ from schemas import (
     encode,
 )
 from schemas.tokens import pack_ids, pack_logprobs
-from workers.monitor.roster import SILENT_AFTER_SECONDS, Roster
+from workers.monitor.roster import KEPT_SECONDS, SILENT_AFTER_SECONDS, Roster
 from workers.monitor.state import KEPT_EPISODES, FleetState
 from workers.monitor.timeline import timeline
 
@@ -96,6 +96,15 @@ def test_workers_of_long_ago_are_not_shown() -> None:
     roster = Roster()
     roster.happened(WorkerStarted(role="inference", worker="old"), age_seconds=86_400, now=10.0)
     assert roster.rows(10.0) == []
+
+
+def test_of_workers_that_are_shown_no_more_nothing_is_kept() -> None:
+    roster = Roster()
+    for number in range(100):  # a worker that is started again and again, as under Kubernetes
+        roster.heard(Heartbeat(role="environment", worker=f"pod-{number}", counters={"episodes": 1.0}), now=float(number))
+    assert len(roster.rows(now=99.0)) == len(roster.beats()) == 100
+    assert [row.worker for row in roster.rows(now=98.5 + KEPT_SECONDS)] == ["pod-99"]
+    assert [beat.worker for beat in roster.beats()] == ["pod-99"]
 
 
 def test_episodes_wait_run_and_end() -> None:

@@ -77,8 +77,9 @@ class Roster:
         return [seen.beat for _, seen in sorted(self._seen.items()) if seen.beat is not None and not seen.ended]
 
     def rows(self, now: float) -> list[WorkerRow]:
-        """The workers of now and of late, by role and name."""
-        rows = [_row(name, seen, now) for name, seen in self._seen.items() if now - seen.at <= KEPT_SECONDS]
+        """The workers of now and of late, by role and name; the others are forgotten."""
+        self._seen = {name: seen for name, seen in self._seen.items() if now - seen.at <= KEPT_SECONDS}
+        rows = [_row(name, seen, now) for name, seen in self._seen.items()]
         return sorted(rows, key=lambda row: (row.role, row.worker))
 
 
