@@ -40,9 +40,9 @@ from workers.inference.base import GenerationRequest
 from workers.learner.book import Chain
 from workers.learner.publication import Publication
 from workers.learner.scripted import ScriptedTrainer
-from workers.weights import write_weights
-from workers.weights_fetch import WeightsFetcher
-from workers.weights_store import objects_of, open_store
+from workers.weights.fetch import WeightsFetcher
+from workers.weights.file import write_weights
+from workers.weights.store import objects_of, open_store
 
 RUN = "weightsplane"
 REPEATS = {"0.5M": 5, "200M": 2}

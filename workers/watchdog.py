@@ -15,9 +15,9 @@ import msgspec
 
 from fleetbus.core.learning_signal import MANY_GROUPS
 from schemas import GRADED
-from workers.monitor.follow import LogHealth
-from workers.monitor.roster import WorkerRow
-from workers.monitor.state import FleetState, GroupRow
+from workers.overview.follow import LogHealth
+from workers.overview.roster import WorkerRow
+from workers.overview.state import FleetState, GroupRow
 
 STALL_SECONDS = 60.0
 """Without progress for this long something is said."""

@@ -31,7 +31,7 @@ from workers.inference.tinker import TinkerSampler
 from workers.learner.base import TrainingSequence
 from workers.learner.tinker import TinkerTrainer
 from workers.tinker_service import service_client
-from workers.weights import WeightsRejected
+from workers.weights.file import WeightsRejected
 
 pytestmark = [
     pytest.mark.tinker,

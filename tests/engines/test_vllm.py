@@ -16,7 +16,7 @@ import pytest
 from schemas import PolicyPublished, SamplingSettings
 from workers.inference.base import GenerationRequest, RequestRefused
 from workers.inference.vllm.engine import EngineSettings
-from workers.weights import WeightsRejected
+from workers.weights.file import WeightsRejected
 
 pytestmark = [
     pytest.mark.vllm,
@@ -69,7 +69,7 @@ def publish(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PolicyPub
     import torch
     from safetensors.torch import load_file
 
-    from workers.weights import write_weights
+    from workers.weights.file import write_weights
 
     place = tmp_path_factory.mktemp("versions")
 

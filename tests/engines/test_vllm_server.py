@@ -23,7 +23,7 @@ from workers.inference.base import GenerationRequest
 from workers.inference.openai import OpenAISampler
 from workers.inference.reloading import Reloadable
 from workers.inference.template import ChatTemplate
-from workers.weights import write_weights
+from workers.weights.file import write_weights
 
 pytestmark = [
     pytest.mark.vllm,

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tests.support.gym_service import Wire, running
-from workers.connections import OTHER_FILES, Bounds, room_for
+from workers.serving.connections import OTHER_FILES, Bounds, room_for
 
 LARGE = 64 << 20
 PARTIAL = b"GET / HTTP/1.1\r\nHost: x\r\n"

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.support.gym_service import Handler, Wire, served
-from workers.connections import room_for
+from workers.serving.connections import room_for
 
 IDLE_CONNECTIONS = 400
 THOUSANDS = 2500

@@ -14,7 +14,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
 from tests.support.openenv_gateway import Here, gateway
-from workers.connections import Bounds
+from workers.serving.connections import Bounds
 
 IDLE_SOCKETS = 150
 HANDSHAKE = (
@@ -27,7 +27,7 @@ HANDSHAKE = (
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pings every second, and answers within one."""
     monkeypatch.setattr("workers.gateway.serve.PING_SECONDS", 1.0)
-    monkeypatch.setattr("workers.web_sockets.END_SECONDS", 0.5)
+    monkeypatch.setattr("workers.serving.web_sockets.END_SECONDS", 0.5)
 
 
 def frame(payload: bytes, *, opcode: int = 1, claimed: int | None = None) -> bytes:

@@ -212,7 +212,7 @@ def weights_of(recording: Recording) -> list[str]:
     import anyio
 
     from fleetbus.recording.reader import Recording as Kind
-    from workers.cli.learner import _trainer_settings
+    from workers.assembly.trainers import trainer_settings
     from workers.learner.torch.trainer import TorchTrainer
     from workers.replay.configured import configuration_of
     from workers.replay.learner import replay_learner
@@ -230,7 +230,7 @@ def weights_of(recording: Recording) -> list[str]:
             return manifest
 
     async def run(folder: Path) -> Report:
-        trainer = Watched(MODEL, settings=_trainer_settings(configuration))
+        trainer = Watched(MODEL, settings=trainer_settings(configuration))
         with quiet():
             return await replay_learner(
                 recording, trainer, configuration=configuration, folder=folder, ignored=frozenset(OTHER_MACHINE)

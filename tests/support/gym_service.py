@@ -15,7 +15,7 @@ import numpy as np
 from workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
 from workers.gateway.gym_service import BaseGymHandler, GymService
 from workers.gateway.serve import serve
-from workers.listening import bind
+from workers.serving.listening import bind
 
 
 class Handler(BaseGymHandler):

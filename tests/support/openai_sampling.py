@@ -63,7 +63,7 @@ class Weights:
     def published(self, version: int, *, step: int = 1, shape: tuple[int, ...] = (2, 3)) -> PolicyPublished:
         import torch
 
-        from workers.weights import write_weights
+        from workers.weights.file import write_weights
 
         file = self.folder / f"v{version}.safetensors"
         manifest = write_weights(file, {"a": torch.full(shape, float(version))})

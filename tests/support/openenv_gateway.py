@@ -16,11 +16,11 @@ from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings
 from schemas import Action, ChatMessage, Task, ToolSpec
 from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
-from workers.connections import Bounds
 from workers.environment.base import Start, Step, Verdict
 from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
 from workers.gateway.serve import BOUNDS, serve
-from workers.listening import bind
+from workers.serving.connections import Bounds
+from workers.serving.listening import bind
 
 
 class World:

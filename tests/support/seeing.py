@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,20 @@ from workers.learner.base import TrainingSequence
 from workers.starter.seeing import CHAT_TEMPLATE, IMAGE, build_seeing_starter, new_tokenizer
 
 FAMILIES = ("idefics3", "llava")
+
+Opened = Callable[[str], tuple[Path, ImageProcessor]]
+"""A model folder of a family, and its processor."""
+
+
+def opened_families(new_folder: Callable[[str], Path]) -> Opened:
+    """Each family is written once, into a folder of its own."""
+
+    @cache
+    def open_family(family: str) -> tuple[Path, ImageProcessor]:
+        folder = write_seeing_model(new_folder(family), family)
+        return folder, ImageProcessor(folder)
+
+    return open_family
 
 
 def write_seeing_model(folder: Path, family: str = "idefics3") -> Path:

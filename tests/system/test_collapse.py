@@ -33,9 +33,9 @@ from workers.inference.scripted import ScriptedSampler
 from workers.learner.curriculum import Curriculum
 from workers.learner.scripted import ScriptedTrainer
 from workers.metrics.collect import collect
-from workers.monitor.follow import Watch
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ServerView
+from workers.overview.follow import Watch
+from workers.overview.jetstream import ServerView
+from workers.overview.state import FleetState
 from workers.top.view import facts, screen
 from workers.watchdog import Stall, find_notes, find_stalls
 

@@ -13,7 +13,7 @@ from fleetbus.core.pass_at import summarise
 from fleetbus.errors import UserError
 from schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
 from tests.support.small_fleet import configured, small_fleet
-from workers.cli import engines
+from workers.assembly import engines
 from workers.cli.evaluate import _parse_ks, _roles_heard, _start_missing
 from workers.cli.program import run_program
 from workers.learner.curriculum import Curriculum

@@ -21,7 +21,7 @@ from workers.environment.warehouse.tasks import warehouse_task
 from workers.inference.template import ChatTemplate
 from workers.inference.torch import TorchSampler
 from workers.starter.build import starter_folder
-from workers.weights import write_weights
+from workers.weights.file import write_weights
 
 Tensors = dict[str, torch.Tensor]
 SAMPLING = SamplingSettings(seed=3, max_tokens=24)

@@ -19,7 +19,7 @@ from tests.support.tool_use import NoGrader
 from workers.environment.picture_store import keep_pictures, keep_pictures_of
 from workers.environment.pictures import Picture
 from workers.environment.specs import environment_factory
-from workers.weights_store import objects_of
+from workers.weights.store import objects_of
 
 TASK = Task(key="click", env="shop", prompt="Click.", modality="computer_use")
 CONFIGURATION = Configuration(run=RunSettings(name="pictures"))

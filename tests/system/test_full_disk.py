@@ -19,7 +19,7 @@ from tests.support.small_fleet import RUN, configured, small_fleet
 from workers.learner.checkpoints import Checkpoint, write_checkpoint
 from workers.learner.curriculum import Curriculum
 from workers.learner.scripted import ScriptedTrainer
-from workers.weights import write_weights
+from workers.weights.file import write_weights
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 

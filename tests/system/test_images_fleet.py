@@ -34,7 +34,7 @@ from workers.learner.batches import CreditPlan, read_sequences
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.trainer import TorchTrainer
 from workers.starter.build import starter_folder
-from workers.weights_store import objects_of
+from workers.weights.store import objects_of
 
 RUN = "seen"
 SUBJECTS = Subjects(RUN)

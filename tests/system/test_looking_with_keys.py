@@ -12,9 +12,9 @@ import pytest
 from schemas import EpisodeRequested, Task, encode
 from tests.support.processes import until
 from tests.support.secured_server import SUBJECTS, TRUST, Secured, secured_server
-from workers.monitor.follow import Watch
-from workers.monitor.state import FleetState
-from workers.top.jetstream import look_at_server
+from workers.overview.follow import Watch
+from workers.overview.jetstream import look_at_server
+from workers.overview.state import FleetState
 from workers.tracing.fold import LogTraces
 from workers.tracing.otlp_file import FileSink
 from workers.tracing.run import Tracing

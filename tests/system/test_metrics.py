@@ -19,9 +19,9 @@ from fleetbus.metrics.sinks import open_sinks
 from schemas import CheckpointStored, LineageStarted, StepTrained, Task
 from tests.support.small_fleet import configured, small_fleet
 from workers.metrics.collect import collect, step_values
-from workers.monitor.follow import Watch
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ConsumerPending, ServerView
+from workers.overview.follow import Watch
+from workers.overview.jetstream import ConsumerPending, ServerView
+from workers.overview.state import FleetState
 from workers.watchdog import Stall
 
 ROOT = Path(__file__).parents[2]

@@ -48,9 +48,9 @@ from workers.inference.worker import run_inference
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from workers.listening import bind
 from workers.monitor.serve import serve
-from workers.top.nats_http import HOW
+from workers.overview.nats_http import HOW
+from workers.serving.listening import bind
 from workers.watchdog import find_notes, find_stalls
 
 SUBJECTS = Subjects(RUN)

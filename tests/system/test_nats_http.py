@@ -23,10 +23,10 @@ from tests.support.processes import until
 from workers.cli.diagnosis import check_nats_http
 from workers.cli.program import run_program
 from workers.metrics.collect import collect
-from workers.monitor.follow import LogHealth
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ServerView, look_at_server
-from workers.top.nats_http import HOW, NatsServer, checked_address, read_nats_server
+from workers.overview.follow import LogHealth
+from workers.overview.jetstream import ServerView, look_at_server
+from workers.overview.nats_http import HOW, NatsServer, checked_address, read_nats_server
+from workers.overview.state import FleetState
 from workers.top.view import SLOW_BYTES, facts, screen
 
 RUN = "r"
@@ -71,7 +71,7 @@ async def test_both_ways_of_asking_tell_the_same_of_consumers(
     async def refuse(*_: object, **__: object) -> dict[str, Any]:
         return {}
 
-    monkeypatch.setattr("workers.top.jetstream._ask", refuse)
+    monkeypatch.setattr("workers.overview.jetstream._ask", refuse)
     over_http = await look_at_server(bus, RUN, server.monitor_url)
     assert asked.consumers == over_http.consumers and asked.pending == 1
     assert over_http.entries is None and over_http.clients == asked.clients

@@ -13,7 +13,7 @@ from fleetbus.errors import UserError
 from schemas import ChatMessage, SamplingSettings, VersionSpan
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
 from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, asking, model_servers, opened, until
-from workers.cli.engines import opened_engine
+from workers.assembly.engines import opened_engine
 from workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from workers.inference.openai import OpenAISampler, pool
 
@@ -21,14 +21,10 @@ pytest.importorskip("torch")
 
 
 @pytest.fixture
-def make_server() -> Iterator[MakeServer]:
+def make_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeServer]:
+    monkeypatch.setattr(pool, "CHECK_SECONDS", 0.02)
     with model_servers() as make:
         yield make
-
-
-@pytest.fixture(autouse=True)
-def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "CHECK_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("dialect", ["generate", "completions"])

@@ -14,20 +14,16 @@ from tests.support.openai_sampling import PROMPT, MakeServer, Weights, asking, m
 from workers.inference.openai import pool
 from workers.inference.openai.answer import Answer
 from workers.inference.openai.dialects import Piece
-from workers.weights import WeightsRejected
+from workers.weights.file import WeightsRejected
 
 pytest.importorskip("torch")
 
 
 @pytest.fixture
-def make_server() -> Iterator[MakeServer]:
+def make_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeServer]:
+    monkeypatch.setattr(pool, "CHECK_SECONDS", 0.02)
     with model_servers() as make:
         yield make
-
-
-@pytest.fixture(autouse=True)
-def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "CHECK_SECONDS", 0.02)
 
 
 @pytest.fixture

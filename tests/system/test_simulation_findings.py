@@ -21,21 +21,19 @@ from schemas import (
     Action,
     ActionReference,
     AttemptStarted,
-    ChatMessage,
     EpisodeFinished,
     EpisodeRequested,
     LineageStarted,
-    Observation,
     PolicyPublished,
     Subjects,
     Task,
     decode,
     encode,
 )
+from tests.support.one_engine import Held, first_observation, inference_worker
 from tests.support.small_fleet import inline
-from workers.inference.base import Generation, GenerationRequest, WeightsRejected
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.inference.worker import run_inference
+from workers.inference.base import WeightsRejected
+from workers.inference.scripted import ScriptedSampler
 from workers.learner.batches import MissingActions, read_actions
 from workers.learner.book import Chain, Replaced
 from workers.learner.publication import Publication
@@ -150,74 +148,26 @@ class OnceRejecting(ScriptedSampler):
 
 
 async def test_a_version_that_was_rejected_is_tried_again() -> None:
-    sampler, drain = OnceRejecting(), anyio.Event()
+    sampler = OnceRejecting()
     async with connected() as bus:
         with anyio.fail_after(60):
-            async with anyio.create_task_group() as group:
-
-                async def work() -> None:
-                    await run_inference(
-                        bus,
-                        configuration=Configuration(run=RunSettings(name=RUN)),
-                        name="inference",
-                        drain=drain,
-                        sampler=sampler,
-                        template=ScriptedTemplate(),
-                    )
-
-                group.start_soon(work)
+            async with inference_worker(bus, RUN, sampler):
                 await bus.publish(POLICY, encode(published(0)))
                 await sampler.has_first.wait()
                 await bus.publish(POLICY, encode(published(1)))
                 await sampler.has_both.wait()
-                drain.set()
     assert sampler.asked == [0, 1, 1]
     assert sampler.version == 1
 
 
-class Held(ScriptedSampler):
-    """Answers nothing before it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.let_go = anyio.Event(), anyio.Event()
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        self.asked.set()
-        await self.let_go.wait()
-        return await super().generate(request)
-
-
 async def test_an_observation_that_was_routed_again_is_answered_where_the_one_before_it_is_refused() -> None:
     """A late Action of an earlier attempt came between: the first expects it not to be there, the second expects it."""
-    sampler, drain = Held(), anyio.Event()
+    sampler = Held()
     async with connected() as bus:
-        observation = Observation(
-            episode_id="e",
-            attempt=2,
-            turn=0,
-            policy="default",
-            messages=(ChatMessage(role="user", content="go"),),
-            tokens_left=100,
-            environment_lane="e0",
-            deadline_ns=bus.now_ns() + 10**12,
-        )
+        observation = first_observation(bus, attempt=2)
         subject, actions = SUBJECTS.observation("default", "any", "e"), SUBJECTS.action("e0", "e")
-        configuration = Configuration(run=RunSettings(name=RUN))
         with anyio.fail_after(600):
-            async with anyio.create_task_group() as group, bus.read([actions], start=1) as answers:
-
-                async def work() -> None:
-                    await run_inference(
-                        bus,
-                        configuration=configuration,
-                        name="inference",
-                        drain=drain,
-                        sampler=sampler,
-                        template=ScriptedTemplate(),
-                    )
-
-                group.start_soon(work)
+            async with bus.read([actions], start=1) as answers, inference_worker(bus, RUN, sampler):
                 await bus.publish(POLICY, encode(published(0)))
                 await bus.publish(subject, encode(observation))
                 await sampler.asked.wait()
@@ -227,7 +177,6 @@ async def test_an_observation_that_was_routed_again_is_answered_where_the_one_be
                 sampler.let_go.set()
                 assert decode(Action, (await answers.receive()).payload).worker == "other"
                 answer = decode(Action, (await answers.receive()).payload)
-                drain.set()
     assert (answer.attempt, answer.hop, answer.finish_reason) == (2, 1, "stop")
 
 

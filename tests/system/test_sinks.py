@@ -20,9 +20,9 @@ from fleetbus.errors import UserError
 from fleetbus.metrics.sinks import open_sinks
 from schemas import LineageStarted, Message, StepTrained, Subjects, encode
 from workers.metrics.collect import collect, step_values
-from workers.monitor.follow import LogHealth
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ServerView
+from workers.overview.follow import LogHealth
+from workers.overview.jetstream import ServerView
+from workers.overview.state import FleetState
 
 SUBJECTS = Subjects("r")
 METRICS = {

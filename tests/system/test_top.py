@@ -17,9 +17,9 @@ from workers.environment.base import Verdict
 from workers.environment.scripted import ScriptedEnvironment
 from workers.inference.base import GenerationRequest
 from workers.inference.scripted import ScriptedSampler
-from workers.monitor.follow import Watch
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ServerView, look_at_server
+from workers.overview.follow import Watch
+from workers.overview.jetstream import ServerView, look_at_server
+from workers.overview.state import FleetState
 from workers.top.view import facts, screen
 from workers.watchdog import find_stalls
 

@@ -15,8 +15,8 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
 from schemas import LineageStarted, Subjects, encode
-from workers.cli.program import CRASHED, FINISHED
 from workers.cli.role import run_role
+from workers.exit_status import CRASHED, FINISHED
 from workers.learner.book import Chain
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings
 from fleetbus.errors import UserError
-from workers.cli.engines import check_packages
+from workers.assembly.engines import check_packages
 from workers.up.checks import check_engine
 from workers.up.plans import with_python
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from fleetbus.errors import UserError
 from schemas import ChatMessage, Image, Text
 from tests.support.bucket import Bucket
-from tests.support.seeing import FAMILIES, name_of, picture, show, write_seeing_model
+from tests.support.seeing import FAMILIES, Opened, name_of, opened_families, picture, show
 from workers.images.embedding import ImageMismatch, coded, embedded, features
 from workers.images.processing import ImageProcessor, expanded
 from workers.images.reading import ImageMissing, ImageReader, ImageUnreadable
@@ -29,8 +28,6 @@ from workers.starter.build import starter_folder
 
 pytestmark = pytest.mark.timeout(300)
 
-Opened = Callable[[str], tuple[Path, ImageProcessor]]
-
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -40,15 +37,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    made: dict[str, tuple[Path, ImageProcessor]] = {}
-
-    def open_family(family: str) -> tuple[Path, ImageProcessor]:
-        if family not in made:
-            folder = write_seeing_model(tmp_path_factory.mktemp(family), family)
-            made[family] = folder, ImageProcessor(folder)
-        return made[family]
-
-    return open_family
+    return opened_families(tmp_path_factory.mktemp)
 
 
 def said(*parts: str | bytes) -> ChatMessage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from fleetbus.errors import UserError
 from schemas import PolicyPublished
-from tests.support.seeing import FAMILIES, ask, picture, play, show, write_seeing_model
+from tests.support.seeing import FAMILIES, Opened, ask, opened_families, picture, play, show
 from workers.images.placed import PlacedImage
 from workers.images.processing import ImageProcessor
 from workers.inference.base import RequestRefused
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.timeout(300)
 
 CLOSE = 1e-4
 EPISODES = 4
-Opened = Callable[[str], tuple[Path, ImageProcessor]]
 
 
 @pytest.fixture
@@ -40,15 +38,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    made: dict[str, tuple[Path, ImageProcessor]] = {}
-
-    def open_family(family: str) -> tuple[Path, ImageProcessor]:
-        if family not in made:
-            folder = write_seeing_model(tmp_path_factory.mktemp(family), family)
-            made[family] = folder, ImageProcessor(folder)
-        return made[family]
-
-    return open_family
+    return opened_families(tmp_path_factory.mktemp)
 
 
 async def play_all(sampler: TorchSampler, processor: ImageProcessor) -> list[TrainingSequence]:

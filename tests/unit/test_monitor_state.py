@@ -21,9 +21,9 @@ from schemas import (
     encode,
 )
 from schemas.tokens import pack_ids, pack_logprobs
-from workers.monitor.roster import KEPT_SECONDS, SILENT_AFTER_SECONDS, Roster
-from workers.monitor.state import KEPT_EPISODES, FleetState
 from workers.monitor.timeline import timeline
+from workers.overview.roster import KEPT_SECONDS, SILENT_AFTER_SECONDS, Roster
+from workers.overview.state import KEPT_EPISODES, FleetState
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

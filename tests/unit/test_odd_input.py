@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from fleetbus.errors import UserError
-from workers.cli.program import REFUSED, run_program
-from workers.listening import bind
+from workers.cli.program import run_program
+from workers.exit_status import REFUSED
+from workers.serving.listening import bind
 from workers.up.checks import check_answers
 
 Refused = Callable[..., str]

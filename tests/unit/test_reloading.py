@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from schemas import PolicyPublished
 from workers.inference.reloading import Reloadable
-from workers.weights import WeightsRejected, write_weights
+from workers.weights.file import WeightsRejected, write_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -12,9 +12,9 @@ from fleetbus.config.run_folder import RunFolder
 from schemas import LineageStarted, StepTrained
 from workers.cli.program import run_program
 from workers.learner.signal_log import SignalLog
+from workers.overview.progress import Progress
 from workers.up.book import Book, Summary
 from workers.up.display import PlainDisplay
-from workers.up.progress import Progress
 from workers.up.summary import load_summary, report_lines, write_summary
 
 SECOND = 1_000_000_000

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from schemas import Heartbeat, WorkerRole
-from workers.monitor.follow import LogHealth
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ConsumerPending, ServerView
-from workers.top.nats_http import Client, Cut
+from workers.overview.follow import LogHealth
+from workers.overview.jetstream import ConsumerPending, ServerView
+from workers.overview.nats_http import Client, Cut
+from workers.overview.state import FleetState
 from workers.top.view import SLOW_BYTES, facts, screen, size
 from workers.watchdog import Stall
 

@@ -24,7 +24,7 @@ from tests.support.torch_engine import (
 )
 from workers.inference.base import Generation, WeightsRejected
 from workers.inference.torch import TorchSampler
-from workers.weights import write_weights
+from workers.weights.file import write_weights
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,13 @@ from tests.support.trainable_model import (
     model_logprobs,
     one_thread,
 )
-from workers.cli.learner import _trainer_settings
+from workers.assembly.trainers import trainer_settings
 from workers.learner.base import TrainingSequence
 from workers.learner.torch.batches import cut, micro_batches, packed, padded
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.trainer import TorchTrainer
-from workers.weights import read_weights
-from workers.weights_delta import smaller
+from workers.weights.delta import smaller
+from workers.weights.file import read_weights
 
 PROMPT = 20
 
@@ -288,11 +288,11 @@ def test_the_configuration_reaches_the_trainer() -> None:
         trainer=TrainerSettings(packing=True, token_budget=4096, epochs=2, lora_rank=4, device="auto"),
     )
 
-    settings = _trainer_settings(configuration)
+    settings = trainer_settings(configuration)
 
     assert (settings.objective, settings.kl_coefficient, settings.kl_to) == ("cispo", 0.5, "start")
     assert (settings.packing, settings.token_budget, settings.epochs, settings.lora_rank) == (True, 4096, 2, 4)
-    assert msgspec.structs.replace(_trainer_settings(Configuration()), threads=0) == TorchTrainerSettings()
+    assert msgspec.structs.replace(trainer_settings(Configuration()), threads=0) == TorchTrainerSettings()
 
 
 # Adapters

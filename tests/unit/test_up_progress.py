@@ -25,12 +25,12 @@ from schemas import (
     TrainingFinished,
     WorkerFailed,
 )
+from workers.overview.progress import SILENT_AFTER_SECONDS, Progress
+from workers.overview.wording import duration, evaluation_line, failures, in_flight, rounded, short_step_line, step_line
 from workers.up.book import Book, Summary
 from workers.up.display import PlainDisplay, live_picture
 from workers.up.picture import draw_rewards, smoothed
-from workers.up.progress import SILENT_AFTER_SECONDS, Progress
 from workers.up.summary import report_lines
-from workers.up.wording import duration, evaluation_line, failures, in_flight, rounded, short_step_line, step_line
 
 SECOND_NS = 1_000_000_000
 

@@ -16,7 +16,7 @@ from fleetbus.config.settings import (
 )
 from fleetbus.errors import UserError
 from schemas import Task
-from workers.cli.vision import check_vision, local_tasks
+from workers.assembly.vision import check_vision, local_tasks
 from workers.up.checks import check_everything, check_images
 
 CLICKS = [Task(key=f"click-{number}", modality="browser_use") for number in range(5)]

@@ -27,8 +27,8 @@ from schemas import (
     encode,
 )
 from workers.environment.stages import Stages
-from workers.monitor.follow import LogHealth, Watch
-from workers.monitor.state import FleetState
+from workers.overview.follow import LogHealth, Watch
+from workers.overview.state import FleetState
 from workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, Stall, find_notes, find_stalls
 
 SUBJECTS = Subjects("r")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from schemas import TensorEntry
-from workers.weights import WeightsRejected, check_names, read_weights, unique_tensors, write_weights
+from workers.weights.file import WeightsRejected, check_names, read_weights, unique_tensors, write_weights
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.errors import UserError
 from schemas import PolicyPublished, TensorEntry
-from workers.weights import WeightsRejected, read_weights, write_weights
-from workers.weights_delta import apply_delta, base_of, smaller, write_delta
-from workers.weights_fetch import WeightsFetcher
-from workers.weights_store import FolderStore, FsspecStore, open_store
+from workers.weights.delta import apply_delta, base_of, smaller, write_delta
+from workers.weights.fetch import WeightsFetcher
+from workers.weights.file import WeightsRejected, read_weights, write_weights
+from workers.weights.store import FolderStore, FsspecStore, open_store
 
 Tensors = dict[str, torch.Tensor]
 

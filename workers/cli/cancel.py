@@ -13,8 +13,8 @@ import click
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.names import checked_name
 from workers.cli.options import load_settings
-from workers.cli.program import REFUSED
 from workers.cli.role import made_up_name
+from workers.exit_status import REFUSED
 
 if TYPE_CHECKING:
     from fleetbus.cancel import Cancelled

@@ -174,7 +174,7 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
 
 def check_nats_http(url: str | None, run: str) -> list[Finding]:
     """What the server's own endpoints tell; how to turn them on where they are not known; nothing where there is no server."""
-    from workers.top.nats_http import read_nats_server
+    from workers.overview.nats_http import read_nats_server
     from workers.top.view import SLOW_BYTES, size
 
     if url is None:

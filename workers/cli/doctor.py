@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workers.cli.options import SettingsCommand, load_settings, settings_options
-from workers.cli.program import CRASHED, FINISHED
 from workers.cli.sources import nats_http_of, nats_http_option
+from workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
     from workers.cli.diagnosis import Finding

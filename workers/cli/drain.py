@@ -13,7 +13,7 @@ import click
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.names import checked_name
 from workers.cli.options import load_settings
-from workers.cli.program import REFUSED
+from workers.exit_status import REFUSED
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration

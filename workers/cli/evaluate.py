@@ -139,7 +139,7 @@ async def _roles_heard(bus: Bus, configuration: Configuration) -> set[str]:
 def _start_missing(group: Any, bus: Bus, configuration: Configuration, heard: set[str], drain: anyio.Event) -> None:
     """Workers for a run that has none; of one that has only some, the missing kind is named."""
     from fleetbus.logs import configure_logs
-    from workers.cli.engines import check_packages
+    from workers.assembly.engines import check_packages
     from workers.cli.environment import _load_work as environment_work
     from workers.cli.inference import _load_work as inference_work
     from workers.cli.role import _import_work, made_up_name

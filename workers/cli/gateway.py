@@ -60,7 +60,7 @@ def gym(host: str, port: int, **values: Any) -> int:
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
     image = [values.pop(f"image_{name}") for name in ("format", "mime", "quality")]
-    from workers.listening import is_loopback
+    from workers.serving.listening import is_loopback
 
     if not is_loopback(host) and not given["api_key"]:
         raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
@@ -85,7 +85,7 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     the base URL http://HOST:PORT/sessions/NAME an episode outlives connections, and the gateway.
     """
     given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
-    from workers.listening import is_loopback
+    from workers.serving.listening import is_loopback
 
     if not is_loopback(host) and not open_to_others:
         raise UserError(f"--host {host} is open to others and the protocol has no key: add --open-to-others if that is meant")
@@ -97,7 +97,7 @@ def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any]) -> 
     from workers.gateway.gym_calls import GymCalls
     from workers.gateway.image_format import image_format
     from workers.gateway.images import load_from
-    from workers.weights_store import objects_of
+    from workers.weights.store import objects_of
 
     settings = GymSettings(**given)
     try:
@@ -126,7 +126,7 @@ def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any]) -> 
 def _load_openenv(host: str, port: int, given: dict[str, Any]) -> Work:
     from workers.gateway.images import load_from
     from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-    from workers.weights_store import objects_of
+    from workers.weights.store import objects_of
 
     settings = OpenEnvSettings(**given)
 
@@ -145,7 +145,7 @@ def _serving(host: str, port: int, application: Callable[[Entered], Any]) -> Wor
     from fleetbus.presence import Presence, present
     from schemas import Heartbeat, Subjects
     from workers.gateway.serve import serve
-    from workers.listening import bind, shown_host
+    from workers.serving.listening import bind, shown_host
 
     listener = bind(host, port)
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
-    from workers.cli.engines import images_for, opened_engine
-    from workers.cli.vision import check_vision, local_tasks
+    from workers.assembly.engines import images_for, opened_engine
+    from workers.assembly.vision import check_vision, local_tasks
     from workers.inference.worker import run_inference
-    from workers.weights_fetch import WeightsFetcher
-    from workers.weights_store import objects_of
+    from workers.weights.fetch import WeightsFetcher
+    from workers.weights.store import objects_of
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
         check_vision(configuration, local_tasks(configuration), role="inference")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
     from workers.learner.curriculum import Curriculum
-    from workers.learner.torch.settings import TorchTrainerSettings
 
 WAREHOUSE_TASKS = 4096
 """Training tasks of the default environment: more than a run of the default length plays."""
@@ -24,9 +23,10 @@ WAREHOUSE_TASKS = 4096
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
-    from workers.cli.engines import check_packages
-    from workers.cli.model import model_folder
-    from workers.cli.vision import check_vision
+    from workers.assembly.engines import check_packages
+    from workers.assembly.model import model_folder
+    from workers.assembly.trainers import trainer_settings
+    from workers.assembly.vision import check_vision
     from workers.learner.worker import run_learner
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
@@ -39,7 +39,7 @@ def _load_work() -> Work:
         from workers.learner.torch.following import LeadingTrainer, follow
         from workers.learner.torch.trainer import TorchTrainer
 
-        folder, settings = model_folder(configuration.run), _trainer_settings(configuration)
+        folder, settings = model_folder(configuration.run), trainer_settings(configuration)
         trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, folder, settings=settings))
         if trainer.shards.rank:  # torchrun started several, and the first one leads
             await anyio.to_thread.run_sync(follow, trainer)
@@ -63,8 +63,8 @@ async def _train_on_tinker(
     bus: Bus, configuration: Configuration, name: str, drain: anyio.Event, curriculum: Curriculum
 ) -> None:
     from fleetbus.config.run_folder import run_folder
-    from workers.cli.engines import check_packages
-    from workers.cli.model import model_folder
+    from workers.assembly.engines import check_packages
+    from workers.assembly.model import model_folder
     from workers.learner.tinker import TinkerTrainer
     from workers.learner.worker import run_learner
     from workers.tinker_service import service_client
@@ -78,31 +78,6 @@ async def _train_on_tinker(
     for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
         files.mkdir(parents=True, exist_ok=True)
     await run_learner(bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum)
-
-
-def _trainer_settings(configuration: Configuration) -> TorchTrainerSettings:
-    """Settings of the tables ``algorithm`` and ``trainer`` have the trainer's own names, those of ``learner`` older ones."""
-    import msgspec
-
-    from workers.learner.torch.settings import TorchTrainerSettings
-
-    learner = configuration.learner
-    tables = msgspec.structs.asdict(configuration.algorithm) | msgspec.structs.asdict(configuration.trainer)
-    same = {name: value for name, value in tables.items() if name in TorchTrainerSettings.__struct_fields__}
-    return TorchTrainerSettings(
-        learning_rate=learner.learning_rate,
-        decayed_to=learner.learning_rate_final,
-        dual_clip=learner.dual_clip or None,
-        warmup_updates=learner.warmup_steps,
-        gradient_norm=learner.gradient_clip,
-        clip_low=learner.clip_low,
-        clip_high=learner.clip_high,
-        minibatches=learner.minibatches,
-        micro_batch_size=learner.micro_batch,
-        threads=learner.threads,
-        images=configuration.environment.images,
-        **same,
-    )
 
 
 def _curriculum(configuration: Configuration) -> Curriculum:

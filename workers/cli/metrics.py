@@ -16,8 +16,8 @@ import click
 
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
-from workers.cli.program import FINISHED
 from workers.cli.sources import nats_http_of, nats_http_option
+from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -76,9 +76,9 @@ async def _export(
     from fleetbus.metrics.sinks import open_sinks
     from schemas import Subjects
     from workers.metrics.collect import collect, step_values
-    from workers.monitor.follow import Watch
-    from workers.monitor.state import FleetState
-    from workers.top.jetstream import look_at_server
+    from workers.overview.follow import Watch
+    from workers.overview.jetstream import look_at_server
+    from workers.overview.state import FleetState
     from workers.watchdog import find_stalls
 
     run, state = configuration.run.name, FleetState(configuration.learner.steps)

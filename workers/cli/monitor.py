@@ -12,8 +12,8 @@ import click
 
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
-from workers.cli.program import FINISHED
 from workers.cli.sources import nats_http_of, nats_http_option
+from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     import socket
@@ -44,7 +44,7 @@ def command(run: str | None, port: int, host: str, nats_http: str, **values: Any
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[monitor]'") from error
-    from workers.listening import bind
+    from workers.serving.listening import bind
 
     configuration = load_settings({**values, "run__name": run}).configuration
     address = nats_http_of(configuration, nats_http)

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import click
 
 from fleetbus.errors import TakenOver, UserError
-
-FINISHED, CRASHED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+from workers.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
 
 
 class Entry(NamedTuple):

@@ -15,7 +15,7 @@ import click
 
 from workers.cli.log_access import reach_options
 from workers.cli.options import load_settings
-from workers.cli.program import FINISHED
+from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Stored
@@ -150,7 +150,7 @@ async def _fetching(source: Source) -> AsyncIterator[Callable[[str], Awaitable[b
 
     from fleetbus.bus.objects import ObjectMissing
     from fleetbus.errors import BusError
-    from workers.weights_store import objects_of
+    from workers.weights.store import objects_of
 
     store = objects_of(source.bus, source.subjects.run) if source.bus is not None else None
     with tempfile.TemporaryDirectory(prefix="fleetbus-record-") as place:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from workers.cli.program import CRASHED, FINISHED
+from workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
     from workers.replay import Report

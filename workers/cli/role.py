@@ -21,7 +21,8 @@ import click
 from fleetbus.errors import UserError
 from workers.cli.names import checked_name
 from workers.cli.options import load_settings
-from workers.cli.program import CRASHED, FINISHED, INTERRUPTED, is_bad_input, is_taken_over
+from workers.cli.program import is_bad_input, is_taken_over
+from workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus

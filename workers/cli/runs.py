@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workers.cli.names import checked_name
-from workers.cli.program import FINISHED
+from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from fleetbus.config.run_folder import RunFolder

@@ -11,7 +11,7 @@ import click
 
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import load_settings
-from workers.cli.program import FINISHED
+from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
@@ -103,7 +103,7 @@ def _print(rows: list[dict[str, Any]], total: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from workers.up.wording import duration
+    from workers.overview.wording import duration
 
     table = Table("session", "worker", "role", box=None, header_style="bold", pad_edge=False)
     table.add_column("turn", justify="right")

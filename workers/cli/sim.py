@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fleetbus.errors import UserError
-from workers.cli.program import CRASHED, FINISHED
+from workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
     from workers.simulation.run import Report

@@ -91,7 +91,7 @@ def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def nats_http_of(configuration: Configuration, given: str) -> str | None:
     """The address of the server's monitoring: the one that was given, or that of `up`; empty if nobody knows it, None for a
     run that nobody serves. Raises `UserError` for what is no address."""
-    from workers.top.nats_http import checked_address
+    from workers.overview.nats_http import checked_address
 
     known = checked_address(given) or monitor_address(configuration)
     return known if known or configuration.nats.url else None

@@ -29,7 +29,7 @@ def command(folder: Path | None, seed: int, vision: bool, as_json: bool) -> None
 
 
 def _tell(as_json: bool) -> None:
-    from workers.cli.model import starter_folder
+    from workers.assembly.model import starter_folder
 
     print(json.dumps({"folder": str(starter_folder())}) if as_json else starter_folder())
 

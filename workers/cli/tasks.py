@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workers.cli.options import NumberRange
-from workers.cli.program import REFUSED
+from workers.exit_status import REFUSED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

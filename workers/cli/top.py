@@ -13,8 +13,8 @@ import click
 
 from workers.cli.log_access import open_run, reach_options
 from workers.cli.options import SECONDS, load_settings
-from workers.cli.program import FINISHED, INTERRUPTED
 from workers.cli.sources import nats_http_of, nats_http_option
+from workers.exit_status import FINISHED, INTERRUPTED
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
@@ -53,10 +53,10 @@ async def _watch(
     configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: str | None
 ) -> int:
     from schemas import Subjects
-    from workers.monitor.follow import Watch
-    from workers.monitor.state import FleetState
+    from workers.overview.follow import Watch
+    from workers.overview.jetstream import look_at_server
+    from workers.overview.state import FleetState
     from workers.replay.quiet import quiet
-    from workers.top.jetstream import look_at_server
     from workers.top.view import facts
     from workers.watchdog import find_stalls
 

@@ -17,7 +17,7 @@ import click
 from workers.cli.log_access import archive_option, reach_options
 from workers.cli.names import checked_name
 from workers.cli.options import load_settings
-from workers.cli.program import FINISHED
+from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from fleetbus.bus.objects import ObjectStore
 from fleetbus.config.settings import Configuration
 from schemas import Image
 from workers.environment.pictures import KeepPicture, Picture
-from workers.weights_store import objects_of
+from workers.weights.store import objects_of
 
 MAX_KNOWN = 4096
 """Hashes that are remembered as stored; a forgotten one is stored again, which is harmless."""

@@ -9,9 +9,9 @@ import anyio
 import msgspec
 import uvicorn
 
-from workers.connections import Bounds, bounded, room_for
-from workers.listening import QuietServer
-from workers.web_sockets import bounded_socket
+from workers.serving.connections import Bounds, bounded, room_for
+from workers.serving.listening import QuietServer
+from workers.serving.web_sockets import bounded_socket
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that none is closed under a request."""

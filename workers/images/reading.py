@@ -18,7 +18,7 @@ import anyio.to_thread
 from fleetbus.bus.base import Bus
 from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from fleetbus.errors import BusError
-from workers.weights_store import objects_of
+from workers.weights.store import objects_of
 
 FETCH_SECONDS = 30.0
 FETCHES_AT_A_TIME = 8

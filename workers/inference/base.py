@@ -10,7 +10,7 @@ import msgspec
 
 from schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ShownImage, ToolSpec, VersionSpan
 from workers.images.placed import PlacedImage
-from workers.weights import WeightsRejected
+from workers.weights.file import WeightsRejected
 
 __all__ = [
     "EngineFailed",

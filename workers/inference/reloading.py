@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from schemas import PolicyPublished
 from workers.images.folders import has_vision
-from workers.weights import WeightsRejected, read_weights
+from workers.weights.file import WeightsRejected, read_weights
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIGURATION = "config.json"

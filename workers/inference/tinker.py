@@ -21,7 +21,7 @@ from schemas import PolicyPublished, VersionSpan
 from workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
 from workers.inference.reloading import file_of
 from workers.tinker_service import SamplerPath, one_line, service_client
-from workers.weights import WeightsRejected
+from workers.weights.file import WeightsRejected
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import TinkerSettings

@@ -18,8 +18,8 @@ from workers.learner.base import Trainer
 from workers.learner.beginning import published_versions
 from workers.learner.book import RETRY_SECONDS, Chain
 from workers.learner.disk import when_there_is_room
-from workers.weights_delta import smaller
-from workers.weights_store import FolderStore, WeightsStore
+from workers.weights.delta import smaller
+from workers.weights.store import FolderStore, WeightsStore
 
 log = structlog.get_logger()
 

@@ -38,7 +38,7 @@ from workers.learner.measures import measure_advantages, measure_groups
 from workers.learner.pool import EXCLUSIONS_PER_ENTRY, GroupPool
 from workers.learner.publication import Publication
 from workers.learner.signal_log import SignalLog
-from workers.weights_store import open_store
+from workers.weights.store import open_store
 
 log = structlog.get_logger()
 

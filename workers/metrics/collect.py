@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from fleetbus.metrics.names import Sample
 from schemas import GRADED
-from workers.monitor.follow import LogHealth
-from workers.monitor.state import RECENT_EPISODES, FleetState
-from workers.top.jetstream import ServerView
+from workers.overview.follow import LogHealth
+from workers.overview.jetstream import ServerView
+from workers.overview.state import RECENT_EPISODES, FleetState
 from workers.watchdog import Stall
 
 QUANTILES = (0.1, 0.5, 0.9)

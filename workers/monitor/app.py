@@ -24,9 +24,9 @@ from fleetbus.recording.episodes import EpisodeRow, episode_subjects, read_trans
 from schemas import Action, Subjects
 from schemas.subjects import BadName, check_name
 from schemas.tokens import token_count, unpack_ids, unpack_logprobs
-from workers.monitor.follow import Watch
 from workers.monitor.timeline import timeline
 from workers.monitor.words import Words
+from workers.overview.follow import Watch
 from workers.watchdog import find_notes, find_stalls
 
 PAGE = Path(__file__).parent / "page"

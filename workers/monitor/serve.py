@@ -11,13 +11,13 @@ import uvicorn
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from schemas import Subjects
-from workers.cli.model import model_folder
-from workers.connections import Bounds, bounded
-from workers.listening import QuietServer, is_loopback, shown_host
+from workers.assembly.model import model_folder
 from workers.monitor.app import Site
-from workers.monitor.follow import Watch
-from workers.monitor.state import FleetState
 from workers.monitor.words import load_words
+from workers.overview.follow import Watch
+from workers.overview.state import FleetState
+from workers.serving.connections import Bounds, bounded
+from workers.serving.listening import QuietServer, is_loopback, shown_host
 
 STOP_SECONDS = 3
 
@@ -33,7 +33,7 @@ async def serve(
     nats_http: str | None = None,
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``told`` gets the address once it answers;
-    ``nats_http`` is where the NATS server tells of itself, as `workers.top.nats_http` takes it."""
+    ``nats_http`` is where the NATS server tells of itself, as `workers.overview.nats_http` takes it."""
     subjects = Subjects(configuration.run.name)
     watch = Watch(bus, subjects, FleetState(configuration.learner.steps))
     words = await anyio.to_thread.run_sync(load_words, model_folder(configuration.run))

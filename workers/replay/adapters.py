@@ -113,7 +113,7 @@ async def _environments(
 
 
 async def _inference(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
-    from workers.cli.engines import images_for, opened_engine
+    from workers.assembly.engines import images_for, opened_engine
     from workers.replay.inference import replay_inference
     from workers.replay.stage import WORKER
 
@@ -146,7 +146,7 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
 
 def _scoring(configuration: Configuration, sampler: Sampler) -> ScoringSampler | None:
     """None for a model that is scored by other means than its text."""
-    from workers.cli.model import model_folder
+    from workers.assembly.model import model_folder
     from workers.replay.scoring import scoring_sampler
 
     settings = configuration.inference
@@ -182,16 +182,16 @@ async def _learner(recording: Recording, configuration: Configuration, replay: R
 
 
 def _trainer(configuration: Configuration, replay: Replay) -> TorchTrainer:
-    from workers.cli.learner import _trainer_settings
+    from workers.assembly.trainers import trainer_settings
     from workers.learner.torch.trainer import TorchTrainer
 
-    return TorchTrainer(_model(configuration, replay), settings=_trainer_settings(configuration))
+    return TorchTrainer(_model(configuration, replay), settings=trainer_settings(configuration))
 
 
 def _model(configuration: Configuration, replay: Replay) -> Path:
     from transformers.utils.logging import disable_progress_bar
 
-    from workers.cli.model import model_folder
+    from workers.assembly.model import model_folder
 
     disable_progress_bar()
     folder = replay.model or model_folder(configuration.run)

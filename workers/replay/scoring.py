@@ -31,7 +31,7 @@ from workers.learner.torch.forward import SharedPrefix, can_share, head_is_plain
 from workers.replay.distinct import History, distinct_histories
 from workers.replay.expected import Expected
 from workers.replay.wrapped_sampler import WrappedSampler
-from workers.weights import read_weights, unique_tensors
+from workers.weights.file import read_weights, unique_tensors
 
 ROWS, TOKENS = 16, 4096
 """Most sequences and tokens of a forward pass: with more, a few long ones make many short ones long."""

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.monitor.follow import LogHealth
-from workers.monitor.roster import WorkerRow
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ServerView
-from workers.up.wording import duration, in_flight, rounded
+from workers.overview.follow import LogHealth
+from workers.overview.jetstream import ServerView
+from workers.overview.roster import WorkerRow
+from workers.overview.state import FleetState
+from workers.overview.wording import duration, in_flight, rounded
 from workers.watchdog import Stall, find_notes
 
 if TYPE_CHECKING:

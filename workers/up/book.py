@@ -22,7 +22,7 @@ from schemas import (
     StepTrained,
     TrainingFinished,
 )
-from workers.up.wording import STAGE_PREFIX
+from workers.overview.wording import STAGE_PREFIX
 
 
 class BookedStep(msgspec.Struct, frozen=True, kw_only=True):

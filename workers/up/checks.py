@@ -51,7 +51,7 @@ def check_installed() -> None:
 
 def check_engine(configuration: Configuration) -> None:
     """What the engine needs, found but not imported, in the Python that will run it."""
-    from workers.cli.engines import PACKAGES, check_packages
+    from workers.assembly.engines import PACKAGES, check_packages
 
     inference = configuration.inference
     if inference.purpose != "train":
@@ -108,7 +108,7 @@ def check_model(folder: Path) -> None:
 def check_images(configuration: Configuration) -> None:
     """Tasks that load, from wherever they are, and nothing that shows images to who reads text only."""
     from fleetbus.tasks import load_dataset
-    from workers.cli.vision import check_vision
+    from workers.assembly.vision import check_vision
 
     check_vision(configuration, load_dataset(configuration.run.tasks) if configuration.run.tasks else ())
 

@@ -16,14 +16,14 @@ from fleetbus.datasets import is_remote
 from fleetbus.datasets import shown as shown_location
 from fleetbus.files import replace_file
 from fleetbus.logs import configure_logs
-from workers.cli.program import CRASHED, FINISHED, INTERRUPTED
+from workers.exit_status import CRASHED, FINISHED, INTERRUPTED
+from workers.overview.progress import Progress
 from workers.up.checks import check_everything
 from workers.up.display import shown
 from workers.up.fleet import WorkerGaveUp
 from workers.up.identity import check_identity, identity_of, write_identity
 from workers.up.lock import locked
 from workers.up.plans import role_command
-from workers.up.progress import Progress
 from workers.up.run import Ending, Run
 from workers.up.summary import finished_lines, load_summary, report_lines, write_summary
 

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 import anyio
 
 from schemas import EvaluationFinished, Heartbeat, Message, StepTrained, WorkerFailed, WorkerStarted
-from workers.up.progress import Progress
-from workers.up.wording import duration, evaluation_line, failures, in_flight, rounded, short_step_line, stage_times, step_line
+from workers.overview.progress import Progress
+from workers.overview.wording import (
+    duration,
+    evaluation_line,
+    failures,
+    in_flight,
+    rounded,
+    short_step_line,
+    stage_times,
+    step_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group

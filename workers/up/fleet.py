@@ -13,7 +13,7 @@ from itertools import groupby
 import anyio
 
 from fleetbus.errors import FleetbusError
-from workers.cli.program import FINISHED, REFUSED
+from workers.exit_status import FINISHED, REFUSED
 from workers.up.process import ChildProcess, ProcessPlan, started, tail
 from workers.up.restarts import RestartBudget
 

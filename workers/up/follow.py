@@ -8,13 +8,9 @@ import structlog
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.episodes import read_entry
 from schemas import Heartbeat, MalformedMessage, Subjects, decode
-from schemas.stored import STORED
+from workers.overview.progress import FOLLOWED, Progress
 from workers.up.book import Book
 from workers.up.display import Display
-from workers.up.progress import Progress
-
-FOLLOWED = STORED["train"] + STORED["episode"] + STORED["policy"] + STORED["life"]
-"""Every message on the subjects that are followed."""
 
 log = structlog.get_logger()
 

@@ -24,12 +24,12 @@ from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, FleetbusError
 from schemas import Subjects
+from workers.overview.progress import Progress
 from workers.up.book import Summary
 from workers.up.display import Display
 from workers.up.fleet import Fleet
 from workers.up.follow import Follower
 from workers.up.plans import RoleCommand, role_plans, server_plan, stream_plan
-from workers.up.progress import Progress
 from workers.up.server import end_stray_server
 
 SUMMARY_SECONDS = 8.0

@@ -18,7 +18,7 @@ import msgspec
 from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, NatsServerProcess, run_server
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
-from workers.cli.program import CRASHED, FINISHED, REFUSED
+from workers.exit_status import CRASHED, FINISHED, REFUSED
 from workers.up.guard import end_with_supervisor
 from workers.up.restarts import RestartBudget
 

@@ -10,8 +10,8 @@ import msgspec
 
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.files import replace_file
+from workers.overview.wording import duration
 from workers.up.book import Summary
-from workers.up.wording import duration
 
 FULL_LENGTH_STEPS = 50
 REPORT_WIDTH = 80

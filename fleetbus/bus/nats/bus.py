@@ -89,10 +89,11 @@ class NatsBus:
 
     async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Stored]:
         stream = self._stream_of(subjects)
-        end = (await self._stream_info(stream))["state"]["last_seq"]
+        info = await self._stream_info(stream)
+        end, leader = info["state"]["last_seq"], (info.get("cluster") or {}).get("leader", "")
         if end < start:
             return
-        async with open_reader(self._connection, stream, subjects, start) as reader:
+        async with open_reader(self._connection, stream, subjects, start, beside=leader) as reader:
             while (entry := await reader.receive_until(end)) is not None:
                 yield entry
 

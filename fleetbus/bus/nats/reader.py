@@ -30,6 +30,9 @@ WINDOW_CREDITS = 512
 INACTIVE_SECONDS = 60.0
 """The server removes a reader's consumer that nobody pulls from for this long."""
 
+PLACES_TRIED = 16
+"""So often a consumer is made anew that lives on another server than is wanted; of three servers, each is chosen as often."""
+
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
 _LOOKS_BACK = 6
@@ -41,8 +44,9 @@ _NO_END = 1 << 63
 class NatsReader:
     """See `fleetbus.bus.base.Reader`."""
 
-    def __init__(self, connection: Connection, stream: str, subjects: Sequence[str], start: int) -> None:
+    def __init__(self, connection: Connection, stream: str, subjects: Sequence[str], start: int, beside: str = "") -> None:
         self._connection = connection
+        self._beside = beside
         self._stream = stream
         self._subjects = [check_subject(subject) for subject in subjects]
         self._next = max(start, 1)
@@ -94,11 +98,10 @@ class NatsReader:
         self._drop_consumer()
 
     async def _attach(self) -> bool:
-        name = f"read_{secrets.token_hex(8)}"
         try:
             if self._last_read and await self._is_cut_short():
                 return False
-            answer = await self._connection.api.ask(self._creation(name), self._question(name))
+            name, answer = await self._created()
         except ApiRefused as refused:
             if refused.code == STREAM_NOT_FOUND:
                 self._inlet.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
@@ -112,6 +115,18 @@ class NatsReader:
         self._note_pending(answer["num_pending"])
         self._line.attach(self._stream, name)
         return True
+
+    async def _created(self) -> tuple[str, dict[str, Any]]:
+        """A consumer and what the server says of it. A server chooses where it lives: what is not where it should be is made
+        anew."""
+        for left in reversed(range(PLACES_TRIED)):
+            name = f"read_{secrets.token_hex(8)}"
+            answer = await self._connection.api.ask(self._creation(name), self._question(name))
+            place = (answer.get("cluster") or {}).get("leader", "")
+            if not left or not self._beside or place == self._beside:
+                break
+            self._delete(name)
+        return name, answer
 
     async def _is_cut_short(self) -> bool:
         """True while the log ends before what was read. If it stays so, the server lost entries, or another log has this name:
@@ -186,15 +201,21 @@ class NatsReader:
     def _drop_consumer(self) -> None:
         self._line.detach()
         if self._consumer:
-            command = publish_command(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._consumer}", "", b"")
-            self._connection.wire.send_or_drop(command)
+            self._delete(self._consumer)
             self._consumer = ""
+
+    def _delete(self, consumer: str) -> None:
+        command = publish_command(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}", "", b"")
+        self._connection.wire.send_or_drop(command)
 
 
 @asynccontextmanager
-async def open_reader(connection: Connection, stream: str, subjects: Sequence[str], start: int) -> AsyncGenerator[NatsReader]:
-    """Read ``stream`` for the length of the block."""
-    reader = NatsReader(connection, stream, subjects, start)
+async def open_reader(
+    connection: Connection, stream: str, subjects: Sequence[str], start: int, *, beside: str = ""
+) -> AsyncGenerator[NatsReader]:
+    """Read ``stream`` for the length of the block, if possible on the server named ``beside``: the leader of a replicated
+    stream has all of it, and another replica may lag and take what is missing for the end."""
+    reader = NatsReader(connection, stream, subjects, start, beside)
     scope = anyio.CancelScope()
 
     async def follow() -> None:

@@ -25,7 +25,7 @@ from workers.inference.openai.pool import Pool, label
 from workers.inference.openai.probing import probe
 from workers.inference.openai.server import Server, ServerTrouble
 from workers.inference.reloading import Reloadable
-from workers.weights import WeightsRejected
+from workers.weights.file import WeightsRejected
 
 MAX_TRIES = 4
 """Servers that may fail one turn before it counts as failed: more, and a turn that kills servers would kill them all."""

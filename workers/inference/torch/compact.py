@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from workers.inference.torch.batch import Batch
 from workers.inference.torch.kernel import Layer, Tokens, Weights, compiled_step
 from workers.inference.torch.slots import SlotCache
-from workers.weights import unique_tensors
+from workers.weights.file import unique_tensors
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fleetbus.errors import UserError
 from workers.inference.torch.batch import Batch, Extra
 from workers.inference.torch.slots import Block, SlotCache
-from workers.weights import unique_tensors
+from workers.weights.file import unique_tensors
 
 ATTENTIONS = frozenset({"full_attention", "sliding_attention"})
 

@@ -27,7 +27,7 @@ from workers.inference.torch.engine import Engine
 from workers.inference.torch.generic import GenericRunner
 from workers.inference.torch.kept import KeptStates
 from workers.inference.torch.turn import Errand, Swap, Turn
-from workers.weights import WeightsRejected, check_names, read_weights
+from workers.weights.file import WeightsRejected, check_names, read_weights
 
 if TYPE_CHECKING:
     from workers.images.processing import ImageProcessor

@@ -23,7 +23,7 @@ from schemas import PolicyPublished, VersionSpan
 from workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
 from workers.inference.reloading import Reloadable
 from workers.inference.vllm.engine import EngineSettings, on_gpu, start_engine, stop_engine
-from workers.weights import WeightsRejected
+from workers.weights.file import WeightsRejected
 
 if TYPE_CHECKING:
     from workers.images.processing import ImageProcessor

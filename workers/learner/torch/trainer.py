@@ -44,7 +44,7 @@ from workers.learner.torch.forward import (
 from workers.learner.torch.loss import Measured, SampledTokens, Totals, measured_loss
 from workers.learner.torch.settings import TorchTrainerSettings
 from workers.learner.torch.sharding import join_shards, local_device, sharded_as, whole
-from workers.weights import unique_tensors, write_weights
+from workers.weights.file import unique_tensors, write_weights
 
 if TYPE_CHECKING:
     from workers.learner.torch.images import TrainedImages

@@ -1,6 +1,6 @@
 """How a run stands, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
 
-Above it are the displays; below it the entries that `workers.up.follow` reads.
+Above it are the displays; below it the entries that are read for them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import msgspec
 
 from fleetbus.core.learning_signal import LearningSignal
 from schemas import EpisodeFinished, EvaluationFinished, Heartbeat, LineageStarted, Message, PolicyPublished, StepTrained
+from schemas.stored import STORED
+
+FOLLOWED = STORED["train"] + STORED["episode"] + STORED["policy"] + STORED["life"]
+"""Every message on the subjects that are followed to know how a run stands."""
 
 RATE_WINDOW_SECONDS = 10.0
 """Episodes and tokens per second are means over this long."""

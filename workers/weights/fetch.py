@@ -17,9 +17,9 @@ import msgspec
 from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from fleetbus.errors import BusError, UserError
 from schemas import PolicyPublished
-from workers.weights import WeightsRejected
-from workers.weights_delta import apply_delta, base_of
-from workers.weights_store import OBJECT_SCHEME, filesystem
+from workers.weights.delta import apply_delta, base_of
+from workers.weights.file import WeightsRejected
+from workers.weights.store import OBJECT_SCHEME, filesystem
 
 LONGEST_CHAIN = 64
 """Differences upon differences; a learner publishes a whole version far more often."""

@@ -15,8 +15,8 @@ import anyio.to_thread
 
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
-from workers.cli.model import model_folder
-from workers.cli.vision import ENGINES_WITH_VISION
+from workers.assembly.model import model_folder
+from workers.assembly.vision import ENGINES_WITH_VISION
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus

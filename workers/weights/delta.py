@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from workers.weights import WeightsRejected, sync
+from workers.weights.file import WeightsRejected, sync
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from schemas import GRADED, EvaluationFinished, WorkerRole
-from workers.up.progress import Progress
+from workers.overview.progress import Progress
 
 STAGE_PREFIX = "seconds_"
 """Metrics of a step that are times of a stage begin like this."""

@@ -1,7 +1,7 @@
 """What the page shows of a run, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
 
 Shares the rows of episodes with ``fleetbus episodes`` and the rates with ``fleetbus up``. Above it are the routes, below it the
-entries that `workers.monitor.follow` reads.
+entries that `workers.overview.follow` reads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from schemas import (
     TrainingFinished,
     WorkerStarted,
 )
-from workers.monitor.roster import Roster, WorkerRow
-from workers.up.progress import Progress
+from workers.overview.progress import Progress
+from workers.overview.roster import Roster, WorkerRow
 
 KEPT_EPISODES = 50_000
 """Older rows are forgotten; the log still has them."""

@@ -11,9 +11,9 @@ from fleetbus.bus.base import Bus, Stored
 from fleetbus.errors import BusClosed, BusError
 from schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects, decode
 from schemas.message import decode_any
-from workers.monitor.state import FleetState
-from workers.top.jetstream import ServerView, look_at_server
-from workers.up.follow import FOLLOWED
+from workers.overview.jetstream import ServerView, look_at_server
+from workers.overview.progress import FOLLOWED
+from workers.overview.state import FleetState
 
 READ_TYPES: tuple[type[Message], ...] = (EpisodeRequested, *FOLLOWED)
 LOOK_SECONDS = 2.0

@@ -1,7 +1,7 @@
 """What the server knows of a run's log and consumers, asked over the bus: JetStream's API is a set of subjects.
 
 Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. Connections and slow
-consumers are told over HTTP alone (`workers.top.nats_http`); consumers too, where JetStream's API may not be asked.
+consumers are told over HTTP alone (`workers.overview.nats_http`); consumers too, where JetStream's API may not be asked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import log_stream
 from fleetbus.errors import BusClosed, BusError
-from workers.top.nats_http import Client, Cut, NatsServer, StreamBytes, read_nats_server
+from workers.overview.nats_http import Client, Cut, NatsServer, StreamBytes, read_nats_server
 
 ANSWER_SECONDS = 2.0
 PAGES = 8

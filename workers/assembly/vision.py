@@ -61,7 +61,7 @@ def local_tasks(configuration: Configuration) -> list[Task]:
 
 
 def _check_model(configuration: Configuration, what: str, instead: str) -> None:
-    from workers.cli.model import model_folder
+    from workers.assembly.model import model_folder
     from workers.images.folders import has_vision
 
     folder = model_folder(configuration.run)

@@ -1,7 +1,7 @@
 """WebSockets whose clients are gone, or take nothing, end: uvicorn's protocol with the limit on sending that it has not.
 
 uvicorn closes such a connection politely, which waits for ever where bytes are left that nobody takes: the application would
-never hear of it, and its session would keep its slot. Beside it is `workers.connections`, for HTTP.
+never hear of it, and its session would keep its slot. Beside it is `workers.serving.connections`, for HTTP.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from workers.connections import Bounds
+from workers.serving.connections import Bounds
 
 END_SECONDS = 3.0
 """From a connection's end on our side until it is cut, whatever is left to be sent."""
