@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from fleetbus.bus.base import Stored
 from schemas import (
     Action,
@@ -22,6 +26,7 @@ from schemas import (
 )
 from schemas.tokens import pack_ids, pack_logprobs
 from workers.monitor.timeline import timeline
+from workers.monitor.words import load_words
 from workers.overview.roster import KEPT_SECONDS, SILENT_AFTER_SECONDS, Roster
 from workers.overview.state import KEPT_EPISODES, FleetState
 
@@ -217,3 +222,11 @@ def test_without_a_request_there_is_no_timeline() -> None:
     log = Log()
     log.claim("x")
     assert timeline(log.entries) == []
+
+
+def test_without_a_tokenizer_that_can_be_read_ids_are_shown(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    assert load_words(tmp_path).of([1]) is None
+    for content in ("", "{", '{"model": {}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        assert load_words(tmp_path).of([1]) is None

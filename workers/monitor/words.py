@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+log = structlog.get_logger()
+
 
 class Words:
     """Decodes ids one by one, each once."""
@@ -25,7 +29,7 @@ class Words:
 
 
 def load_words(model: Path) -> Words:
-    """The tokenizer of a model folder, if it and the package ``tokenizers`` are here."""
+    """The tokenizer of a model folder, if it can be read and the package ``tokenizers`` is here."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return Words()
@@ -33,4 +37,8 @@ def load_words(model: Path) -> Words:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
         return Words()
-    return Words(Tokenizer.from_file(str(file)))
+    try:
+        return Words(Tokenizer.from_file(str(file)))
+    except Exception as error:  # tokenizers has no narrower one
+        log.warning("ids are shown without their text", tokenizer=str(file), reason=str(error))
+        return Words()
