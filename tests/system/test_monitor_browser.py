@@ -127,7 +127,7 @@ async def turns(bus: Bus, id: str) -> None:
 @asynccontextmanager
 async def opened(episodes: int, scheme: str) -> AsyncIterator[tuple[Any, str, list[str], Bus]]:
     """A browser page on a run with so many episodes; ``errors`` collects what its console complains of."""
-    from tests.system.test_monitor import served_run
+    from tests.support.served_page import served_run
 
     server = MemoryServer()
     async with server.connect(RUN, worker="test") as bus, playwright.async_playwright() as started:
