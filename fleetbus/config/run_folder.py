@@ -75,7 +75,7 @@ class RunFolder(msgspec.Struct, frozen=True):
 
 def run_folder(run: RunSettings) -> RunFolder:
     """The folder of a run, whether it exists or not."""
-    return RunFolder(Path(run.folder) / run.name)
+    return RunFolder(Path(run.folder).expanduser() / run.name)
 
 
 def earlier_configuration(run: RunSettings) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetbus.config.load import dump_configuration
+from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, RunSettings
 from workers.up.command import with_absolute_paths
 from workers.up.identity import identity_of
@@ -35,3 +36,8 @@ def test_the_password_of_a_tasks_url_reaches_the_roles_and_no_file() -> None:
     assert role_variables(configuration, "nats://h", {}, 1)["FLEETBUS_RUN_TASKS"] == URL
     assert b"s3cret" not in dump_configuration(configuration)
     assert "s3cret" not in str(identity_of(configuration))
+
+
+def test_every_command_looks_for_a_run_below_the_users_home_where_up_put_it() -> None:
+    configuration = Configuration(run=RunSettings(folder="~/runs"))
+    assert run_folder(configuration.run).path == run_folder(with_absolute_paths(configuration).run).path

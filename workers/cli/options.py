@@ -88,8 +88,9 @@ def settings_options(*names: str) -> Callable[[F], F]:
     return add
 
 
-def load_settings(values: dict[str, Any], working_folder: Path | None = None) -> Loaded:
-    """The effective configuration for the flags that click collected; raises `UserError`."""
+def load_settings(values: dict[str, Any], *, earlier: bool = True) -> Loaded:
+    """The effective configuration for the flags that click collected, on top of what the run was last started with, unless
+    ``earlier`` is False; raises `UserError`."""
     import os
 
     from fleetbus.config.load import default_file, load_configuration
@@ -97,8 +98,9 @@ def load_settings(values: dict[str, Any], working_folder: Path | None = None) ->
 
     given = {name: value for name, value in values.items() if _SEPARATOR in name and value not in (None, ())}
     flags = {name.replace(_SEPARATOR, "."): value for name, value in given.items()}
-    file = values.get("config") or default_file(working_folder or Path.cwd())
-    return load_configuration(file=file, variables=os.environ, flags=flags, earlier=earlier_configuration)
+    file = values.get("config") or default_file(Path.cwd())
+    before = earlier_configuration if earlier else None
+    return load_configuration(file=file, variables=os.environ, flags=flags, earlier=before)
 
 
 def _config_option() -> click.Option:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from workers.cli.names import checked_name
+from workers.cli.options import load_settings
 from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from fleetbus.config.run_folder import RunFolder
 
-DEFAULT_FOLDER = ".fleetbus/runs"
 
-folder_option = click.option(
-    "--run-folder",
-    "folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path(DEFAULT_FOLDER),
-    show_default=True,
-    help="Folder that holds a folder per run",
-)
+def folder_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: where the runs are, as `runs_folder` takes it."""
+    folder = click.option(
+        "--run-folder",
+        "run__folder",
+        type=click.Path(file_okay=False),
+        help="Folder that holds a folder per run (default: the configured one)",
+    )
+    config = click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings")
+    return folder(config(function))
+
+
+def runs_folder(values: dict[str, Any]) -> Path:
+    """Where `up` keeps its runs; raises `UserError`."""
+    return Path(load_settings(values, earlier=False).configuration.run.folder).expanduser()
 
 
 @click.group("runs")
@@ -32,10 +41,11 @@ def command() -> None:
 
 
 @command.command("list")
-@folder_option
+@folder_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
-def list_runs(folder: Path, as_json: bool) -> int:
+def list_runs(as_json: bool, **values: Any) -> int:
     """List the runs in a folder: whether they run, when they were last written to, how large they are, what came of them."""
+    folder = runs_folder(values)
     rows = [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
     if as_json:
         import msgspec
@@ -50,15 +60,16 @@ def list_runs(folder: Path, as_json: bool) -> int:
 
 @command.command("rm")
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
-@folder_option
+@folder_options
 @click.option("--yes", is_flag=True, help="Do not ask")
-def remove_runs(names: tuple[str, ...], folder: Path, yes: bool) -> int:
+def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
     """Remove runs with all their files: log, weights, checkpoints, models. One that is running is refused.
 
     Exit status 0: removed; 2: one of them is not there or runs, and nothing was removed.
     """
     from fleetbus.errors import UserError
 
+    folder = runs_folder(values)
     chosen = []
     for name in dict.fromkeys(names):
         path = folder / checked_name("run", name)
@@ -101,7 +112,7 @@ def _row(path: Path) -> dict[str, Any]:
     return {
         "run": path.name,
         "running": _is_running(path),
-        "changed": max((file.stat().st_mtime for file in path.iterdir()), default=0.0),
+        "changed": max((_stat(path, name, "st_mtime") for name in os.listdir(path)), default=0.0),
         "bytes": _size(path),
         "model": run.model.is_dir(),
         "checkpoints": _count(run),
@@ -127,13 +138,15 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _size(path: Path) -> int:
-    total = 0
-    for file in path.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except FileNotFoundError:
-            continue  # a running server removes files meanwhile
-    return total
+    return sum(_stat(folder, name, "st_size") for folder, _, names in os.walk(path) for name in names)
+
+
+def _stat(folder: str | Path, name: str, field: str) -> Any:
+    """A field of a file's status, 0 for one that is gone: a running server removes files meanwhile."""
+    try:
+        return getattr(os.lstat(os.path.join(folder, name)), field)
+    except FileNotFoundError:
+        return 0
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -1,0 +1,71 @@
+"""``fleetbus runs``: what is in the folder of runs, wherever that is configured, and what may be removed from it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from workers.cli.program import run_program
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Said:
+    """What a command line prints, which has to end with ``code``."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, code: int = 0) -> str:
+        status = run_program(("runs", *arguments))
+        shown = capsys.readouterr()
+        assert status == code, shown
+        return shown.out or shown.err
+
+    return run
+
+
+def make_run(folder: Path, name: str) -> Path:
+    (folder / name / "nats").mkdir(parents=True)
+    (folder / name / "run.json").write_text("{}")
+    (folder / name / "nats" / "log").write_bytes(bytes(1000))
+    return folder / name
+
+
+@pytest.mark.parametrize("how", ["variable", "file", "flag", "default"])
+def test_runs_are_looked_for_where_up_keeps_them(how: str, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / (".fleetbus/runs" if how == "default" else "elsewhere")
+    make_run(folder, "a")
+    if how == "variable":
+        monkeypatch.setenv("FLEETBUS_RUN_FOLDER", str(folder))
+    if how == "file":
+        (tmp_path / "fleetbus.toml").write_text(f"[run]\nfolder = {str(folder)!r}\n")
+    flags = ("--run-folder", str(folder)) if how == "flag" else ()
+    (listed,) = json.loads(said("list", "--json", *flags))
+    assert (listed["run"], listed["running"], listed["bytes"]) == ("a", False, 1002)
+    assert "removed a" in said("rm", "a", "--yes", *flags)
+    assert not (folder / "a").exists()
+
+
+def test_nothing_is_removed_if_one_of_the_runs_may_not_be(said: Said, tmp_path: Path) -> None:
+    folder = tmp_path / ".fleetbus" / "runs"
+    stopped, running = make_run(folder, "stopped"), make_run(folder, "running")
+    (folder / "link").symlink_to(stopped)
+    (folder / "notes").mkdir()
+    with (running / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert [row["running"] for row in json.loads(said("list", "--json")) if row["run"] == "running"] == [True]
+        assert "is running" in said("rm", "stopped", "running", "--yes", code=2)
+    for name in ("nobody", "link", "notes", "..", "../runs"):
+        assert "fleetbus: " in said("rm", "stopped", name, "--yes", code=2)
+    assert stopped.is_dir() and running.is_dir() and (folder / "notes").is_dir()
+
+
+def test_without_a_yes_nothing_is_removed(said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / ".fleetbus" / "runs", "a")
+    monkeypatch.setattr("click.confirm", lambda *_, **__: False)
+    said("rm", "a")
+    assert run.is_dir()
