@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,11 +14,14 @@ from fleetbus.bus.base import Stored
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
+from fleetbus.ports import Ports
 from schemas import CheckpointStored, LineageStarted, Message, PolicyPublished, StepTrained, Subjects, TrainingFinished, encode
 from tests.support.small_fleet import small_fleet
 from workers.inference.scripted import ScriptedSampler
 from workers.learner.beginning import find_beginning, published_versions
+from workers.learner.checkpoints import Checkpoint, write_checkpoint
 from workers.learner.held_out import newest_version
+from workers.learner.scripted import ScriptedTrainer
 
 SUBJECTS = Subjects("r")
 
@@ -94,6 +98,28 @@ async def test_a_learner_begins_where_the_surviving_lineage_stands() -> None:
         assert (beginning.checkpoint, beginning.finished_step) == (None, -1)
         await book(TrainingFinished(lineage="l2", step=4, version=4))
         assert (await find_beginning(bus, SUBJECTS, "default")).finished_step == 4
+
+
+async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:
+    """Its check sums are those of all weights: many gigabytes, while the connection has to be kept."""
+    checkpoint = Checkpoint(lineage="l1", step=2, version=2, floor=1, settled=(), next_group=0)
+    path = write_checkpoint(tmp_path, checkpoint, ScriptedTrainer())
+    offloaded: list[Any] = []
+
+    async def offload(function: Any, *arguments: Any) -> Any:
+        offloaded.append(arguments)
+        return function(*arguments)
+
+    async with MemoryServer().connect("r", worker="learner") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        for entry in (
+            LineageStarted(lineage="l1", worker="w"),
+            CheckpointStored(lineage="l1", step=2, version=2, file=str(path), floor=1),
+        ):
+            await bus.publish(SUBJECTS.train("default"), encode(entry))
+        beginning = await find_beginning(bus, SUBJECTS, "default", ports=Ports(offload=offload))
+    assert (beginning.step, beginning.checkpoint_path) == (2, path)
+    assert offloaded == [(path,)]
 
 
 async def test_the_steps_of_all_versions_are_known() -> None:

@@ -13,6 +13,7 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.core.lineage import survives, surviving_steps
 from fleetbus.episodes import decoded
+from fleetbus.ports import Ports
 from schemas import (
     CheckpointStored,
     EpisodeRequested,
@@ -54,7 +55,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
         return lineage in self.counted and step > min(self.counted[lineage], self.step)
 
 
-async def find_beginning(bus: Bus, subjects: Subjects, policy: str) -> Beginning:
+async def find_beginning(bus: Bus, subjects: Subjects, policy: str, *, ports: Ports | None = None) -> Beginning:
     """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory."""
     lineages: list[LineageStarted] = []
     checkpoints: list[CheckpointStored] = []
@@ -73,7 +74,7 @@ async def find_beginning(bus: Bus, subjects: Subjects, policy: str) -> Beginning
             case EvaluationFinished():
                 evaluated.add(entry.name)
     surviving = surviving_steps(lineages)
-    checkpoint, path = _newest_whole(checkpoints, surviving)
+    checkpoint, path = await _newest_whole(checkpoints, surviving, ports or Ports())
     return Beginning(
         lineage=f"l{len(lineages) + 1}",
         parent=lineages[-1].lineage if lineages else "",
@@ -114,11 +115,13 @@ def _entry(subject: str, payload: bytes) -> Message | None:
         return None
 
 
-def _newest_whole(stored: Sequence[CheckpointStored], surviving: dict[str, float]) -> tuple[Checkpoint | None, Path | None]:
+async def _newest_whole(
+    stored: Sequence[CheckpointStored], surviving: dict[str, float], ports: Ports
+) -> tuple[Checkpoint | None, Path | None]:
     for entry in reversed(stored):
         if survives(surviving, entry.lineage, entry.step):
             path = Path(entry.file)
-            checkpoint = read_checkpoint(path)
+            checkpoint = await ports.offload(read_checkpoint, path)
             if checkpoint is not None:
                 return checkpoint, path
     return None, None

@@ -380,7 +380,8 @@ async def run_learner(
 ) -> None:
     """A learner from where the log says training stands to the last step."""
     subjects = Subjects(configuration.run.name)
-    beginning = await find_beginning(bus, subjects, configuration.run.policy)
+    ports = ports or Ports()
+    beginning = await find_beginning(bus, subjects, configuration.run.policy, ports=ports)
     if beginning.finished_step >= configuration.learner.steps:
         log.info("training is finished already", step=beginning.finished_step)
         return
@@ -392,6 +393,6 @@ async def run_learner(
         trainer=trainer,
         curriculum=curriculum,
         beginning=beginning,
-        ports=ports or Ports(),
+        ports=ports,
     )
     await learner.run()
