@@ -216,6 +216,7 @@ def test_episodes_are_listed_and_filtered(server: str, capsys: Any) -> None:
     assert json.loads(said(capsys, "episodes", str(GUESSING), "--outcome", "open", "--json")) == []
     table = said(capsys, "episodes", str(GUESSING), "--limit", "2")
     assert "33 of 33 episodes, the last 2 shown" in table
+    assert len(table.splitlines()) == 4, "away from a terminal a row is a line, however long its task's name is"
 
 
 def test_a_transcript_shows_text_and_on_request_tokens(capsys: Any) -> None:

@@ -129,21 +129,22 @@ def _print_json(content: Any) -> None:
 
 
 def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from workers.cli.tables import print_table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("episode", "task", "outcome"):
         table.add_column(name, overflow="fold")
-    for name in ("reward", "turns", "tokens", "seconds", "versions"):
+    for name in ("reward", "turns", "tokens", "time", "version"):
         table.add_column(name, justify="right")
     for row in rows:
         outcome = f"{row.outcome or 'open'} {row.error_class}".strip()
         reward = "" if row.reward is None else f"{row.reward:g}"
-        seconds = "" if row.seconds is None else f"{row.seconds:.2f}"
+        seconds = "" if row.seconds is None else f"{row.seconds:.2f} s"
         versions = ",".join(map(str, row.policy_versions))
         table.add_row(row.episode_id, row.task_key, outcome, reward, str(row.turns), str(row.tokens), seconds, versions)
-    Console(highlight=False, markup=False).print(table)
+    print_table(table)
     hidden = f", the last {len(rows)} shown (--limit 0: all)" if len(rows) < matching else ""
     print(f"{matching:,} of {total:,} episodes{hidden}")
 

@@ -100,9 +100,9 @@ async def _since(bus: Any, subjects: Any, role: str, name: str) -> dict[str, Any
 
 
 def _print(rows: list[dict[str, Any]], total: int) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from workers.cli.tables import print_table
     from workers.overview.wording import duration
 
     table = Table("session", "worker", "role", box=None, header_style="bold", pad_edge=False)
@@ -111,5 +111,5 @@ def _print(rows: list[dict[str, Any]], total: int) -> None:
     for row in rows:
         since = "" if row["seconds"] is None else duration(row["seconds"])
         table.add_row(row["episode"], row["worker"], row["role"], row["turn"], since)
-    Console(highlight=False, markup=False).print(table)
+    print_table(table)
     print(f"{total} sessions" + (f", the {len(rows)} oldest shown (--limit 0: all)" if len(rows) < total else ""))
