@@ -21,22 +21,11 @@ from tests.support.torch_engine import (
     sampled_more_than,
     slowed,
     some_ids,
-    write_model,
 )
 from workers.inference.base import EngineFailed
 from workers.inference.torch import TorchSampler
 from workers.inference.torch.engine import Engine
 from workers.inference.torch.turn import Errand
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 async def test_cancelling_a_turn_frees_its_slot(folder: Path) -> None:

@@ -25,16 +25,6 @@ from workers.inference.base import Generation
 from workers.inference.torch import TorchSampler, compact, kernel
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize("slots", [1, 7, 32])
 @pytest.mark.parametrize("fast", [True, False])
 async def test_logprobs_are_those_of_the_plain_model(folder: Path, slots: int, fast: bool) -> None:
