@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -11,7 +12,7 @@ import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
-from schemas import MAX_MESSAGE_BYTES, SessionCall
+from schemas import MAX_MESSAGE_BYTES, SessionAnswer, SessionCall, decode, encode
 from tests.support.small_fleet import SmallFleet
 from tests.support.stepwise_ground import TASK, World, ground, said
 from workers.environment.stepwise.journal import journal_of
@@ -173,6 +174,33 @@ async def test_who_finds_no_slot_waits_for_one() -> None:
                 group.start_soon(play, f"s{index}")
         assert sorted(opened) == sorted(world.steps) == ["s0", "s1", "s2", "s3"]
         await here.empty(worker)
+
+
+async def test_calls_that_queue_for_one_session_take_one_slot_also_after_one_of_them_has_given_up() -> None:
+    world = World()
+    answers: dict[str, SessionAnswer] = {}
+    async with ground(slots=1) as here:
+        worker = here.worker("e1", world)
+        subject = here.fleet.subjects.rpc("e1", "wanted")
+
+        async def ask(name: str, *, after: float, wait_seconds: float) -> None:
+            await anyio.sleep(after)
+            call = SessionCall(session="wanted", call="open", key="k", task=TASK, wait_seconds=wait_seconds)
+            answers[name] = decode(SessionAnswer, await here.fleet.bus.request(subject, encode(call), timeout=200))
+
+        async with here.client.open(TASK) as holder, anyio.create_task_group() as group:
+            await holder.reset()
+            group.start_soon(partial(ask, "gives up", after=0, wait_seconds=1))
+            group.start_soon(partial(ask, "repeats", after=0.5, wait_seconds=60))
+            group.start_soon(partial(ask, "repeats again", after=2, wait_seconds=60))
+            await anyio.sleep(10)
+            await holder.close()
+        await here.ask(SessionCall(session="wanted", call="close", key="c"))
+        await here.empty(worker)
+    refusals = {name: answer.refusal for name, answer in answers.items()}
+    assert refusals == {"gives up": "no_slot", "repeats": "", "repeats again": ""}
+    assert answers["repeats"] == answers["repeats again"]
+    assert world.opened == world.closed == 2
 
 
 async def test_without_any_slot_in_time_the_caller_is_told() -> None:

@@ -7,6 +7,8 @@ was done is answered from there, what a dead worker left is taken over by a clai
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
@@ -136,11 +138,8 @@ class SessionHost:
     async def _answer(self, call: SessionCall) -> SessionAnswer:
         hosted = self._hosted.get(call.session)
         if hosted is None:
-            async with self._taking_up[call.session]:
-                hosted = self._hosted.get(call.session)
-                taken = hosted or await self._take_up(call)
-            if not self._taking_up[call.session].statistics().tasks_waiting:
-                self._taking_up.pop(call.session, None)
+            async with self._alone(call.session):
+                taken = self._hosted.get(call.session) or await self._take_up(call)
             if isinstance(taken, SessionAnswer):
                 return taken
             hosted = taken
@@ -148,6 +147,17 @@ class SessionHost:
         if hosted.over:
             self._forget(call.session, hosted)
         return answer
+
+    @asynccontextmanager
+    async def _alone(self, session: str) -> AsyncIterator[None]:
+        """One call at a time takes a session up; those behind it find it here, however many before them gave up."""
+        lock = self._taking_up[session]
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.statistics().locked and self._taking_up.get(session) is lock:
+                del self._taking_up[session]
 
     async def _take_up(self, call: SessionCall) -> HostedSession | SessionAnswer:
         """Look, queue for a slot, look again, claim, restore."""
