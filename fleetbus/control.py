@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import structlog
@@ -68,3 +68,16 @@ class Control:
             busy_with=busy if wanted.command == "ping" else (),
         )
         await request.respond(encode(answer))
+
+
+async def unless_drained(drain: anyio.Event, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
+    """Run to the end, or until ``drain`` is set."""
+    async with anyio.create_task_group() as group:
+
+        async def cancel() -> None:
+            await drain.wait()
+            group.cancel_scope.cancel()
+
+        group.start_soon(cancel)
+        await function(*arguments)
+        group.cancel_scope.cancel()

@@ -16,7 +16,7 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, inference_lanes, observations_consumer
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control
+from fleetbus.control import Control, unless_drained
 from fleetbus.episodes import decoded
 from fleetbus.lanes import Lane, claim_lane
 from fleetbus.leases import Leases
@@ -156,23 +156,12 @@ class InferenceWorker:
             observations_consumer(self._policy, ANY_LANE): self._slot_count - lane_slots,
         }
         async with anyio.create_task_group() as answering:
-            await self._ready_or_drained()
+            await unless_drained(self._drain, self._ready.wait)  # nothing is pulled before a version is loaded
             await self._slots.run(sources, self._drain, answering)
             await presence.draining(in_flight=self._slots.in_flight)
             with anyio.move_on_after(self._drain_seconds):
                 await self._slots.all_free()
             answering.cancel_scope.cancel()
-
-    async def _ready_or_drained(self) -> None:
-        """Nothing is pulled before a version is loaded."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._cancel_when_drained, group.cancel_scope)
-            await self._ready.wait()
-            group.cancel_scope.cancel()
-
-    async def _cancel_when_drained(self, scope: anyio.CancelScope) -> None:
-        await self._drain.wait()
-        scope.cancel()
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(

@@ -7,7 +7,6 @@ checkpoints say which requests are settled. Being refused on its own subjects me
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -16,7 +15,7 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control
+from fleetbus.control import Control, unless_drained
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
 from fleetbus.episodes import episode_entry
@@ -167,12 +166,12 @@ class Learner:
     async def _work(self) -> None:
         evaluation = self._configuration.evaluation
         if evaluation.episodes and "start" not in self._beginning.evaluated:
-            await self._unless_drained(self._evaluate, "start", self._configuration.episode.temperature)
+            await unless_drained(self._drain, self._evaluate, "start", self._configuration.episode.temperature)
         while self._step < self._settings.steps and not self._drain.is_set():
             await self._train_batch()
             every = self._configuration.evaluation.every
             if every and self._step % every == 0 and self._step < self._settings.steps and not self._drain.is_set():
-                await self._unless_drained(self._evaluate, f"step{self._step}", self._configuration.episode.temperature)
+                await unless_drained(self._drain, self._evaluate, f"step{self._step}", self._configuration.episode.temperature)
         if self._drain.is_set() and self._step < self._settings.steps:
             if self._unstored is not None:
                 await self._store_checkpoint(self._unstored)
@@ -183,7 +182,7 @@ class Learner:
     async def _finish(self) -> None:
         await when_there_is_room(self._ports, self._trainer.save_model, self._folder.model)
         if self._configuration.evaluation.episodes:
-            await self._unless_drained(self._evaluate_end)
+            await unless_drained(self._drain, self._evaluate_end)
         if self._drain.is_set():
             return
         await self._catch_up()
@@ -284,19 +283,8 @@ class Learner:
             if self._requests.full and self._unstored is not None:
                 await self._store_checkpoint(self._unstored)  # the log is trimmed up to a checkpoint only
             with anyio.move_on_after(FULL_CHECK_SECONDS):
-                await self._unless_drained(self._pool.changed.wait)
+                await unless_drained(self._drain, self._pool.changed.wait)
         return []
-
-    async def _unless_drained(self, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        """Run to the end, or until drained."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._cancel_when_drained, group.cancel_scope)
-            await function(*arguments)
-            group.cancel_scope.cancel()
-
-    async def _cancel_when_drained(self, scope: anyio.CancelScope) -> None:
-        await self._drain.wait()
-        scope.cancel()
 
     async def _record_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
         """The step goes to the log before the version that it made; a checkpoint holds what the log says by then."""
