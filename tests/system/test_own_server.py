@@ -15,6 +15,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from tests.support.processes import until, until_said
+from workers.up.lock import locked
 
 RUN = "stopped"
 
@@ -33,6 +34,24 @@ async def test_the_server_of_a_command_that_is_killed_ends_with_it(sent: signal.
         top.send_signal(sent)
         await top.wait()
     await until(lambda: has_ended(own))
+
+
+async def test_a_run_whose_up_was_killed_is_served_from_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / ".fleetbus" / "runs" / RUN
+    async with run_server(folder / "nats") as server, connect(server.url, run=RUN, role="test") as bus:
+        await bus.declare(plan_run(RUN, lanes=1, max_bytes=0))
+    (folder / "server.json").write_text(f'{{"url": "{server.url}", "pid": 1}}')
+    (folder / "lock").write_text("1")
+
+    def audit() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "workers.cli", "audit", RUN]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+
+    done = await anyio.to_thread.run_sync(audit)
+    assert (done.returncode, done.stderr) == (0, "")
+    with locked(folder / "lock", RUN):
+        done = await anyio.to_thread.run_sync(audit)
+    assert done.returncode == 2 and "no NATS server answers" in done.stderr, "an `up` that is there is taken at its word"
 
 
 def has_ended(process: psutil.Process) -> bool:

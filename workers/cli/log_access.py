@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleetbus.errors import UserError
-from workers.cli.role import made_up_name, server_url
+from workers.cli.role import made_up_name, served_at, server_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
 
     name, run = made_up_name(role), configuration.run.name
     folder = run_folder(configuration.run)
-    if own_server and not configuration.nats.url and not folder.server.is_file() and folder.store.is_dir():
+    if own_server and not configuration.nats.url and not served_at(folder) and folder.store.is_dir():
         own = run_server(folder.store, ends_with_us=True)
         async with own as server, connect(server.url, run=run, role=role, worker=name) as bus:
             await _check_run(bus, run)

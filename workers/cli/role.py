@@ -26,6 +26,7 @@ from workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
+    from fleetbus.config.run_folder import RunFolder
     from fleetbus.config.settings import Configuration
 
 Work = Callable[["Bus", "Configuration", str, anyio.Event], Awaitable[None]]
@@ -80,18 +81,24 @@ def made_up_name(role: str) -> str:
 
 def server_url(configuration: Configuration) -> str:
     """The server to connect to: the one that was named, or the one that a running `up` of the same run started here."""
-    import msgspec
-
     from fleetbus.config.run_folder import run_folder
 
-    if configuration.nats.url:
-        return configuration.nats.url
-    file = run_folder(configuration.run).server
-    if file.is_file():
-        return str(msgspec.json.decode(file.read_bytes())["url"])
+    if url := configuration.nats.url or served_at(run_folder(configuration.run)):
+        return url
     raise UserError(
         f"no server for run {configuration.run.name}: give --nats nats://HOST:4222, or start `fleetbus up` in this folder first"
     )
+
+
+def served_at(folder: RunFolder) -> str:
+    """The URL of the server that a running `up` started, else empty: an `up` that was killed leaves the address behind."""
+    import msgspec
+
+    from workers.up.lock import is_held
+
+    if not folder.server.is_file() or (folder.lock.is_file() and not is_held(folder.lock)):
+        return ""
+    return str(msgspec.json.decode(folder.server.read_bytes())["url"])
 
 
 def _import_work(load_work: Callable[[], Work]) -> Work:

@@ -91,17 +91,9 @@ def _is_run(path: Path) -> bool:
 
 def _is_running(path: Path) -> bool:
     """True while an `up` holds the run's lock."""
-    import fcntl
+    from workers.up.lock import is_held
 
-    lock = path / "lock"
-    if not lock.is_file():
-        return False
-    with lock.open("a") as holder:
-        try:
-            fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return is_held(path / "lock")
 
 
 def _row(path: Path) -> dict[str, Any]:

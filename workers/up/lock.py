@@ -25,3 +25,15 @@ def locked(file: Path, run: str) -> Iterator[None]:
         holder.write(str(os.getpid()))
         holder.flush()
         yield
+
+
+def is_held(file: Path) -> bool:
+    """True while a process holds the lock, false where there is none."""
+    if not file.is_file():
+        return False
+    with file.open("a") as holder:
+        try:
+            fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
