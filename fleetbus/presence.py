@@ -86,8 +86,8 @@ class Presence:
 @asynccontextmanager
 async def present(presence: Presence, bus: Bus, lane: Lane | None, *, slots: int) -> AsyncIterator[None]:
     """A worker's working life: says hello, beats until the body ends, says goodbye or why it failed, frees its lane."""
-    await presence.started(slots=slots)
     try:
+        await presence.started(slots=slots)
         async with anyio.create_task_group() as group:
             group.start_soon(presence.run)
             yield

@@ -13,7 +13,8 @@ from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, claim_lane
-from schemas import LaneLease, Subjects, encode
+from fleetbus.presence import Presence, present
+from schemas import Heartbeat, LaneLease, Subjects, encode
 
 SUBJECTS = Subjects("r")
 
@@ -99,3 +100,30 @@ async def test_a_claim_whose_answer_was_lost_is_one_s_own_at_the_next_look() -> 
         lane = await claimed(bus, wait_seconds=LEASE_SECONDS - 1)  # its own lease would stand in its way for longer
         assert not faults.first
         await lane.renew(bus)
+
+
+async def test_a_worker_that_is_ended_while_it_says_hello_leaves_its_lane_free() -> None:
+    server = MemoryServer()
+    async with server.connect("r") as bus, server.connect("r", worker="other") as other:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus)
+        presence = Presence(
+            bus, SUBJECTS, role="environment", worker="w", beat=lambda: Heartbeat(role="environment", worker="w"), lane=lane
+        )
+        greeted = anyio.Event()
+
+        async def hello(**_: Any) -> None:
+            greeted.set()
+            await anyio.sleep_forever()
+
+        presence.started = hello  # type: ignore[method-assign]
+        async with anyio.create_task_group() as group:
+
+            async def work() -> None:
+                async with present(presence, bus, lane, slots=1):
+                    raise AssertionError("it never got so far")
+
+            group.start_soon(work)
+            await greeted.wait()
+            group.cancel_scope.cancel()
+        await claimed(other, "other", wait_seconds=LEASE_SECONDS / 2)
