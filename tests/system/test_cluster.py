@@ -182,6 +182,37 @@ async def test_whoever_stored_an_entry_reads_it_back_whichever_replica_answers(t
                         assert found.sequence == stored.sequence
 
 
+async def test_scans_are_whole_while_a_server_that_was_away_catches_up(tmp_path: Path) -> None:
+    subjects = Subjects(RUN)
+    with anyio.fail_after(220):
+        async with cluster(tmp_path) as servers:
+            await declared(servers)
+            leader = await leader_of(servers)
+            away = (leader + 1) % 3
+            async with connect(f"nats://127.0.0.1:{servers.clients[leader]}", run=RUN, role="look") as bus:
+                await filled(bus, subjects, 0, 4_000)
+                await servers.kill(away)
+                await filled(bus, subjects, 4_000, 16_000)
+                for _ in range(50):
+                    await bus.publish(subjects.train("default"), b"entry")
+                await servers.start(away)
+                with anyio.move_on_after(10):
+                    while True:
+                        assert len([entry async for entry in bus.scan([subjects.train("default")])]) == 50
+
+
+async def filled(bus: Bus, subjects: Subjects, start: int, stop: int) -> None:
+    room = anyio.Semaphore(64)
+
+    async def publish(number: int) -> None:
+        async with room:
+            await bus.publish(subjects.action("e0", f"e{number}"), b"x" * 2000)
+
+    async with anyio.create_task_group() as group:
+        for number in range(start, stop):
+            group.start_soon(publish, number)
+
+
 async def told(bus: NatsBus, question: str) -> bytes:
     """What the server says at this moment, errors included; nothing if it says nothing."""
     connection = bus._connection

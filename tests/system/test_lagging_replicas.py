@@ -88,6 +88,32 @@ async def test_what_this_connection_knows_nothing_of_is_read_once(bus: NatsBus, 
     assert lag["last"] == -1
 
 
+async def test_a_scan_reads_beside_the_leader_of_the_log_where_nothing_is_missing(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The places are made up: a server alone names none."""
+    await bus.publish(EPISODE, b"claim")
+    asked = bus._connection.api.ask
+    places = iter(["n2", "n3", "n1", "n2"])
+    created: list[str] = []
+
+    async def ask(subject: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        answer = await asked(subject, *arguments, **options)
+        if subject.startswith("STREAM.INFO"):
+            answer["cluster"] = {"leader": "n1"}
+        elif subject.startswith("CONSUMER.CREATE"):
+            answer["cluster"] = {"leader": next(places)}
+            created.append(subject.split(".")[3])
+        return answer
+
+    monkeypatch.setattr(bus._connection.api, "ask", ask)
+    assert [entry.payload async for entry in bus.scan([EPISODE])] == [b"claim"]
+    assert len(created) == 3
+    await bus._connection.round_trip(5)
+    left = await asked("CONSUMER.NAMES.fb_r")
+    assert not set(created) & set(left["consumers"]), "those in other places are removed, and the last one with its reader"
+
+
 def test_positions_are_bounded_and_the_longest_unused_is_forgotten() -> None:
     positions = Positions()
     positions.note("kept", 1)
