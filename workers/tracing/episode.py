@@ -25,17 +25,18 @@ from fleetbus.core.trace_ids import ROOT, span_id, trace_id, turn_path
 from schemas import GRADED, Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
 from schemas.tokens import token_count
 from workers.tracing.span import Span, Value
+from workers.tracing.trace import Trace
 
 
-class EpisodeTrace:
+class EpisodeTrace(Trace):
     """One episode that has no result yet, and then where it ended."""
 
     def __init__(self, run: str, entry: Stored, request: EpisodeRequested) -> None:
-        self.trace_id = trace_id(run, request.episode_id, request.deadline_ns)
+        common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.episode": request.episode_id}
+        super().__init__(trace_id(run, request.episode_id, request.deadline_ns), entry.sequence, common)
         self.root_id = span_id(self.trace_id)
         self.is_training = request.split == "train"
         self.ended_ns = 0
-        self._common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.episode": request.episode_id}
         self._request: dict[str, Value] = {
             "fleetbus.group": request.group_id,
             "fleetbus.task": request.task.key,
@@ -49,7 +50,6 @@ class EpisodeTrace:
         self._claimed_ns = self._claim_sequence = 0
         self._is_released = False
         self._turn: _Turn | None = None
-        self._sequence = entry.sequence
 
     # What happens
 
@@ -212,36 +212,6 @@ class EpisodeTrace:
     @property
     def _worker(self) -> str:
         return self._claim.worker if self._claim else ""
-
-    def _span(
-        self,
-        name: str,
-        path: str,
-        parent: str,
-        start_ns: int,
-        end_ns: int,
-        *,
-        role: str = "environment",
-        worker: str = "",
-        error: str = "",
-        about: Mapping[str, Value] = {},
-        links: tuple[tuple[int, int], ...] = (),
-    ) -> Span:
-        own: dict[str, Value] = {**self._common, "fleetbus.worker": worker} if worker else self._common
-        return Span(
-            trace_id=self.trace_id,
-            span_id=span_id(self.trace_id, path),
-            parent_id=span_id(self.trace_id, parent) if parent else 0,
-            name=name,
-            start_ns=min(start_ns, end_ns),
-            end_ns=end_ns,
-            sequence=self._sequence,
-            role=role,
-            worker=worker,
-            attributes={**own, **about},
-            error=error,
-            links=links,
-        )
 
 
 class _Turn:

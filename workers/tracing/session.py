@@ -12,24 +12,25 @@ the journal, are not in it. A call ends when its entry was stored; how long it t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from fleetbus.bus.base import Stored
-from fleetbus.core.trace_ids import ROOT, call_path, session_trace_id, span_id
+from fleetbus.core.trace_ids import ROOT, call_path, session_trace_id
 from schemas import SessionClaimed, SessionEnded, SessionRecorded
 from workers.tracing.span import Span, Value
+from workers.tracing.trace import Trace
 
 
-class SessionTrace:
+class SessionTrace(Trace):
     """One session from its first claim on. ``is_over`` once it has ended: what follows changes nothing."""
 
     def __init__(self, run: str, entry: Stored, claim: SessionClaimed) -> None:
-        self.trace_id = session_trace_id(run, claim.session)
+        common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.session": claim.session}
+        super().__init__(session_trace_id(run, claim.session), entry.sequence, common)
         self.is_over = False
-        self._common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.session": claim.session}
         self._task: dict[str, Value] = {"fleetbus.task": claim.task.key, "fleetbus.environment": claim.task.env}
         self._claim = claim
-        self._claim_sequence = self._first_claim_sequence = self._sequence = entry.sequence
+        self._claim_sequence = self._first_claim_sequence = entry.sequence
         self._begun_ns = self._claimed_ns = self._seen_ns = entry.time_ns
         self._is_restored = True
         self._calls: Counter[str] = Counter()
@@ -132,29 +133,3 @@ class SessionTrace:
     @property
     def _attempt_path(self) -> str:
         return f"attempt/{self._claim.attempt}"
-
-    def _span(
-        self,
-        name: str,
-        path: str,
-        parent: str,
-        start_ns: int,
-        end_ns: int,
-        *,
-        worker: str,
-        error: str = "",
-        about: Mapping[str, Value] = {},
-    ) -> Span:
-        return Span(
-            trace_id=self.trace_id,
-            span_id=span_id(self.trace_id, path),
-            parent_id=span_id(self.trace_id, parent) if parent else 0,
-            name=name,
-            start_ns=min(start_ns, end_ns),
-            end_ns=end_ns,
-            sequence=self._sequence,
-            role="environment",
-            worker=worker,
-            attributes={**self._common, "fleetbus.worker": worker, **about},
-            error=error,
-        )
