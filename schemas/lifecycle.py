@@ -85,8 +85,8 @@ class ControlRequested(Message, frozen=True, kw_only=True):
 
 
 class ControlAnswered(Message, frozen=True, kw_only=True):
-    """The answer to `ControlRequested`: which worker did what. ``busy_with`` is what it holds: episode ids in an environment
-    worker, ``episode.attempt.turn`` in an inference worker."""
+    """The answer to `ControlRequested`: which worker did what. ``busy_with`` is what it holds: episodes and step-wise sessions
+    in an environment worker, ``episode.attempt.turn`` in an inference worker."""
 
     worker: str
     role: WorkerRole

@@ -12,7 +12,7 @@ Every call has a key; a repeat of it gets the stored answer. When the worker is 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,11 +20,25 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, Stored
 from fleetbus.client.workers import HostsSeen
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
 from fleetbus.together import together
-from schemas import ControlRequested, SessionAnswer, SessionCall, Subjects, Task, decode, encode
+from schemas import (
+    ControlAnswered,
+    ControlRequested,
+    MalformedMessage,
+    SessionAnswer,
+    SessionCall,
+    SessionClaimed,
+    SessionEnded,
+    SessionRecorded,
+    Subjects,
+    Task,
+    decode,
+    encode,
+)
+from schemas.message import decode_any
 from schemas.subjects import check_name
 
 PATIENCE_SECONDS = 5.0
@@ -77,7 +91,8 @@ class SessionClient:
         with anyio.move_on_after(timeout) as scope:
             avoid: set[str] = set()
             while True:
-                worker = self._where.get(call.session) or await self._chosen(avoid)
+                worker = self._where.get(call.session) or await self._located(call.session, avoid)
+                worker = worker or await self._chosen(avoid)
                 answer = await self._ask(worker, call, until=scope.deadline)
                 if answer is None:
                     self._lost(call.session, worker)
@@ -109,6 +124,25 @@ class SessionClient:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
                 await opened.close()
 
+    async def _located(self, session: str, avoid: Collection[str]) -> str:
+        """Who holds the session, as its journal and the worker itself say; empty if nobody does.
+
+        Another worker would take it over, as it has to where the holder is gone: what cannot be done again would be lost.
+        """
+        subject = self.subjects.session(session)
+        while True:
+            try:
+                entry = await self.bus.last(subject)
+                break
+            except RequestUnanswered as unanswered:
+                log.warning("the log is asked again later", session=session, reason=str(unanswered))
+                await anyio.sleep(AWAY_SECONDS)
+        holder = _holder(entry) if entry is not None else ""
+        if not holder or holder in avoid:
+            return ""
+        answer = await self._pinged(holder)
+        return holder if answer is not None and session in answer.busy_with else ""
+
     async def _chosen(self, avoid: set[str]) -> str:
         """The best host; after all were tried, they are tried again from the first."""
         with anyio.move_on_after(AWAY_SECONDS if avoid else PATIENCE_SECONDS):
@@ -128,16 +162,17 @@ class SessionClient:
             except NoResponders:
                 return None
             except RequestUnanswered:
-                if not await self._lives(worker):
+                if await self._pinged(worker) is None:
                     return None
 
-    async def _lives(self, worker: str) -> bool:
+    async def _pinged(self, worker: str) -> ControlAnswered | None:
+        """What a worker says of itself; None if it does not answer."""
         control = self.subjects.control("environment", worker)
         try:
-            await self.bus.request(control, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)
-        except (NoResponders, RequestUnanswered):
-            return False
-        return True
+            answer = await self.bus.request(control, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)
+            return decode(ControlAnswered, answer, subject=control)
+        except (NoResponders, RequestUnanswered, MalformedMessage):
+            return None
 
     def _lost(self, session: str, worker: str) -> None:
         log.info("worker of a session is gone", session=session, worker=worker)
@@ -192,6 +227,20 @@ class Session:
             await self._client.call(call, timeout=CLOSE_SECONDS)
         except SessionUnavailable as error:
             log.warning("session not closed", session=self.name, reason=str(error))
+
+
+def _holder(entry: Stored) -> str:
+    """The worker that wrote the newest entry of a journal; empty for a session that is over."""
+    try:
+        message = decode_any((SessionClaimed, SessionRecorded, SessionEnded), entry.payload, subject=entry.subject)
+    except MalformedMessage:
+        return ""
+    match message:
+        case SessionClaimed():
+            return message.worker
+        case SessionRecorded() if message.answer.end is None:
+            return message.answer.worker
+    return ""
 
 
 @asynccontextmanager

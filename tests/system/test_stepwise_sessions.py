@@ -11,7 +11,7 @@ import pytest
 import trio.testing
 
 from fleetbus.audit import audit_run
-from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
+from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable, sessions
 from schemas import MAX_MESSAGE_BYTES, SessionAnswer, SessionCall, decode, encode
 from tests.support.small_fleet import SmallFleet
 from tests.support.stepwise_ground import TASK, World, ground, said
@@ -154,6 +154,36 @@ async def test_a_worker_that_was_cut_off_cannot_answer_for_a_session_that_moved(
             assert [record.call.text for record in journal.records if record.call.call == "step"] == ["one", "two"]
             await here.empty(late)
             assert first.opened == first.closed, "whoever lost its claim closes its environment"
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+async def test_another_client_finds_a_session_where_it_is_and_takes_it_from_nobody(replayable: bool) -> None:
+    world = World(replayable=replayable)
+    async with ground() as here:
+        workers = [here.worker(name, world) for name in ("e1", "e2", "e3")]
+        names = [f"s{index}" for index in range(6)]
+        for name in names:
+            await here.ask(SessionCall(session=name, call="open", key="o", task=TASK))
+            await here.ask(SessionCall(session=name, call="reset", key="r"))
+            await here.ask(SessionCall(session=name, call="step", key="1", text="one"))
+        async with sessions(here.fleet.bus, here.fleet.subjects) as other:  # a gateway that was started again
+            await anyio.sleep(5)
+            for name in reversed(names):
+                answer = await other.call(SessionCall(session=name, call="step", key="2", text="two"), timeout=60)
+                assert (answer.end, said(answer)) == (None, "2: two")
+                await other.call(SessionCall(session=name, call="close", key="c"), timeout=60)
+        await here.empty(*workers)
+    assert world.steps == ["one"] * len(names) + ["two"] * len(names)
+    assert world.opened == world.closed == len(names)
+
+
+async def test_a_worker_says_which_sessions_it_holds() -> None:
+    async with ground() as here:
+        worker = here.worker("e1", World())
+        async with here.client.open(TASK, session="held") as session:
+            await session.reset()
+            assert (await here.fleet.control(worker, "ping")).busy_with == ("held",)
+        assert (await here.fleet.control(worker, "ping")).busy_with == ()
 
 
 async def test_who_finds_no_slot_waits_for_one() -> None:

@@ -61,7 +61,7 @@ class EnvironmentWorker:
             worker=self._name,
             drain=self._drain,
             cancel=self._attempts.cancel,
-            busy_with=lambda: self._attempts.episodes,
+            busy_with=lambda: (*self._attempts.episodes, *self._sessions.names),
         )
         async with present(presence, bus, self._lane, slots=self._slot_count), anyio.create_task_group() as group:
             group.start_soon(self._leases.run)

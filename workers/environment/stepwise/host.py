@@ -53,6 +53,11 @@ class SessionHost:
         """Sessions that hold a slot."""
         return len(self._hosted)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sessions that are held here."""
+        return tuple(self._hosted)
+
     async def run(self) -> None:
         """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere."""
         crew = self._crew
