@@ -79,6 +79,8 @@ def test_a_role_has_only_the_flags_of_the_tables_that_it_reads() -> None:
         (["init"], "no server for run default"),
         (["learner", "--learner-late", "sometimes"], "sometimes"),
         (["schema", "--jsno"], "--jsno"),
+        (["new", "env", "x"], "No such command 'env'; see `fleetbus new --help`"),
+        (["drain"], "see `fleetbus drain --help`"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], part: str) -> None:

@@ -214,6 +214,7 @@ def test_episodes_are_listed_and_filtered(server: str, capsys: Any) -> None:
     best = json.loads(said(capsys, "episodes", str(GUESSING), "--min-reward", "1", "--split", "train", "--json"))
     assert best and all(row["reward"] == 1 and row["split"] == "train" for row in best)
     assert json.loads(said(capsys, "episodes", str(GUESSING), "--outcome", "open", "--json")) == []
+    assert "one of open, completed" in said(capsys, "episodes", str(GUESSING), "--outcome", "complete", code=2)
     table = said(capsys, "episodes", str(GUESSING), "--limit", "2")
     assert "33 of 33 episodes, the last 2 shown" in table
     assert len(table.splitlines()) == 4, "away from a terminal a row is a line, however long its task's name is"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 import click
@@ -47,6 +47,7 @@ def command(
     """
     from workers.cli.sources import is_recording
 
+    _check_outcome(values["outcome"])
     names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
     filters = {name: values.pop(name) for name in names}
     given = {} if is_recording(source) else {"run__name": source}
@@ -61,6 +62,15 @@ def command(
     shown = chosen[-limit:] if limit > 0 else chosen
     _print_json(shown) if as_json else _print_rows(shown, len(chosen), len(rows))
     return FINISHED
+
+
+def _check_outcome(name: str | None) -> None:
+    from fleetbus.errors import UserError
+    from schemas import Outcome
+
+    known = ("open", *get_args(Outcome))
+    if name is not None and name not in known:
+        raise UserError(f"no outcome {name!r}: it is one of {', '.join(known)}")
 
 
 async def _list(source: str | None, configuration: Configuration, archive: Path | None) -> list[EpisodeRow]:
