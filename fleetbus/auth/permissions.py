@@ -185,7 +185,8 @@ def _recorder(run: _Run) -> Rights:
 def _gateway(run: _Run) -> Rights:
     """Calls sessions for clients outside; sees nothing of the log but their journals, and the images that they show."""
     subjects = run.subjects
-    said = run.worker("gateway", subjects.rpc("*", "*"), subjects.control("environment", "*"))
+    journals = f"{run.direct}.{subjects.session('*')}"
+    said = run.worker("gateway", subjects.rpc("*", "*"), subjects.control("environment", "*"), journals)
     return Rights(
         publish=(*said, *run.read(subjects.session("*")), *run.take_objects()),
         subscribe=run.heard("gateway", subjects.heartbeat("environment", "*")),

@@ -132,12 +132,12 @@ class SessionClient:
         subject = self.subjects.session(session)
         while True:
             try:
-                entry = await self.bus.last(subject)
+                journal = await self.bus.history([subject])
                 break
             except RequestUnanswered as unanswered:
                 log.warning("the log is asked again later", session=session, reason=str(unanswered))
                 await anyio.sleep(AWAY_SECONDS)
-        holder = _holder(entry) if entry is not None else ""
+        holder = _holder(journal[-1]) if journal else ""
         if not holder or holder in avoid:
             return ""
         answer = await self._pinged(holder)

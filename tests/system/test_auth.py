@@ -14,11 +14,13 @@ import pytest
 from fleetbus.audit import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.client.sessions import SessionClient
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
 from schemas import StepTrained, Task, TrainingFinished
 from schemas.message import decode_any
 from tests.support.secured_server import SUBJECTS, TRUST, Secured, scan, secured_server
 from tests.support.small_fleet import RUN, configured, small_fleet
+from workers.gateway.openenv_episode import OpenEnvEpisode
 from workers.learner.curriculum import Curriculum
 from workers.learner.scripted import ScriptedTrainer
 from workers.recorder.worker import run_recorder
@@ -41,7 +43,6 @@ async def stored_and_fetched(secured: Secured, folder: Path) -> None:
 
 
 async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: Secured) -> None:
-    from fleetbus.client.sessions import SessionClient
     from fleetbus.micro import Microservice
     from workers.environment.scripted import ScriptedEnvironment
     from workers.environment.worker import run_environment
@@ -63,11 +64,22 @@ async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: S
             async with client.open(Task(key="t"), timeout=30) as session:
                 assert (await session.make("reset")).refusal == ""
                 assert (await session.make("step", text="done")).refusal == ""
+                await follows_a_named_session(SessionClient(gateway, SUBJECTS), client)
             for role in ("environment", "gateway"):
                 answer = await monitor.request(f"$SRV.PING.fleetbus-{role}", b"", timeout=10)
                 assert f"fleetbus-{role}".encode() in answer
             drain.set()
             group.cancel_scope.cancel()
+
+
+async def follows_a_named_session(newcomer: SessionClient, client: SessionClient) -> None:
+    """As an OpenEnv gateway does: the session of a client, gone on with by another gateway."""
+    begun = OpenEnvEpisode(client, capacity_seconds=30, call_seconds=30, name="named")
+    await begun.reset({})
+    followed = OpenEnvEpisode(newcomer, capacity_seconds=30, call_seconds=30, name="named")
+    assert await followed.attach()
+    assert (await followed.step({"text": "go on"}))["done"] is False
+    await followed.close()
 
 
 async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secured: Secured, tmp_path: Path) -> None:
