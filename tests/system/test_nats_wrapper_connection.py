@@ -151,6 +151,7 @@ async def test_a_bug_in_a_handler_ends_the_block_instead_of_the_read_loop(server
 async def test_a_stopped_server_is_left_and_found_again(server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "WATCH_EVERY_SECONDS", 0.1)
     monkeypatch.setattr(connection, "ROUND_TRIP_LIMITS_SECONDS", (0.2, 0.1))
+    monkeypatch.setattr(connection, "PING_EVERY_SECONDS", 3600)
     async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=3) as subscription:
         os.kill(server.pid, signal.SIGSTOP)
         try:

@@ -83,6 +83,7 @@ async def test_a_deaf_connection_is_noticed_and_replaced(server: KillableServer,
     """Whatever made it deaf: the read loop is simply ended here."""
     monkeypatch.setattr(connection, "WATCH_EVERY_SECONDS", 0.1)
     monkeypatch.setattr(connection, "ROUND_TRIP_LIMITS_SECONDS", (0.2, 0.1))
+    monkeypatch.setattr(connection, "PING_EVERY_SECONDS", 3600)
     async with ready_bus(server.url) as bus:
         wire = bus._connection.wire
         wire._reading_task.cancel()

@@ -39,6 +39,9 @@ only after `fleetbus.auth.server_config.GREETING_SECONDS`."""
 WATCH_EVERY_SECONDS = 2.0
 ROUND_TRIP_LIMITS_SECONDS = (2.5, 0.5)
 
+PING_EVERY_SECONDS = 5
+"""nats-py's own watch, which leaves a silent server after three of these."""
+
 CLOSE_LIMIT_SECONDS = 2.0
 HEADER_BYTES = 1024
 """More than the headers of any message."""
@@ -220,7 +223,7 @@ async def _connect(connection: Connection, url: str, **options: Any) -> None:
                 connect_timeout=5,
                 reconnect_time_wait=random.uniform(*_RECONNECT_WAIT_SECONDS),
                 max_reconnect_attempts=-1,
-                ping_interval=5,
+                ping_interval=PING_EVERY_SECONDS,
                 max_outstanding_pings=2,
                 **options,
             )
