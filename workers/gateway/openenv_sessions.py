@@ -46,9 +46,10 @@ class OpenEnvSessions:
         while True:
             await anyio.sleep(min(SWEEP_SECONDS, self._resume_seconds, self._idle_seconds))
             now = anyio.current_time()
-            for name, named in list(self._known.items()):
-                if named.connection is None and not named.used_by and named.close_at <= now:
-                    await self.close(name)
+            async with anyio.create_task_group() as group:
+                for name, named in self._known.items():
+                    if named.connection is None and not named.used_by and named.close_at <= now:
+                        group.start_soon(self._end, name, named)
 
     @asynccontextmanager
     async def use(self, name: str, *, make: bool) -> AsyncIterator[OpenEnvEpisode | None]:
@@ -86,8 +87,9 @@ class OpenEnvSessions:
     async def close(self, name: str) -> bool:
         """Release the session; False if there is none."""
         named = await self._found(name, make=False)
-        if named is None:
-            return False
+        return named is not None and await self._end(name, named)
+
+    async def _end(self, name: str, named: _Named) -> bool:
         if self._known.get(name) is named:
             del self._known[name]
         was = named.episode.begun
