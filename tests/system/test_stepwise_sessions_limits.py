@@ -1,0 +1,115 @@
+"""Step-wise sessions on virtual time and their limits: slots, and how long a session rests, lasts or steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.client.sessions import SessionFailed, SessionUnavailable
+from schemas import SessionAnswer, SessionCall, decode, encode
+from tests.support.stepwise_ground import TASK, World, ground, said
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+async def test_who_finds_no_slot_waits_for_one() -> None:
+    world = World()
+    async with ground(slots=1) as here:
+        worker = here.worker("e1", world)
+        opened: list[str] = []
+
+        async def play(name: str) -> None:
+            async with here.client.open(TASK, session=name) as session:
+                opened.append(name)
+                await session.reset()
+                await anyio.sleep(3)
+                await session.step(name)
+
+        async with anyio.create_task_group() as group:
+            for index in range(4):
+                group.start_soon(play, f"s{index}")
+        assert sorted(opened) == sorted(world.steps) == ["s0", "s1", "s2", "s3"]
+        await here.empty(worker)
+
+
+async def test_calls_that_queue_for_one_session_take_one_slot_also_after_one_of_them_has_given_up() -> None:
+    world = World()
+    answers: dict[str, SessionAnswer] = {}
+    async with ground(slots=1) as here:
+        worker = here.worker("e1", world)
+        subject = here.fleet.subjects.rpc("e1", "wanted")
+
+        async def ask(name: str, *, after: float, wait_seconds: float) -> None:
+            await anyio.sleep(after)
+            call = SessionCall(session="wanted", call="open", key="k", task=TASK, wait_seconds=wait_seconds)
+            answers[name] = decode(SessionAnswer, await here.fleet.bus.request(subject, encode(call), timeout=200))
+
+        async with here.client.open(TASK) as holder, anyio.create_task_group() as group:
+            await holder.reset()
+            group.start_soon(partial(ask, "gives up", after=0, wait_seconds=1))
+            group.start_soon(partial(ask, "repeats", after=0.5, wait_seconds=60))
+            group.start_soon(partial(ask, "repeats again", after=2, wait_seconds=60))
+            await anyio.sleep(10)
+            await holder.close()
+        await here.ask(SessionCall(session="wanted", call="close", key="c"))
+        await here.empty(worker)
+    refusals = {name: answer.refusal for name, answer in answers.items()}
+    assert refusals == {"gives up": "no_slot", "repeats": "", "repeats again": ""}
+    assert answers["repeats"] == answers["repeats again"]
+    assert world.opened == world.closed == 2
+
+
+async def test_without_any_slot_in_time_the_caller_is_told() -> None:
+    async with ground(slots=1) as here:
+        here.worker("e1", World())
+        async with here.client.open(TASK):
+            with pytest.raises(SessionUnavailable, match="all 1 slots of e1 are taken"):
+                async with here.client.open(TASK, timeout=10):
+                    raise AssertionError("there is no slot")
+
+
+async def test_idle_sessions_end_and_a_running_step_is_not_idle() -> None:
+    world = World(step_seconds=50)
+    async with ground(idle=20, step=100, episode=1000) as here:
+        worker = here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            assert said(await session.step("slow")) == "1: slow"
+            await anyio.sleep(10)
+            assert said(await session.step("again")) == "2: again"
+            await anyio.sleep(30)
+            with pytest.raises(SessionFailed) as failed:
+                await session.step("late")
+            assert (failed.value.answer.refusal, failed.value.answer.end) == ("closed", "idle")
+        await here.empty(worker)
+        assert world.opened == world.closed
+
+
+async def test_a_session_that_lasts_too_long_ends() -> None:
+    async with ground(episode=60, idle=50) as here:
+        here.worker("e1", World())
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            with pytest.raises(SessionFailed) as failed:
+                while True:
+                    await anyio.sleep(25)
+                    await session.state()
+            assert failed.value.answer.end == "total"
+
+
+async def test_a_step_that_takes_too_long_ends_its_session() -> None:
+    world = World(step_seconds=1000)
+    async with ground() as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            with pytest.raises(SessionFailed) as failed:
+                await session.step("slow")
+            assert (failed.value.answer.end, failed.value.answer.error_class) == ("timeout", "step_timeout")
