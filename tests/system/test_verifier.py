@@ -1,4 +1,4 @@
-"""Verifier code in its sandbox: verdicts, limits, what it can and cannot reach, and that nothing is left behind."""
+"""Verifier code in its sandbox: verdicts, and what it can and cannot reach."""
 
 from __future__ import annotations
 
@@ -10,37 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import psutil
 import pytest
 
-from tests.support.processes import children, until, until_said
+from tests.support.grading import LIMITS, Tools, grade
 from workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
-from workers.environment.verifier import Verifier, VerifierLimits
-from workers.environment.verifier.sandbox import MAX_STARTS
-
-LIMITS = VerifierLimits(seconds=30.0, cpu_seconds=1, memory_bytes=512 << 20)
-CONVERSATION = [{"role": "user", "content": "What is é?"}]
-
-
-class Tools:
-    """What the code may ask for; `hang` until cancelled, `fail` with an error."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, Any]] = []
-        self.hanging = anyio.Event()
-
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
-        self.asked.append((name, arguments))
-        if name == "hang":
-            self.hanging.set()
-            await anyio.sleep_forever()
-        if name == "fail":
-            raise LookupError("no such thing")
-        return {"name": name, **arguments}
-
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
-        self.asked.append((sql, params))
-        return [[82]]
+from workers.environment.verifier import Verifier
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -53,19 +27,6 @@ async def verifier() -> AsyncIterator[Verifier]:
     verifier = Verifier(LIMITS)
     async with verifier.running():
         yield verifier
-
-
-async def grade(
-    verifier: Verifier, code: str, *, answer: str | None = "82", tools: Tools | None = None
-) -> tuple[float | None, str]:
-    with anyio.fail_after(45):
-        verdict = await verifier.verify(code, final_answer=answer, conversation=CONVERSATION, tools=tools or Tools())
-    return verdict.reward, verdict.reason
-
-
-def the_zygote() -> psutil.Process:
-    """The warm process of the verifier, which may stand below those that isolate it."""
-    return next(child for child in children() if "zygote.py" in " ".join(child.cmdline()[:6]))
 
 
 VERDICTS: dict[str, tuple[str, float]] = {
@@ -252,29 +213,6 @@ async def test_grading_where_nothing_isolates_can_be_forbidden() -> None:
             raise AssertionError("not reached")
 
 
-async def test_a_verification_that_takes_too_long_ends_without_a_verdict() -> None:
-    verifier = Verifier(VerifierLimits(seconds=2.0))
-    async with verifier.running():
-        reward, reason = await grade(verifier, "import time\ndef verify(env): time.sleep(60)")
-        assert (reward, reason) == (None, "no verdict within 2 s")
-        assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
-    await until(lambda: not children())
-
-
-async def test_a_cancelled_verification_kills_its_process(verifier: Verifier) -> None:
-    tools = Tools()
-    assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
-    zygote = the_zygote()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(grade, verifier, "def verify(env): return env.call_tool('hang')")
-        tasks.start_soon(lambda: grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
-        with anyio.fail_after(50):
-            await tools.hanging.wait()
-        tasks.cancel_scope.cancel()
-    await until(lambda: not zygote.children())
-    assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
-
-
 async def test_many_at_a_time_get_their_own_answers(verifier: Verifier) -> None:
     results: dict[int, float | None] = {}
 
@@ -294,101 +232,3 @@ async def test_a_large_conversation_and_a_large_result_pass(verifier: Verifier) 
 
     code = "def verify(env, final_answer): return len(env.query('x', ['z' * 1_000_000])[0]) + len(final_answer)"
     assert (await grade(verifier, code, answer="x" * 3_000_000, tools=Large()))[0] == 5_000_000.0
-
-
-async def test_a_killed_process_is_replaced(verifier: Verifier) -> None:
-    tools = Tools()
-    outcome: list[tuple[float | None, str]] = []
-
-    async def interrupted() -> None:
-        outcome.append(await grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
-
-    assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
-    zygote = the_zygote()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(interrupted)
-        with anyio.fail_after(50):
-            await tools.hanging.wait()
-        running = zygote.children()
-        zygote.kill()
-        assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
-        tasks.cancel_scope.cancel()
-    assert running
-    assert not outcome or outcome[0][0] is None
-    await until(lambda: not any(child.is_running() for child in running))
-
-
-@pytest.mark.parametrize("deaths", [1, 99])
-async def test_a_process_that_dies_while_it_starts_is_started_again_a_few_times(deaths: int, tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    left.write_text("x" * deaths)
-    mortal = tmp_path / "mortal.py"
-    mortal.write_text(
-        f"import os, runpy, sys\nleft = {str(left)!r}\n"
-        "if os.path.getsize(left):\n os.truncate(left, os.path.getsize(left) - 1)\n sys.exit(1)\n"
-        f"runpy.run_path({str(Verifier.program)!r}, run_name='__main__')\n"
-    )
-
-    class MortalVerifier(Verifier):
-        program = mortal
-
-    verifier = MortalVerifier(LIMITS, kinds=())
-    async with verifier.running():
-        reward, reason = await grade(verifier, "def verify(env): return 1")
-    assert (reward, reason) == (
-        (1.0, "") if deaths == 1 else (None, "the process that runs verifiers dies as soon as it is started")
-    )
-    assert left.stat().st_size == max(deaths - MAX_STARTS, 0)
-    assert not children()
-
-
-async def test_nothing_is_left_behind_at_the_end() -> None:
-    verifier = Verifier(LIMITS)
-    with anyio.move_on_after(30):
-        async with verifier.running(), anyio.create_task_group() as tasks:
-            tools = Tools()
-            tasks.start_soon(lambda: grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
-            await tools.hanging.wait()
-            assert children()
-            tasks.cancel_scope.cancel()
-    await until(lambda: not children())
-
-
-WORKER = """
-import anyio, sys
-from workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
-from workers.environment.verifier import Verifier
-
-class Tools:
-    async def call_tool(self, name, arguments):
-        print("asked", flush=True)
-        await anyio.sleep_forever()
-
-async def main():
-    verifier = Verifier()
-    async with verifier.running():
-        code = "def verify(env): return env.call_tool('hang')"
-        await verifier.verify(code, final_answer=None, conversation=[], tools=Tools())
-
-anyio.run(main)
-"""
-
-
-async def test_a_killed_worker_takes_its_verifications_with_it() -> None:
-    async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
-        await until_said(worker.stdout, b"asked")
-        processes = psutil.Process(worker.pid).children(recursive=True)
-        worker.kill()
-    assert len(processes) >= 2, "the warm process and one child"
-    await until(lambda: not any(process.is_running() for process in processes))
-
-
-async def test_signals_of_the_terminal_do_not_reach_the_verifications(verifier: Verifier) -> None:
-    await grade(verifier, "def verify(env): return 1")
-    zygote = the_zygote()
-    assert os.getsid(zygote.pid) != os.getsid(0)
-
-
-async def test_verifying_outside_of_running_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="running"):
-        await Verifier().verify("def verify(): return 1", final_answer=None, conversation=[], tools=Tools())
