@@ -151,8 +151,6 @@ async def test_readers_and_pulls_outlive_a_cluster_without_a_quorum(tmp_path: Pa
                 bus.pull(tasks_consumer("default"), credits=1) as requests,
             ):
                 assert isinstance(bus, NatsBus)
-                await bus.publish(subjects.life("learner", "l"), b"hello")
-                assert (await reader.receive()).sequence == 1
                 for index in (1, 2):
                     await servers.kill(index)
                 question = f"CONSUMER.INFO.fb_{RUN}.{tasks_consumer('default')}"

@@ -114,6 +114,21 @@ async def test_a_scan_reads_beside_the_leader_of_the_log_where_nothing_is_missin
     assert not set(created) & set(left["consumers"]), "those in other places are removed, and the last one with its reader"
 
 
+async def test_the_first_publish_of_a_connection_waits_for_a_log_that_elects_its_leader(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = bus._connection.exchanges.ask
+    unheard = iter(range(5))
+
+    async def nobody(reply: str, command: bytes, **options: Any) -> Any:
+        if command.startswith(b"HPUB") and next(unheard, None) is not None:
+            return b"", b"NATS/1.0 503\r\n\r\n"
+        return await ask(reply, command, **options)
+
+    monkeypatch.setattr(bus._connection.exchanges, "ask", nobody)
+    assert (await bus.publish(EPISODE, b"claim")).sequence == 1
+
+
 def test_positions_are_bounded_and_the_longest_unused_is_forgotten() -> None:
     positions = Positions()
     positions.note("kept", 1)

@@ -172,6 +172,7 @@ class NatsBus:
                 log.debug("nats: the server's clock was not measured: %s", error)
                 return
             self._clock.learn(sent, time.monotonic_ns(), parse_time_ns(answer["ts"]))
+            self._publisher.exists(self._log_prefix)
 
     def _reset_clock(self) -> None:
         self._clock.forget()

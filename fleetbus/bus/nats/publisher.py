@@ -32,8 +32,8 @@ OUTSTANDING_BYTES = 32 << 20
 
 _PAUSE_SECONDS = 0.25
 _UNKNOWN_TRIES = 3
-"""A stream that is missing may be electing its leader, which takes up to 9 s: one that has stored something for this
-connection is waited for as long as the caller waits, one that never did for so many tries."""
+"""A stream that is missing may be electing its leader, which takes up to 9 s: one that this connection has heard of is waited
+for as long as the caller waits, another one for so many tries."""
 
 
 _STANDING = re.compile(r"wrong last sequence: (\d+)")
@@ -66,6 +66,10 @@ class Publisher:
         self._own_id = secrets.token_hex(6)
         self._count = 0
 
+    def exists(self, subject: str) -> None:
+        """The stream of this subject was heard of: if nobody stores it now, it is electing its leader."""
+        self._known.add(_family(subject))
+
     async def publish(
         self, subject: str, payload: bytes, *, message_id: str | None, expected_last: int | None, timeout: float
     ) -> Published:
@@ -91,7 +95,7 @@ class Publisher:
             if (standing := _STANDING.search(ack.error.description)) is not None:
                 self._positions.note(subject, int(standing[1]))
             raise refusal_of_publish(subject, expected_last, ack.error.err_code, ack.error.description)
-        self._known.add(_family(subject))
+        self.exists(subject)
         self._positions.note(subject, ack.seq)
         return Published(sequence=ack.seq, duplicate=ack.duplicate)
 
