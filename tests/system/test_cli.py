@@ -185,6 +185,15 @@ def test_a_role_that_crashes_logs_it_and_exits_1(tmp_path: Path) -> None:
     assert "something is broken" in line
 
 
+@pytest.mark.parametrize("role", [["environment"], ["recorder", "--archive", "kept"], ["gateway", "gym", "--port", "0"]])
+async def test_a_role_of_a_run_that_nobody_declared_is_refused_in_one_line(tmp_path: Path, role: list[str]) -> None:
+    async with run_server(tmp_path / "nats") as server:
+        done = await anyio.to_thread.run_sync(lambda: fleetbus(*role, "--nats", server.url, "--run", "r1", folder=tmp_path))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line == "fleetbus: no run r1 on this server: `fleetbus init --run r1` declares it; or check --run and --nats"
+
+
 async def test_a_role_says_that_it_is_ready_drains_on_sigterm_and_exits_0(tmp_path: Path) -> None:
     async with run_server(tmp_path / "nats") as server, await anyio.open_file(tmp_path / "log", "wb") as log:
         assert fleetbus("init", "--nats", server.url, "--nats-lanes", "1", folder=tmp_path).returncode == 0

@@ -135,8 +135,22 @@ async def _serve(role: str, work: Work, configuration: Configuration, name: str,
         tasks.start_soon(obey)
         run = configuration.run.name
         async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
+            await _check_declared(bus, run)
             services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
             await work(bus, configuration, name, drain)
             services.cancel_scope.cancel()
         tasks.cancel_scope.cancel()
     return exit_code
+
+
+async def _check_declared(bus: Bus, run: str) -> None:
+    from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
+
+    try:
+        await bus.last_sequence()
+    except ApiRefused as refused:
+        if refused.code != STREAM_NOT_FOUND:
+            raise
+        raise UserError(
+            f"no run {run} on this server: `fleetbus init --run {run}` declares it; or check --run and --nats"
+        ) from None
