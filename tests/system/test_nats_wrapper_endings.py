@@ -11,6 +11,7 @@ import pytest
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from fleetbus.bus.nats import connect, publisher
+from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.streams import tasks_consumer
 from tests.support.killable_server import KillableServer, killable_server
 from tests.support.nats_traps import RUN, SUBJECTS, ready_bus, silent
@@ -118,6 +119,27 @@ async def test_after_a_reconnect_the_inboxes_of_before_are_gone_and_what_waits_i
             await delivery.ack()
         assert inbox + b"." not in relay.heard
         assert subscription._line._inbox.encode() in relay.heard
+
+
+async def test_what_was_not_sent_when_a_connection_broke_is_not_sent_on_the_next(server: KillableServer) -> None:
+    """It may be a pull request on an inbox that nobody reads any more, which would swallow messages."""
+    async with ready_bus(server.url), Relay(server.url).running() as relay, connect(relay.url, run=RUN) as bus:
+        wire = bus._connection.wire
+        relay.reading = anyio.Event()
+        for _ in range(16):
+            wire.send(publish_command("fbhb.stalled", "", bytes(1 << 20)))
+        with anyio.fail_after(50):
+            while wire._pending_data_size:  # noqa: ASYNC110  # until nats-py waits for the peer to read on
+                await anyio.sleep(0.01)
+            wire.send(publish_command("fbhb.left", "", b"x"))
+            await anyio.sleep(0.05)
+            assert wire._pending_data_size
+            await relay.cut()
+            relay.heard.clear()
+            relay.reading.set()
+            await relay.mend()
+            await bus.publish(SUBJECTS.episode("next"), b"x")
+        assert b"PUB fbhb.left" not in relay.heard
 
 
 def test_the_store_of_the_server_is_not_the_working_directory(server: KillableServer) -> None:
