@@ -146,6 +146,8 @@ class OpenEnvGateway:
         except (AtCapacity, FrameError) as error:
             code = error.code if isinstance(error, FrameError) else "CAPACITY_REACHED"
             await _refuse(socket, code, f"Server at capacity: {error}" if code == "CAPACITY_REACHED" else str(error))
+        except (SessionUnavailable, BusError) as error:  # the log is away: the client may come again
+            await _refuse(socket, "EXECUTION_ERROR", str(error))
         if socket.application_state is WebSocketState.CONNECTED:  # another connection goes on with this session
             await _close(socket, 1001)
 
