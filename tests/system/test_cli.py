@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.nats.server import find_server, run_server
 from schemas import Subjects, WorkerStarted, decode
 from workers.cli.program import COMMANDS
 
@@ -215,3 +215,18 @@ async def test_a_role_says_that_it_is_ready_drains_on_sigterm_and_exits_0(tmp_pa
                 await process.aclose()
     told = [line.split("]")[1].split()[0] for line in (tmp_path / "log").read_text().splitlines()]
     assert told == ["ready", "draining", "stopped"]
+
+
+@pytest.mark.parametrize("arguments", [["init"], ["environment"], ["audit"]])
+def test_a_server_without_jetstream_is_named_as_such(tmp_path: Path, arguments: list[str]) -> None:
+    command = [str(find_server()), "-a", "127.0.0.1", "-p", "-1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as server:
+        try:
+            assert server.stderr is not None
+            listening = next(line for line in server.stderr if b"Listening for client connections" in line)
+            next(line for line in server.stderr if b"Server is ready" in line)
+            done = fleetbus(*arguments, "--nats", f"nats://{listening.decode().split()[-1]}", folder=tmp_path)
+        finally:
+            server.kill()
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "runs without JetStream: start it with `nats-server -js`" in line

@@ -34,6 +34,10 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
+class Unserved(BusError):
+    """Nobody answers for a stream: it does not exist, or the server runs without JetStream."""
+
+
 class ApiRefused(BusError):
     """The server answered with an error; ``code`` is its JetStream error code."""
 
@@ -97,7 +101,7 @@ class JetStreamApi:
                 return answer
             tries += 1
             if tries == _UNKNOWN_TRIES and _stream_of(subject) not in self._known:
-                raise BusError(f"nobody answers {subject}: it does not exist, or the server runs without JetStream")
+                raise Unserved(f"nobody answers {subject}: it does not exist, or the server runs without JetStream")
             await _pause(subject, give_up_at, "nobody serves it")
 
 

@@ -14,7 +14,7 @@ import anyio
 
 from fleetbus.bus.base import Bus, ConsumerFloor, Listener, Published, Reader, Server, Stored, Subscription
 from fleetbus.bus.nats import calls
-from fleetbus.bus.nats.api import ApiRefused
+from fleetbus.bus.nats.api import ApiRefused, Unserved
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.declare import declare
@@ -28,7 +28,8 @@ from fleetbus.bus.nats.puller import open_subscription
 from fleetbus.bus.nats.reader import open_reader, scan_histories
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
-from fleetbus.errors import BusError, RequestUnanswered
+from fleetbus.config.load import without_credentials
+from fleetbus.errors import BusError, RequestUnanswered, UserError
 from schemas import Subjects
 
 log = logging.getLogger(__name__)
@@ -214,8 +215,8 @@ async def connect(
     ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. With ``tls`` the
     handshake comes first, so that nothing is ever said in the clear. ``user`` has the rights to be used (default: ``role``);
     ``narrow`` reads histories by filtered consumers, for users that must not read the whole log. Raises `UserError` if no
-    server answers within about 3 s or the credentials are refused, and in the block `NotPermitted` when the server forbids
-    something, `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as it is lost).
+    server answers within about 3 s, if it runs without JetStream or refuses the credentials, and in the block `NotPermitted` when
+    the server forbids something, `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as it is lost).
     """
     options: dict[str, Any] = {}
     if nkey_seed is not None:
@@ -229,6 +230,10 @@ async def connect(
         url, name=name, inbox_prefix=inbox_prefix(user or role), reconnect=reconnect, options=options
     ) as connection:
         bus = NatsBus(connection, run, narrow=narrow)
-        await bus.measure_clock()
+        try:
+            await bus.measure_clock()
+        except Unserved as error:  # a server with JetStream says of a stream that is not there that it is not there
+            where = without_credentials(url)
+            raise UserError(f"the NATS server at {where} runs without JetStream: start it with `nats-server -js`") from error
         connection.tasks.start_soon(bus.keep_clock, name="nats clock")
         yield bus
