@@ -215,8 +215,9 @@ async def connect(
     ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. With ``tls`` the
     handshake comes first, so that nothing is ever said in the clear. ``user`` has the rights to be used (default: ``role``);
     ``narrow`` reads histories by filtered consumers, for users that must not read the whole log. Raises `UserError` if no
-    server answers within about 3 s, if it runs without JetStream or refuses the credentials, and in the block `NotPermitted` when
-    the server forbids something, `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as it is lost).
+    server answers within about 3 s, if it runs without JetStream or refuses the credentials, and in the block `NotPermitted`
+    when the server forbids something, `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as
+    it is lost).
     """
     options: dict[str, Any] = {}
     if nkey_seed is not None:
