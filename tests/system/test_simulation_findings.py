@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 import trio.testing
 
 from fleetbus.archive_writer import open_archive
+from fleetbus.bus.base import Stored
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
@@ -197,3 +198,22 @@ async def test_actions_that_were_trimmed_are_read_from_the_archive_and_without_i
         assert await read_actions(bus, SUBJECTS, [result], archive=tmp_path, ports=PORTS) == {"e": actions}
         with pytest.raises(MissingActions, match=r"position 1; .*learner.archive"):
             await read_actions(bus, SUBJECTS, [result], archive=None, ports=PORTS)
+
+
+async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with connected() as bus:
+        actions = [Action(episode_id="e", attempt=1, turn=turn, worker="i", text=f"turn {turn}") for turn in range(2)]
+        for action in actions:
+            await bus.publish(SUBJECTS.action("e0", "e"), encode(action))
+        references = tuple(ActionReference(sequence=turn + 1, lane="e0", turn=turn) for turn in range(2))
+        result = EpisodeFinished(
+            episode_id="e", group_id="g", attempt=1, outcome="completed", worker="e", reward=1.0, actions=references
+        )
+        history, behind = bus.history, iter((1, 1))
+
+        async def lagging(subjects: Sequence[str]) -> list[Stored]:
+            entries = await history(subjects)
+            return entries[: len(entries) - next(behind, 0)]
+
+        monkeypatch.setattr(bus, "history", lagging)
+        assert await read_actions(bus, SUBJECTS, [result], archive=None, ports=PORTS) == {"e": actions}

@@ -31,6 +31,9 @@ from workers.learner.base import TrainingSequence
 from workers.learner.images import read_images
 
 READS_AT_A_TIME = 32
+LAG_PAUSES_SECONDS = (0.1, 0.5, 2.0)
+"""Before Actions that are not there are looked for again: the replica of the log that answered may lag."""
+
 
 log = structlog.get_logger()
 
@@ -129,6 +132,23 @@ async def read_actions(
     bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, ports: Ports
 ) -> dict[str, list[Action]]:
     """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
+    wanted = {reference.sequence for result in results for reference in result.actions}
+    entries = await _entries_of(bus, subjects, results)
+    for pause in LAG_PAUSES_SECONDS:
+        missing = wanted - set(entries)
+        if missing and archive is not None:
+            log.info("actions read from the archive", entries=len(missing))
+            entries |= await ports.offload(archived_entries, archive, missing, run=subjects.run)
+        if not wanted - set(entries):
+            break
+        await anyio.sleep(pause)
+        entries |= await _entries_of(bus, subjects, results)
+    actions = {entry.sequence: action for entry, action in decoded(Action, [entries[key] for key in wanted & set(entries)])}
+    return {result.episode_id: _actions_of(result, actions, archive) for result in results}
+
+
+async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, Stored]:
+    """By position what stands on the subjects of the episodes' Actions."""
     entries: dict[int, Stored] = {}
     limiter = anyio.CapacityLimiter(READS_AT_A_TIME)
 
@@ -141,13 +161,7 @@ async def read_actions(
     async with anyio.create_task_group() as group:
         for result in results:
             group.start_soon(read, result)
-    wanted = {reference.sequence for result in results for reference in result.actions}
-    missing = wanted - set(entries)
-    if missing and archive is not None:
-        log.info("actions read from the archive", entries=len(missing))
-        entries |= await ports.offload(archived_entries, archive, missing, run=subjects.run)
-    actions = {entry.sequence: action for entry, action in decoded(Action, [entries[key] for key in wanted & set(entries)])}
-    return {result.episode_id: _actions_of(result, actions, archive) for result in results}
+    return entries
 
 
 async def _history(bus: Bus, subjects: list[str]) -> list[Stored]:
