@@ -7,12 +7,13 @@ environment that failed ends the episode with ``done`` and says in ``info`` that
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 
+from fleetbus.bus.objects import ObjectMissing
 from fleetbus.client.sessions import SessionClient
 from fleetbus.core.journal import Journal
 from schemas import MalformedMessage, SessionAnswer, SessionCall, Task
@@ -101,7 +102,7 @@ class GymCalls:
             opened = await self._made(SessionCall(session=session, call="open", key=request.key, task=task))
             if opened.end is not None or seed is None:
                 return Answer({"session_id": session} | (_failed(opened) if opened.end is not None else {}))
-            answer = await self._reset(session, f"{request.key}r", seed)
+            answer = await _with_images(self._reset(session, f"{request.key}r", seed))
             return Answer({"session_id": session} | answer.fields, answer.images)
 
     async def call(self, request: Request) -> Answer:
@@ -119,7 +120,7 @@ class GymCalls:
         if not isinstance(parameters, dict):
             raise Refused(400, "params must be an object")
         with self._in_use(session):
-            return await self._method(session, str(method), request.key, parameters)
+            return await _with_images(self._method(session, str(method), request.key, parameters))
 
     async def expire(self, session: str) -> None:
         """Close what nobody has used for too long."""
@@ -215,6 +216,15 @@ class GymCalls:
             known.last_access = time.time()
             if not known.busy and not known.answered:
                 self.sessions.pop(session, None)
+
+
+async def _with_images(answer: Awaitable[Answer]) -> Answer:
+    """An answer, or the end of an episode whose images are gone: asked again, they would be gone again."""
+    try:
+        return await answer
+    except ObjectMissing as gone:
+        info = {"training_usable": False, "error_class": "image_gone", "error": str(gone)}
+        return Answer({"obs": FAILED, "info": info, "reward": 0.0, "done": True})
 
 
 def _failed(answer: SessionAnswer) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+from PIL import Image as Pillow
 
-from fleetbus.bus.objects import ObjectStore
+from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from schemas import ChatMessage, Image
 from schemas.chat import Text
 from workers.environment.pictures import Picture
@@ -43,6 +44,8 @@ class MemoryImages:
         return Image(object=name, media_type=picture.media_type, width=picture.width, height=picture.height)
 
     async def load(self, image: Image) -> bytes:
+        if image.object not in self._kept:
+            raise ObjectMissing(f"image {image.object[:12]} made room for newer ones")
         return self._kept[image.object]
 
 
@@ -65,7 +68,7 @@ def load_from(objects: ObjectStore) -> LoadImage:
 async def text_and_images(
     messages: Sequence[ChatMessage], load: LoadImage | None, wanted: ImageFormat = PNG
 ) -> tuple[str, list[bytes]]:
-    """The text, with a placeholder where each image stands, and the images in that order."""
+    """The text, with a placeholder where each image stands, and the images in that order. Raises `ObjectMissing`."""
     images: list[bytes] = []
     texts: list[str] = []
     for message in messages:
@@ -86,7 +89,10 @@ async def text_and_images(
 async def _in_format(wanted: ImageFormat, image: Image, data: bytes) -> bytes:
     if image.media_type == wanted.mime:
         return unstrippable(data)
-    return await anyio.to_thread.run_sync(wanted.converted, data)
+    try:
+        return await anyio.to_thread.run_sync(wanted.converted, data)
+    except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:
+        raise ObjectMissing(f"image {image.object[:12]} cannot be read: {error}") from error
 
 
 async def picture_of(image: Any, wanted: ImageFormat = PNG) -> Picture:

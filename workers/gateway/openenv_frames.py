@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio.to_thread
 
+from fleetbus.bus.objects import ObjectMissing
 from schemas import ChatMessage, Image, SessionAnswer, ToolCall, ToolSpec
 from schemas.chat import Text
 from workers.environment.outputs import plain_values
@@ -99,8 +100,11 @@ def read_seed(value: Any) -> int | None:
 
 async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tool: str = "") -> dict[str, Any]:
     """``observation`` and ``metadata``; ``load`` None: a word stands for each image. ``tool``: the one that was called, whose
-    result then stands where OpenEnv's MCP clients look for it."""
-    messages = [{"role": message.role, "content": await _content(message, load)} for message in answer.messages]
+    result then stands where OpenEnv's MCP clients look for it. Raises `FrameError` for an image that is gone."""
+    try:
+        messages = [{"role": message.role, "content": await _content(message, load)} for message in answer.messages]
+    except ObjectMissing as gone:
+        raise FrameError("EXECUTION_ERROR", str(gone)) from gone
     texts = [_text(message, load) for message in answer.messages if message.role != "system"]
     told: dict[str, Any] = {"text": "\n".join(texts), "messages": messages}
     if tool:
