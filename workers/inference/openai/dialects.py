@@ -206,7 +206,7 @@ def _spelled(token: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or math.isnan(value):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         raise Unreadable("a log-probability is not a number")
     return float(value)
 

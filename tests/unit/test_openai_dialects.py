@@ -1,0 +1,28 @@
+"""What servers answer, as far as it can be trained on: numbers that are none are refused, however JSON spells them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from workers.inference.openai.dialects import Completions, Dialect, Generate, Unreadable
+
+
+def answered(dialect: Dialect, logprob: str) -> dict[str, Any]:
+    """One token as that server streams it; Python's parser knows numbers that JSON has not."""
+    if dialect.name == "generate":
+        logprobs = f'{{"content": [{{"logprob": {logprob}}}]}}'
+    else:
+        logprobs = f'{{"token_logprobs": [{logprob}]}}'
+    chunk: dict[str, Any] = json.loads(f'{{"choices": [{{"token_ids": [7], "logprobs": {logprobs}}}]}}')
+    return chunk
+
+
+@pytest.mark.parametrize("dialect", [Generate(), Completions()], ids=lambda dialect: str(dialect.name))
+@pytest.mark.parametrize("logprob", ["NaN", "-Infinity", "Infinity", "-1e999", "null", '"-1.0"'])
+def test_a_log_probability_that_is_no_finite_number_is_refused(dialect: Dialect, logprob: str) -> None:
+    assert dialect.piece(answered(dialect, "-0.5")).logprobs == [-0.5]
+    with pytest.raises(Unreadable, match="not a number"):
+        dialect.piece(answered(dialect, logprob))
