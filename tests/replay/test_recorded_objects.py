@@ -250,7 +250,7 @@ def test_a_manifest_that_was_too_long_for_its_message_is_put_back_into_it() -> N
     import msgspec
 
     from schemas import PolicyPublished, TensorEntry
-    from workers.replay.manifests import with_manifest
+    from workers.weights.manifests import with_manifest
 
     manifest = (TensorEntry(name="w", shape=(2, 3), dtype="F32", sha256="0" * 64),)
     content = msgspec.json.encode(manifest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus
+from fleetbus.bus.objects import ObjectStore
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswered
 from fleetbus.ports import Ports
 from schemas import LineageStarted, PolicyPublished, Subjects
@@ -19,6 +20,7 @@ from workers.learner.beginning import published_versions
 from workers.learner.book import RETRY_SECONDS, Chain
 from workers.learner.disk import when_there_is_room
 from workers.weights.delta import smaller
+from workers.weights.manifests import put_manifest
 from workers.weights.store import FolderStore, WeightsStore
 
 log = structlog.get_logger()
@@ -41,6 +43,7 @@ class Publication:
         keep: int,
         ports: Ports,
         store: WeightsStore | None = None,
+        objects: ObjectStore | None = None,
         full_every: int = 1,
     ) -> None:
         self._bus = bus
@@ -53,6 +56,9 @@ class Publication:
         self._keep = max(keep, full_every + 1)  # a difference is of no use without what it is a difference to
         self._ports = ports
         self._store = store or FolderStore()
+        self._objects = objects
+        self._manifests: dict[str, str] = {}
+        """By name of a file the object with its manifest."""
         self._full_every = full_every
         self._newest: tuple[Path, str] | None = None
         self._published = 0
@@ -75,7 +81,8 @@ class Publication:
         file = (self._folder / f"{self._lineage}-v{version:06d}.safetensors").absolute()
         manifest = await when_there_is_room(self._ports, self._trainer.save_weights, file)
         travelling = await self._travelling(file)
-        uri = await self._put(travelling)
+        uri = await self._until_put(file, partial(self._store.put, travelling))
+        manifest_object = await self._until_put(file, partial(put_manifest, self._objects, manifest, self._folder))
         await self._chain.append(
             PolicyPublished(
                 policy=self._policy,
@@ -83,13 +90,16 @@ class Publication:
                 lineage=self._lineage,
                 step=step,
                 uri=uri,
-                manifest=manifest,
+                manifest=() if manifest_object else manifest,
+                manifest_object=manifest_object,
                 size_bytes=travelling.stat().st_size,
             )
         )
         self.version = version
         self._newest = (file, uri)
         self._published += 1
+        if manifest_object:
+            self._manifests[file.name] = manifest_object
         for gone in await self._ports.offload(prune_versions, self._folder, self._keep):
             await self._remove(gone)
         return version
@@ -102,10 +112,10 @@ class Publication:
         travelling: Path = await when_there_is_room(self._ports, partial(smaller, file, base=base, base_uri=base_uri))
         return travelling
 
-    async def _put(self, file: Path) -> str:
+    async def _until_put(self, file: Path, put: Callable[[], Awaitable[str]]) -> str:
         while True:
             try:
-                return await self._store.put(file)
+                return await put()
             except (FileNotFoundError, PermissionError):
                 raise
             except (LogFull, PublishUnanswered, RequestUnanswered, OSError) as error:
@@ -116,6 +126,8 @@ class Publication:
         """An old version that stays behind costs room and nothing else."""
         try:
             await self._store.remove(file)
+            if self._objects is not None and (manifest := self._manifests.pop(file.name, "")):
+                await self._objects.remove(manifest)
         except (BusError, OSError) as error:
             log.warning("old weights were not removed", file=file.name, reason=str(error))
 

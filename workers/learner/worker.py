@@ -37,7 +37,7 @@ from workers.learner.measures import measure_advantages, measure_groups
 from workers.learner.pool import EXCLUSIONS_PER_ENTRY, GroupPool
 from workers.learner.publication import Publication
 from workers.learner.signal_log import SignalLog
-from workers.weights.store import open_store
+from workers.weights.store import objects_of, open_store
 
 log = structlog.get_logger()
 
@@ -86,6 +86,7 @@ class Learner:
             store=open_store(
                 bus, configuration.weights.store, run=configuration.run.name, public_url=configuration.weights.public_url
             ),
+            objects=objects_of(bus, configuration.run.name),
             full_every=configuration.weights.full_every,
         )
         self._lineage = beginning.lineage

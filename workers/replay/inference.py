@@ -29,11 +29,11 @@ from workers.inference.base import Images, Sampler, Template
 from workers.inference.worker import run_inference
 from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
 from workers.replay.expected import Expected, Scorer, expected_turns
-from workers.replay.manifests import with_manifest
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Asked, Story, read_stories
 from workers.replay.wrapped_sampler import WatchedSampler
+from workers.weights.manifests import with_manifest
 
 LANE = "e0"
 """The environment lane that the replayed episodes are said to run on."""

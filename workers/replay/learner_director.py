@@ -18,11 +18,11 @@ from fleetbus.ports import run_in_thread
 from schemas import Action, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
 from workers.replay.compare import first_difference
 from workers.replay.learner_book import COMPARED, Key, consumed_by, key_of
-from workers.replay.manifests import with_manifest
 from workers.replay.report import Difference, Report
 from workers.replay.stage import Pace, Stage
 from workers.replay.told import Told
 from workers.replay.untrained import RecordedTrainer, Trained, WrongBatch
+from workers.weights.manifests import with_manifest
 
 ADMISSION_SECONDS = 5.0
 """Longest that training waits for requests that were recorded before it ended."""

@@ -19,6 +19,7 @@ from fleetbus.errors import BusError, UserError
 from schemas import PolicyPublished
 from workers.weights.delta import apply_delta, base_of
 from workers.weights.file import WeightsRejected
+from workers.weights.manifests import get_manifest
 from workers.weights.store import OBJECT_SCHEME, filesystem
 
 LONGEST_CHAIN = 64
@@ -37,12 +38,15 @@ class WeightsFetcher:
         self._local: OrderedDict[str, Path] = OrderedDict()
 
     async def local(self, published: PolicyPublished) -> PolicyPublished:
-        """The same version with the URI of a local file; raises `WeightsRejected` in one line when it cannot be had."""
+        """The same version with the URI of a local file and its manifest; raises `WeightsRejected` in one line when one of them
+        cannot be had."""
         if not published.uri:
             return published
         try:
             file = await self._materialise(published.uri, LONGEST_CHAIN)
-        except (OSError, ObjectMissing, BusError, UserError) as error:
+            if published.manifest_object and self._objects is not None:
+                published = await get_manifest(self._objects, published, self._folder)
+        except (OSError, ObjectMissing, BusError, UserError, ValueError) as error:
             raise WeightsRejected(f"{published.uri}: {' '.join(str(error).split())}") from error
         return msgspec.structs.replace(published, uri=file.absolute().as_uri())
 

@@ -1,0 +1,106 @@
+"""Models of tens of thousands of tensors: their manifest goes through the object bucket, and a version is loaded as ever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.objects import ObjectMissing
+from fleetbus.bus.streams import plan_run
+from fleetbus.episodes import decoded
+from fleetbus.ports import Ports
+from schemas import LineageStarted, PolicyPublished, Subjects, TensorEntry
+from workers.learner.book import Chain
+from workers.learner.publication import Publication
+from workers.learner.scripted import ScriptedTrainer
+from workers.weights.fetch import WeightsFetcher
+from workers.weights.file import WeightsRejected
+from workers.weights.store import objects_of
+
+RUN = "experts"
+SUBJECTS = Subjects(RUN)
+TENSORS = 18_432
+"""48 layers of 128 experts with three matrices each: several MB of names, shapes and hashes."""
+
+
+class Experts(ScriptedTrainer):
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        self.updates += 1
+        super().save_weights(file)
+        digest = hashlib.sha256(str(self.updates).encode()).hexdigest()
+        return tuple(
+            TensorEntry(name=f"model.layers.{number}.weight", shape=(768, 2048), dtype="BF16", sha256=digest)
+            for number in range(TENSORS)
+        )
+
+
+@pytest.fixture
+async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
+    async with run_server(tmp_path / "nats") as server, connect(server.url, run=RUN, role="learner") as bus:
+        await bus.declare(plan_run(RUN, lanes=1))
+        yield bus
+
+
+@pytest.fixture
+async def publication(bus: Bus, tmp_path: Path) -> Publication:
+    train, started = Chain(bus, SUBJECTS.train("default"), 0), LineageStarted(lineage="l1", worker="learner")
+    await train.append(started)
+    publication = Publication(
+        bus, SUBJECTS, Experts(), policy="default", lineage="l1", folder=tmp_path / "weights", keep=2, ports=Ports(),
+        objects=objects_of(bus, RUN),
+    )  # fmt: skip
+    await publication.fence(started, decided_on=train)
+    return publication
+
+
+async def versions(bus: Bus) -> list[PolicyPublished]:
+    entries = [entry async for entry in bus.scan([SUBJECTS.policy("default")])]
+    return [message for _, message in decoded(PolicyPublished, entries, beside=(LineageStarted,))]
+
+
+async def test_a_manifest_that_fits_no_message_comes_to_the_engine_whole(
+    bus: Bus, publication: Publication, tmp_path: Path
+) -> None:
+    await publication.publish(0)
+
+    (announced,) = await versions(bus)
+    assert (announced.manifest, len(announced.manifest_object)) == ((), 64)
+    local = await WeightsFetcher(tmp_path / "copies", objects_of(bus, RUN)).local(announced)
+    assert [entry.name for entry in local.manifest] == [f"model.layers.{number}.weight" for number in range(TENSORS)]
+    assert not [
+        path for path in (*(tmp_path / "weights").iterdir(), *(tmp_path / "copies").iterdir()) if path.suffix == ".json"
+    ]
+
+
+async def test_manifests_go_with_their_versions(bus: Bus, publication: Publication, tmp_path: Path) -> None:
+    for step in range(4):
+        await publication.publish(step)
+
+    objects = objects_of(bus, RUN)
+    assert objects is not None
+    gone, kept = (await versions(bus))[:2], (await versions(bus))[2:]
+    for version in gone:
+        with pytest.raises(ObjectMissing):
+            await objects.get(version.manifest_object, tmp_path / "manifest")
+    fetcher = WeightsFetcher(tmp_path / "copies", objects)
+    assert [len((await fetcher.local(version)).manifest) for version in kept] == [TENSORS] * 2
+
+
+async def test_a_version_whose_manifest_is_gone_is_rejected_in_one_line(
+    bus: Bus, publication: Publication, tmp_path: Path
+) -> None:
+    await publication.publish(0)
+    (announced,) = await versions(bus)
+    objects = objects_of(bus, RUN)
+    assert objects is not None
+    await objects.remove(announced.manifest_object)
+
+    with pytest.raises(WeightsRejected, match=announced.manifest_object) as rejected:
+        await WeightsFetcher(tmp_path / "copies", objects).local(announced)
+    assert "\n" not in str(rejected.value)
