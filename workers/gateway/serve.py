@@ -6,10 +6,9 @@ import socket
 from typing import Any
 
 import anyio
-import msgspec
 import uvicorn
 
-from workers.serving.connections import Bounds, bounded, room_for
+from workers.serving.connections import Bounds, bounded
 from workers.serving.listening import QuietServer
 from workers.serving.web_sockets import bounded_socket
 
@@ -27,7 +26,7 @@ BOUNDS = Bounds()
 async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *, bounds: Bounds = BOUNDS) -> None:
     """Serve on a bound socket until ``stop``; the socket is closed at the end. Where all connections that ``bounds`` allows are
     in use, a further one gets a 503."""
-    bounds = msgspec.structs.replace(bounds, connections=room_for(bounds.connections))
+    protocol = bounded(bounds)
     configuration = uvicorn.Config(
         application,
         log_config=None,
@@ -35,9 +34,9 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         lifespan="on",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
-        http=bounded(bounds),
+        http=protocol,
         ws=bounded_socket(bounds),
-        limit_concurrency=bounds.connections,
+        limit_concurrency=protocol.bounds.connections,
         proxy_headers=False,
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,

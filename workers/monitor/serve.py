@@ -39,9 +39,11 @@ async def serve(
     words = await anyio.to_thread.run_sync(load_words, model_folder(configuration.run))
     hosts = ["localhost", "127.0.0.1", "[::1]"] if is_loopback(host) else None
     site = Site(watch, subjects, words, hosts=hosts, admission=configuration.nats.admission)
+    protocol = bounded(Bounds())
     settings = uvicorn.Config(
         site.app,
-        http=bounded(Bounds()),
+        http=protocol,
+        limit_concurrency=protocol.bounds.connections,
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -114,8 +114,10 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded(bounds: Bounds) -> type[BoundedProtocol]:
-    """The protocol of one server, for `uvicorn.Config(http=...)`; connections are counted per server."""
-    members: dict[str, Any] = {"bounds": bounds, "waiting": OrderedDict()}
+    """The protocol of one server, for `uvicorn.Config(http=...)`; connections are counted per server. Its own ``bounds`` have
+    as many of them as this process can hold."""
+    held = msgspec.structs.replace(bounds, connections=room_for(bounds.connections))
+    members: dict[str, Any] = {"bounds": held, "waiting": OrderedDict()}
     return cast("type[BoundedProtocol]", type("Bounded", (BoundedProtocol,), members))
 
 
