@@ -71,6 +71,22 @@ async def test_an_episode_is_played_and_graded(make: EnvironmentFactory) -> None
     await environment.close()
 
 
+async def test_the_policy_is_told_once_that_its_variables_are_lost(make: EnvironmentFactory) -> None:
+    environment = await opened(make, Task(key="t", prompt="p"))
+    await environment.reset()
+    assert "variables are lost" in await step(environment, "```python\nimport os; os._exit(3)\n```")
+    assert await step(environment, "```python\nprint('x' in globals())\n```") == "Tool result:\nFalse"
+
+    session = environment._session  # type: ignore[attr-defined]
+    session._interpreter.process.kill()  # as the watch over memory does, between two codes
+    with anyio.fail_after(30):
+        await session._interpreter.process.wait()
+    lost = "[the interpreter was ended before this code: its variables are lost]"
+    assert await step(environment, "```python\nprint(1)\n```") == f"Tool result:\n{lost}\n1"
+    assert await step(environment, "```python\nprint(2)\n```") == "Tool result:\n2"
+    await environment.close()
+
+
 async def test_code_and_the_end_may_come_in_one_message(make: EnvironmentFactory) -> None:
     environment = await opened(make, Task(key="t", prompt="p", verifier=VERIFIER))
     await environment.reset()

@@ -65,6 +65,7 @@ class CodingEnvironment:
         self._conversation: list[ChatMessage] = []
         self._answer: str | None = None
         self._executed = self._failed = 0
+        self._told_of_loss = False
 
     async def open(self, task: Task) -> None:
         """Start the interpreter and run the task's setup. Raises `EnvironmentFailed` if that fails."""
@@ -107,7 +108,8 @@ class CodingEnvironment:
         text = problem
         if code is not None:
             ran = await self._session.run(code, seconds=self._seconds)
-            failed, text = ran.exit_code != 0, _observation(ran)
+            failed, text = ran.exit_code != 0, _observation(ran, untold_loss=ran.fresh and not self._told_of_loss)
+            self._told_of_loss = bool(ran.ended)
             self._executed += 1
             self._failed += failed
         message = ChatMessage(role="user", content=cut_text(text, self._observation_bytes - len(more)) + more)
@@ -174,7 +176,7 @@ def _code(action: Action) -> tuple[str | None, str, str]:
     return None, NO_CODE, ""
 
 
-def _observation(ran: Ran) -> str:
+def _observation(ran: Ran, *, untold_loss: bool) -> str:
     notes = {
         "": "",
         "time": "\n[the code did not stop in time: the interpreter was ended, its variables are lost]",
@@ -183,7 +185,8 @@ def _observation(ran: Ran) -> str:
     }
     error = f"\n[stderr]\n{ran.stderr.rstrip()}" if ran.stderr else ""
     code = f"\n[exit code {ran.exit_code}]" if ran.exit_code else ""
-    text = f"{ran.stdout.rstrip()}{error}{code}{notes[ran.ended]}".strip("\n")
+    before = "[the interpreter was ended before this code: its variables are lost]\n" if untold_loss else ""
+    text = f"{before}{ran.stdout.rstrip()}{error}{code}{notes[ran.ended]}".strip("\n")
     return TOOL_RESULT + (text or "(no output)")
 
 
