@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from workers.cli.log_access import reach_options
+from workers.cli.log_access import archive_option, reach_options
 from workers.cli.options import load_settings
 from workers.exit_status import FINISHED
 
@@ -51,12 +51,7 @@ OBJECT_SECONDS = 30.0
 )
 @click.option("--keep-secrets", is_flag=True, help="Do not redact; the file then holds whatever the log holds")
 @click.option("--force", is_flag=True, help="Replace the output file if there is one")
-@click.option(
-    "--archive",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="DIR",
-    help="The recorder's archive, for a log that was trimmed; without a server it is recorded alone",
-)
+@archive_option("; without a server it is recorded alone")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
 @reach_options
 def command(
