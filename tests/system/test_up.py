@@ -298,7 +298,8 @@ def model_without_weights(folder: Path) -> str:
         (lambda folder: ["--stepz", "3"], ["--stepz"]),
         (lambda folder: ["--config", "nowhere.toml"], ["nowhere.toml"]),
         (lambda folder: ["--run", "a.b"], ["run.name", "a.b"]),
-        (lambda folder: ["--run-folder", "/proc/nowhere"], ["cannot write below /proc"]),
+        (lambda folder: ["--run-folder", "/proc/nowhere"], ["cannot write below /proc", "--run-folder"]),
+        (lambda folder: ["--json-summary", "/proc/nowhere/summary"], ["cannot write below /proc", "--json-summary"]),
     ],
 )
 async def test_bad_input_is_one_line_and_exit_2_with_nothing_started(

@@ -78,14 +78,14 @@ def check_engine(configuration: Configuration) -> None:
         raise UserError(f"{inference.python} lacks {missing}: install fleetbus and the extra {inference.engine} there")
 
 
-def check_writable(folder: Path) -> None:
-    """The folder, or the nearest one above it that exists, takes new files."""
+def check_writable(folder: Path, *, flag: str = "--run-folder") -> None:
+    """The folder that ``flag`` names, or the nearest one above it that exists, takes new files."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise UserError(f"cannot write below {existing} ({error.strerror}): choose another folder with --run-folder") from error
+        raise UserError(f"cannot write below {existing} ({error.strerror}): choose another folder with {flag}") from error
 
 
 def check_model(folder: Path) -> None:

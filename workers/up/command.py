@@ -18,7 +18,7 @@ from fleetbus.files import replace_file
 from fleetbus.logs import configure_logs
 from workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from workers.overview.progress import Progress
-from workers.up.checks import check_everything
+from workers.up.checks import check_everything, check_writable
 from workers.up.display import shown
 from workers.up.fleet import WorkerGaveUp
 from workers.up.identity import check_identity, identity_of, write_identity
@@ -33,6 +33,8 @@ def run_up(loaded: Loaded, json_summary: Path | None) -> int:
     configuration = with_absolute_paths(loaded.configuration)
     folder = run_folder(configuration.run)
     check_everything(configuration)
+    if json_summary is not None:
+        check_writable(json_summary.absolute().parent, flag="--json-summary")
     check_identity(folder.identity, identity_of(configuration), loaded.given)
     if _tell_if_finished(configuration, folder, json_summary):
         return FINISHED
