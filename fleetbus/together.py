@@ -1,4 +1,4 @@
-"""Several things at a time, as one call: what went wrong first is raised as itself.
+"""Several things at a time, as one call: what went wrong is raised as itself.
 
 A plain task group raises a group of errors, which no ``except BusError`` of a caller fits.
 """
@@ -23,3 +23,15 @@ async def together() -> AsyncGenerator[TaskGroup]:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from first.__cause__
+
+
+@asynccontextmanager
+async def flat_task_group() -> AsyncGenerator[TaskGroup]:
+    """A task group whose only error comes out as itself; several stay a group, so that none is lost."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) == 1:
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+        raise

@@ -25,6 +25,7 @@ from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.wire import WireClient
 from fleetbus.config.load import without_credentials
 from fleetbus.errors import BusClosed, NotPermitted, UserError
+from fleetbus.together import flat_task_group
 from schemas import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ async def open_connection(
 
     ``url`` may list several servers, separated by commas; ``options`` are nats-py's own (keys, TLS).
     """
-    async with _flat_task_group() as tasks:
+    async with flat_task_group() as tasks:
         connection = Connection(tasks, inbox_prefix, name)
         await _connect(connection, url, name=name, inbox_prefix=inbox_prefix, allow_reconnect=reconnect, **options)
         connection.start()
@@ -248,15 +249,3 @@ def _distrust(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
         return f"the NATS server at {url} speaks TLS: give --nats-auth FOLDER with its certificate authority and your key"
     detail = reason.verify_message if isinstance(reason, ssl.SSLCertVerificationError) else reason.reason or str(reason)
     return f"the NATS server at {url} is not the one that was expected ({detail}): check --nats, or ca.pem in --nats-auth"
-
-
-@asynccontextmanager
-async def _flat_task_group() -> AsyncGenerator[TaskGroup]:
-    """A task group whose only error comes out as itself, so that the caller's ``except`` still fits."""
-    try:
-        async with anyio.create_task_group() as tasks:
-            yield tasks
-    except BaseExceptionGroup as errors:
-        if len(errors.exceptions) == 1:
-            raise errors.exceptions[0] from errors.exceptions[0].__cause__
-        raise

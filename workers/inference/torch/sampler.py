@@ -17,6 +17,7 @@ import anyio.to_thread
 import torch
 
 from fleetbus.errors import UserError
+from fleetbus.together import flat_task_group
 from schemas import PolicyPublished
 from workers.images.folders import has_vision
 from workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
@@ -99,7 +100,7 @@ class TorchSampler:
         sys.setswitchinterval(min(SWITCH_SECONDS, switch_seconds))
         engine = Engine(self._runner, self._kept, self._stats, version=self.version, threads=self._threads, ring=bell.ring)
         try:
-            async with anyio.create_task_group() as tasks:
+            async with flat_task_group() as tasks:
                 tasks.start_soon(_run, engine)
                 tasks.start_soon(self._deliver, engine, bell)
                 self._engine = engine
@@ -109,10 +110,6 @@ class TorchSampler:
                     self._engine = None
                     engine.stop()
                     tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) > 1:
-                raise
-            raise group.exceptions[0] from group.exceptions[0].__cause__
         finally:
             sys.setswitchinterval(switch_seconds)
             engine.fail_all("the engine was stopped")
