@@ -52,8 +52,10 @@ class HostsSeen:
     def gone(self, worker: str) -> None:
         """Forget a worker until it is heard of again."""
         self._hosts.pop(worker, None)
+        self._sent.pop(worker, None)
 
     def _take_in(self, beat: Heartbeat) -> None:
+        self._forget_silent()
         self._sent.pop(beat.worker, None)
         if beat.session_slots and not beat.draining:
             self._hosts[beat.worker] = (anyio.current_time(), beat)
@@ -61,9 +63,14 @@ class HostsSeen:
             self.gone(beat.worker)
         self._heard.set()
 
-    def _best(self, avoid: Collection[str]) -> str | None:
+    def _forget_silent(self) -> None:
         oldest = anyio.current_time() - FORGOTTEN_SECONDS
-        known = [beat for at, beat in self._hosts.values() if at >= oldest and beat.worker not in avoid]
+        for worker in [worker for worker, (at, _) in self._hosts.items() if at < oldest]:
+            self.gone(worker)
+
+    def _best(self, avoid: Collection[str]) -> str | None:
+        self._forget_silent()
+        known = [beat for _, beat in self._hosts.values() if beat.worker not in avoid]
         if not known:
             return None
         return min(known, key=self._load).worker
