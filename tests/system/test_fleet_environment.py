@@ -186,6 +186,7 @@ async def test_a_task_for_a_screen_on_an_instance_without_one_fails_by_name() ->
     [
         ({"FLEET_API_KEY": ""}, "fleet", "needs a key: set FLEET_API_KEY"),
         ({}, "fleet:orchestrator", "is no address"),
+        ({}, "fleet:https://user:word@x", "FLEET_API_KEY"),
         ({"FLEET_BASE_URL": "ftp://x"}, "fleet", "'ftp://x' is no address"),
     ],
 )

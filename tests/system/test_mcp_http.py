@@ -266,6 +266,8 @@ async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone
         ("http:http://a/mcp,https://", "'https://' is no address"),
         ("http:http://a:99999/mcp", "is no address"),
         ("http:http://user:word@a b/mcp", "'http://a b/mcp' is no address"),
+        ("http:http://a/mcp,http://user:word@b/mcp", "MCP_BEARER_TOKEN"),
+        ("http://user:word@b/mcp", "MCP_BEARER_TOKEN"),
         ("stdio+reset=:python", "must name the tool that resets"),
         ("stdio+warm:python", "must name the tool that resets"),
     ],

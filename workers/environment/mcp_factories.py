@@ -52,7 +52,7 @@ def split_urls(spec: str, urls: str) -> tuple[str, ...]:
     """The addresses in ``urls``, each once; a comma counts only before another address."""
     addresses = tuple(dict.fromkeys(url.strip() for url in re.split(r",(?=\s*https?://)", urls)))
     for url in addresses:
-        check_http_address(spec, url, example="http:http://127.0.0.1:8000/mcp")
+        check_http_address(spec, url, example="http:http://127.0.0.1:8000/mcp", secret=TOKEN_VARIABLE)
     return addresses
 
 

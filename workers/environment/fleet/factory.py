@@ -42,7 +42,7 @@ def fleet_factory(
     if not key:
         raise UserError(f"environment {spec!r} needs a key: set {KEY_VARIABLE}")
     base_url = address or os.environ.get(URL_VARIABLE, "").strip() or DEFAULT_BASE_URL
-    check_http_address(spec, base_url, example=f"fleet:{DEFAULT_BASE_URL}")
+    check_http_address(spec, base_url, example=f"fleet:{DEFAULT_BASE_URL}", secret=KEY_VARIABLE)
     host = FleetHost(base_url=base_url, key=key, run=configuration.run.name, settings=configuration.fleet)
 
     limits = configuration.limits
