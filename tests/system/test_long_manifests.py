@@ -92,6 +92,19 @@ async def test_manifests_go_with_their_versions(bus: Bus, publication: Publicati
     assert [len((await fetcher.local(version)).manifest) for version in kept] == [TENSORS] * 2
 
 
+async def test_a_manifest_that_several_versions_share_stays_until_the_last_of_them_goes(
+    bus: Bus, publication: Publication, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a batch without any gradient: the weights are those of before, and so are their hashes."""
+    monkeypatch.setattr(Experts, "updates", property(lambda _: 1, lambda _, value: None), raising=False)
+    for step in range(3):
+        await publication.publish(step)
+
+    *_, newest = await versions(bus)
+    local = await WeightsFetcher(tmp_path / "copies", objects_of(bus, RUN)).local(newest)
+    assert len(local.manifest) == TENSORS
+
+
 async def test_a_version_whose_manifest_is_gone_is_rejected_in_one_line(
     bus: Bus, publication: Publication, tmp_path: Path
 ) -> None:

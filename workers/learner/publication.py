@@ -126,7 +126,8 @@ class Publication:
         """An old version that stays behind costs room and nothing else."""
         try:
             await self._store.remove(file)
-            if self._objects is not None and (manifest := self._manifests.pop(file.name, "")):
+            manifest = self._manifests.pop(file.name, "")
+            if self._objects is not None and manifest and manifest not in self._manifests.values():
                 await self._objects.remove(manifest)
         except (BusError, OSError) as error:
             log.warning("old weights were not removed", file=file.name, reason=str(error))
