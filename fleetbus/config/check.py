@@ -22,6 +22,8 @@ def check_configuration(configuration: Configuration) -> None:
             f"algorithm.credit = turn does not know learner.advantage = {learner.advantage}: choose grpo or dr_grpo"
         )
     _check_trainer(configuration)
+    if any("@" in url.partition("://")[2].partition("/")[0] for url in inference.urls.split(",")):
+        raise UserError("inference.urls must hold no password, for settings are written to files: set OPENAI_API_KEY instead")
     if episode.max_episode_tokens > inference.max_length:
         raise UserError(
             f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_length = "

@@ -131,6 +131,12 @@ def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load_configuration(file=file).configuration == loaded.configuration
 
 
+@pytest.mark.parametrize("urls", ["http://ada:hunter2@one", "http://one,https://ada@two:8000/v1"])
+def test_addresses_of_engines_hold_no_password(urls: str) -> None:
+    shown = refusal(flags={"inference.engine": "openai", "inference.urls": urls})
+    assert "OPENAI_API_KEY" in shown and "ada" not in shown and "hunter2" not in shown
+
+
 def test_no_password_is_ever_written_or_shown(tmp_path: Path) -> None:
     loaded = load_configuration(flags={"nats.url": "nats://ada:hunter2@one:4222,nats://token@two"})
     assert loaded.configuration.nats.url == "nats://ada:hunter2@one:4222,nats://token@two"

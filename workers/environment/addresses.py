@@ -9,7 +9,7 @@ from fleetbus.errors import UserError
 
 
 def check_http_address(spec: str, url: str, *, example: str, secret: str) -> None:
-    """Raises `UserError` that shows ``spec`` without its credentials, and an ``example``, if ``url`` is no HTTP address, or holds
+    """Raises `UserError` that shows ``spec`` without its credentials, and an ``example``, if ``url`` is no HTTP address, or has
     a password: specs are shown and stored. ``secret`` is the environment variable that takes one instead."""
     try:
         parts = urlsplit(url)
