@@ -8,7 +8,7 @@ import structlog
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.journal import Journal, JournalEntry, read_journal
 from fleetbus.episodes import read_entry
-from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from schemas import Subjects, encode
 from schemas.stored import STORED
 from workers.environment.stages import Superseded
@@ -40,15 +40,21 @@ async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, e
     payload = encode(entry, subject=subject)
     while True:
         try:
-            published = await bus.publish(subject, payload, expected_last=journal.last_sequence)
-            journal.apply(published.sequence, entry)
-            return
-        except SequenceConflict:
-            stored = await bus.last(subject)  # a refusal may be one's own first try, whose answer was lost
-            if stored is not None and stored.payload == payload:
-                journal.apply(stored.sequence, entry)
-                return
-            raise Superseded(f"session {session} was written by somebody else") from None
-        except (LogFull, PublishUnanswered) as error:
+            sequence = await _stored_at(bus, subject, payload, journal.last_sequence)
+        except (LogFull, PublishUnanswered, RequestUnanswered) as error:
             log.warning("journal entry is tried again", session=session, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
+        else:
+            journal.apply(sequence, entry)
+            return
+
+
+async def _stored_at(bus: Bus, subject: str, payload: bytes, expected_last: int) -> int:
+    """Where it stands, stored now or by an earlier try whose answer was lost."""
+    try:
+        return (await bus.publish(subject, payload, expected_last=expected_last)).sequence
+    except SequenceConflict:
+        stored = await bus.last(subject)
+        if stored is None or stored.payload != payload:
+            raise Superseded(f"{subject} was written by somebody else") from None
+        return stored.sequence
