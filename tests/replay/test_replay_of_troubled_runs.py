@@ -113,6 +113,27 @@ async def test_a_recording_that_ends_in_mid_episode_is_compared_as_far_as_it_goe
     assert not report.differences and report.compared["Observation"] == 3
 
 
+@pytest.mark.parametrize("acted", [1, 2, 5])
+async def test_an_action_of_which_nothing_was_recorded_any_more_ends_the_comparison(acted: int) -> None:
+    """The worker was ended between an Action and what it made of it."""
+    recording = await taken_over()
+    places = [index for index, entry in enumerate(recording.entries) if ".act." in entry.subject]
+    recording.entries = recording.entries[: places[acted - 1] + 1]
+    report = await replayed(recording)
+    report.check()
+    assert report.compared == {"Observation": acted}
+    assert report.skipped == {"episodes to their end, which was not recorded": 1}
+
+
+async def test_an_episode_that_ends_before_the_end_of_its_recording_is_found_without_a_recorded_result() -> None:
+    recording = await taken_over()
+    places = [index for index, entry in enumerate(recording.entries) if ".act." in entry.subject]
+    recording.entries = recording.entries[: places[4] + 1]
+    first = (await replayed(recording, turns=2)).first
+    assert first is not None and first.message == "Observation of turn 2 of episode e"
+    assert first.replayed.startswith("EpisodeFinished completed")
+
+
 async def test_an_environment_that_fails_fails_again_the_same_way() -> None:
     class Broken(ScriptedEnvironment):
         async def step(self, action: Any) -> Any:

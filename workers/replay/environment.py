@@ -29,7 +29,7 @@ from workers.environment.worker import run_environment
 from workers.replay.compare import first_difference
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
-from workers.replay.story import Story, read_stories
+from workers.replay.story import Asked, Story, read_stories
 from workers.replay.twins import distinct_stories
 
 OUTSIDE_CAUSES = frozenset({"timeout", "lost", "cancelled", "stale"})
@@ -159,13 +159,12 @@ class _Director:
         return self._compared(story, entry, asked.observation, observation, asked.observation_entry.sequence)
 
     def _finished(self, story: Story, entry: Stored, result: EpisodeFinished) -> Difference | None:
-        if story.result is None:
-            return None  # the recording ends before the episode did
         turn = self._next[story.episode_id]
         if turn < len(story.turns):
             shown = f"EpisodeFinished {result.outcome} {result.error_class} {result.error}".strip()
             return self._different(story, f"Observation of turn {turn}", "type", "Observation", shown)
-        assert story.result_entry is not None
+        if story.result is None or story.result_entry is None:
+            return None  # the recording ends before the episode did
         translated = self._stage.positions.translated(result, self._stage.positions.recorded)
         return self._compared(story, entry, story.result, translated, story.result_entry.sequence)
 
@@ -208,8 +207,8 @@ class _Director:
 
     async def _answer(self, story: Story, observation: Observation, group: anyio.abc.TaskGroup) -> None:
         asked = story.turns[observation.turn]
-        if asked.action is None or asked.action_entry is None:
-            del self._open[story.episode_id]  # the recording ends here
+        if asked.action is None or asked.action_entry is None or _is_last_recorded(story, asked):
+            del self._open[story.episode_id]
             self._report.skipped["episodes to their end, which was not recorded"] += 1
             await self._cancel(story.episode_id)
             return
@@ -237,6 +236,11 @@ class _Director:
             what = f"Observation of turn {turn}" if turn < len(story.turns) else "EpisodeFinished"
             silence = f"nothing within {self._patience_seconds:g} s"
             self._report.differences.append(self._different(story, what, "type", what.split(" ")[0], silence))
+
+
+def _is_last_recorded(story: Story, asked: Asked) -> bool:
+    """True for a turn whose outcome nobody recorded: the run, or its recording, ended before."""
+    return story.result is None and asked is story.turns[-1]
 
 
 def _pool(story: Story) -> str:
