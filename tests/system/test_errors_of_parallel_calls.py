@@ -126,9 +126,10 @@ async def test_a_search_for_the_floor_that_nobody_answers_raises_what_the_record
             await safe_floor(bus, limit=4)
 
 
+@pytest.mark.parametrize("after", [12, 30], ids=["in their midst", "after the last"])
 @pytest.mark.parametrize("how", ["refused", "cancelled"])
 async def test_weights_that_could_not_be_put_leave_no_chunks_on_the_server(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are put again and again: on a server that is nearly full, what each try leaves would take all the room there is."""
     (tmp_path / "weights").write_bytes(os.urandom(objects.CHUNK_BYTES * 30))
@@ -139,7 +140,7 @@ async def test_weights_that_could_not_be_put_leave_no_chunks_on_the_server(
 
         async def then_full(subject: str, payload: bytes) -> int:
             stored[0] += 1
-            if stored[0] > 12:
+            if stored[0] > after:
                 enough.set()
                 if how == "cancelled":
                     await anyio.sleep_forever()

@@ -71,13 +71,13 @@ class NatsObjectStore:
             nuid = secrets.token_hex(11)
             try:
                 meta, in_order = await self._put_chunks(name, file, nuid)
+                if in_order:
+                    await self._publish(self._meta_subject(name), msgspec.json.encode(meta))
+                    return
             except BaseException:
                 with anyio.move_on_after(CLEAR_LIMIT_SECONDS, shield=True):
                     await self._clear_chunks(nuid)
                 raise
-            if in_order:
-                await self._publish(self._meta_subject(name), msgspec.json.encode(meta))
-                return
             await self._clear_chunks(nuid)
         raise BusError(f"object {name}: its chunks were not stored in order, {PUT_TRIES} times; is the connection being cut?")
 
