@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -18,6 +19,9 @@ from fleetbus.client.sessions import Session, SessionClient, sessions
 from schemas import Subjects
 
 T = TypeVar("T")
+
+AUTH_VARIABLE = "FLEETBUS_NATS_AUTH"
+"""As for all commands: the folder that `fleetbus auth init` wrote."""
 
 _lock = threading.Lock()
 _open: dict[tuple[str, str], Shared] = {}
@@ -54,19 +58,26 @@ def shared_client(url: str, run: str) -> Shared:
 def _connected(url: str, run: str) -> Shared:
     with ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio", backend_options={"use_uvloop": True}))
-        client = stack.enter_context(_client(portal, url, run))
+        client = stack.enter_context(client_of(portal, url, run))
         atexit.register(stack.pop_all().close)
     return Shared(portal, client)
 
 
-def _client(portal: BlockingPortal, url: str, run: str) -> AbstractContextManager[SessionClient]:
+def client_of(portal: BlockingPortal, url: str, run: str) -> AbstractContextManager[SessionClient]:
+    """A client on the portal's loop; where the server wants a key, that of a gateway out of the folder `AUTH_VARIABLE`."""
     from contextlib import asynccontextmanager
 
+    from fleetbus.auth.access import access_for
     from fleetbus.bus.nats import connect
+
+    access = access_for("gateway", os.environ.get(AUTH_VARIABLE, ""))
 
     @asynccontextmanager
     async def connected() -> Any:
-        async with connect(url, run=run, role="gateway", worker="client") as bus, sessions(bus, Subjects(run)) as client:
+        async with (
+            connect(url, run=run, role="gateway", worker="client", **access) as bus,
+            sessions(bus, Subjects(run)) as client,
+        ):
             yield client
 
     return portal.wrap_async_context_manager(connected())

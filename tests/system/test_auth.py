@@ -72,6 +72,16 @@ async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: S
             group.cancel_scope.cancel()
 
 
+def test_callers_in_threads_use_the_key_of_a_gateway(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyio.from_thread import start_blocking_portal
+
+    from fleetbus.client.blocking import client_of
+
+    monkeypatch.setenv("FLEETBUS_NATS_AUTH", str(secured.folder))
+    with start_blocking_portal("asyncio") as portal, client_of(portal, secured.server.url, TRUST) as client:
+        assert portal.call(client.bus.history, [SUBJECTS.session("nobody")]) == []
+
+
 async def follows_a_named_session(newcomer: SessionClient, client: SessionClient) -> None:
     """As an OpenEnv gateway does: the session of a client, gone on with by another gateway."""
     begun = OpenEnvEpisode(client, capacity_seconds=30, call_seconds=30, name="named")
