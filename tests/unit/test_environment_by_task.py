@@ -81,15 +81,16 @@ def test_tasks_that_nobody_serves_are_refused_before_the_start(tmp_path: Path) -
         check_environment("moon=scripted\none=nonsense")
 
 
-def test_the_choice_may_be_a_list_in_every_source(tmp_path: Path) -> None:
+def test_the_choice_may_be_a_list_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "fleetbus.toml"
     file.write_text('[run]\nenvironment = ["one=scripted", "warehouse"]\n')
     both = "one=scripted\nwarehouse"
     assert load_configuration(file=file).configuration.run.environment == both
     file.write_text('[run]\nenvironment = "warehouse"\n')
     assert load_configuration(file=file).configuration.run.environment == "warehouse"
-    assert load_settings({"run__environment": ("one=scripted", "warehouse")}, tmp_path).configuration.run.environment == both
-    assert load_settings({"run__environment": ()}, tmp_path).configuration.run.environment == "warehouse"
+    assert load_settings({"run__environment": ("one=scripted", "warehouse")}).configuration.run.environment == both
+    assert load_settings({"run__environment": ()}).configuration.run.environment == "warehouse"
     file.write_text("[run]\nenvironment = [1]\n")
     with pytest.raises(UserError, match="it takes text"):
         load_configuration(file=file)
