@@ -30,7 +30,7 @@ from workers.learner.checkpoints import Checkpoint, read_checkpoint
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run's training, and what the next lineage starts from."""
+    """The state of a run's training, and what the next lineage starts from; ``evaluated``: the evaluations that count, by name."""
 
     lineage: str
     parent: str
@@ -59,7 +59,7 @@ async def find_beginning(bus: Bus, subjects: Subjects, policy: str, *, ports: Po
     """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory."""
     lineages: list[LineageStarted] = []
     checkpoints: list[CheckpointStored] = []
-    evaluated: set[str] = set()
+    evaluations: list[EvaluationFinished] = []
     last: Message | None = None
     train_last = 0
     async for stored in bus.scan([subjects.train(policy)]):
@@ -72,18 +72,20 @@ async def find_beginning(bus: Bus, subjects: Subjects, policy: str, *, ports: Po
             case CheckpointStored():
                 checkpoints.append(entry)
             case EvaluationFinished():
-                evaluated.add(entry.name)
+                evaluations.append(entry)
     surviving = surviving_steps(lineages)
     checkpoint, path = await _newest_whole(checkpoints, surviving, ports or Ports())
+    step = checkpoint.step if checkpoint else 0
+    counted = {started.lineage: surviving.get(started.lineage, -1.0) for started in lineages}
     return Beginning(
         lineage=f"l{len(lineages) + 1}",
         parent=lineages[-1].lineage if lineages else "",
         train_last=train_last,
-        evaluated=frozenset(evaluated),
+        evaluated=frozenset(each.name for each in evaluations if each.step <= min(counted.get(each.lineage, -1.0), step)),
         finished_step=last.step if isinstance(last, TrainingFinished) else -1,
         checkpoint=checkpoint,
         checkpoint_path=path,
-        counted={started.lineage: surviving.get(started.lineage, -1.0) for started in lineages},
+        counted=counted,
     )
 
 

@@ -111,6 +111,7 @@ class Learner:
             progress=lambda: (self._step, self._publication.version),
         )
         self._evaluations = Evaluations(self._requests)
+        self._evaluated = set(beginning.evaluated)
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._unstored: Checkpoint | None = None
         self._signal = SignalLog()
@@ -165,20 +166,24 @@ class Learner:
         await self._publish_version()
 
     async def _work(self) -> None:
-        evaluation = self._configuration.evaluation
-        if evaluation.episodes and "start" not in self._beginning.evaluated:
-            await unless_drained(self._drain, self._evaluate, "start", self._configuration.episode.temperature)
         while self._step < self._settings.steps and not self._drain.is_set():
+            if (name := self._evaluation_due()) is not None:
+                await unless_drained(self._drain, self._evaluate, name, self._configuration.episode.temperature)
             await self._train_batch()
-            every = self._configuration.evaluation.every
-            if every and self._step % every == 0 and self._step < self._settings.steps and not self._drain.is_set():
-                await unless_drained(self._drain, self._evaluate, f"step{self._step}", self._configuration.episode.temperature)
         if self._drain.is_set() and self._step < self._settings.steps:
             if self._unstored is not None:
                 await self._store_checkpoint(self._unstored)
             log.info("drained", step=self._step)
             return
         await self._finish()
+
+    def _evaluation_due(self) -> str | None:
+        """The name of the evaluation that belongs before the next step, unless it was played: a learner before may have been
+        killed in it, and a batch that could not be trained asks again."""
+        evaluation = self._configuration.evaluation
+        name = f"step{self._step}" if self._step else "start"
+        wanted = evaluation.every and self._step % evaluation.every == 0 if self._step else evaluation.episodes
+        return name if wanted and name not in self._evaluated else None
 
     async def _finish(self) -> None:
         await when_there_is_room(self._ports, self._trainer.save_model, self._folder.model)
@@ -221,6 +226,7 @@ class Learner:
         self._counters["seconds_evaluate"] += anyio.current_time() - started
         log.info("evaluated", name=name, success=round(evaluated.success, 3), graded=evaluated.graded)
         await self._train.append(evaluated)
+        self._evaluated.add(name)
 
     # Requests and results
 

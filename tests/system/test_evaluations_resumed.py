@@ -1,0 +1,58 @@
+"""Evaluations that were asked for are played, also when the learner was killed in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
+from fleetbus.episodes import decoded
+from schemas import CheckpointStored, EvaluationFinished, Message, Task
+from schemas.stored import STORED
+from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from workers.environment.scripted import ScriptedEnvironment
+from workers.inference.scripted import ScriptedSampler
+from workers.learner.curriculum import Curriculum
+from workers.learner.scripted import ScriptedTrainer
+
+TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(8)]
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+async def until_entry(fleet: SmallFleet, kind: type[Message], step: int) -> None:
+    async with fleet.bus.read([fleet.subjects.train("default")]) as reader:
+        while True:
+            for _, found in decoded(kind, [await reader.receive()], beside=STORED["train"]):
+                if getattr(found, "step", -1) == step:
+                    return
+
+
+@pytest.mark.parametrize("kind", [CheckpointStored, EvaluationFinished], ids=["before it is stored", "after it"])
+async def test_an_evaluation_in_which_the_learner_is_killed_is_played_again(kind: type[Message], tmp_path: Path) -> None:
+    configuration = configured(
+        run=RunSettings(name=RUN, folder=str(tmp_path)),
+        limits=LimitSettings(),
+        episode=EpisodeSettings(max_turns=60),
+        learner=LearnerSettings(steps=4, groups=2, group_size=2, checkpoint_every=2),
+        evaluation=EvaluationSettings(episodes=2, every=2, greedy=False),
+    )
+    with anyio.fail_after(3000):
+        async with small_fleet(configuration, published=False) as fleet:
+            fleet.environment("environment-0", make=ScriptedEnvironment)
+            fleet.inference("inference-0", sampler=ScriptedSampler(delay=lambda _: 1.0))
+            first = fleet.learner("learner-0", trainer=ScriptedTrainer(), curriculum=Curriculum(TASKS, TASKS, seed=1))
+            await until_entry(fleet, kind, 2)
+            first.kill()
+            second = fleet.learner("learner-1", trainer=ScriptedTrainer(), curriculum=Curriculum(TASKS, TASKS, seed=1))
+            await second.ended.wait()
+            entries = await fleet.bus.history([fleet.subjects.train("default")])
+    names = [entry.name for _, entry in decoded(EvaluationFinished, entries, beside=STORED["train"])]
+    assert names == ["start", "step2", "end"]
