@@ -30,7 +30,7 @@ from workers.learner.checkpoints import Checkpoint, read_checkpoint
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run's training, and what the next lineage starts from; ``evaluated``: the evaluations that count, by name."""
+    """The state of a run's training, and what the next lineage starts from; ``evaluated``: evaluations that count, by name."""
 
     lineage: str
     parent: str
