@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
 import anyio
 import pytest
 
 from fleetbus.client.sessions import SessionUnavailable, sessions
 from schemas import Subjects
 from tests.support.gym_service import Handler, new_boundary, served
-from workers.gateway.gym_calls import GymCalls
+from workers.gateway import gym_app
+from workers.gateway.gym_app import GymGateway, GymSettings
+from workers.gateway.gym_calls import GymCalls, Known
 from workers.gateway.gym_wire import Request
 from workers.replay.ground import memory_bus
 
@@ -51,3 +57,34 @@ async def test_an_episode_that_failed_leaves_its_place_to_the_next() -> None:
         assert await wire.call(session, "step", boundary=boundary, action_str="a") == failed
         assert (await wire.connect())["obs"] == "seed 1"
     assert (handler.created, handler.closed) == (2, 2)
+
+
+async def test_a_clock_that_is_set_ends_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym_app, "SWEEP_SECONDS", 0.01)
+    async with served(Handler(session_timeout=3600)) as wire:
+        session = (await wire.connect())["session_id"]
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 7200)
+        await anyio.sleep(0.3)  # thirty sweeps
+        monkeypatch.undo()
+        assert (await wire.call(session, "step", action_str="a"))["obs"] == "1"
+
+
+async def test_a_session_that_takes_long_to_end_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym_app, "SWEEP_SECONDS", 0.01)
+    ended = {"slow": anyio.Event(), "quick": anyio.Event()}
+
+    async def expire(session: str) -> None:
+        known.pop(session)
+        if session == "slow":
+            await ended["quick"].wait()
+        ended[session].set()
+
+    known = {name: Known(created_at=0, last_access=0, used_at=time.monotonic() - 60) for name in ended}
+    calls: Any = SimpleNamespace(sessions=known, expire=expire)
+    gateway = GymGateway(cast("Any", None), GymSettings(session_timeout=1))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as group:
+            group.start_soon(gateway._sweep, calls)
+            await ended["slow"].wait()
+            group.cancel_scope.cancel()

@@ -78,14 +78,14 @@ class GymGateway:
 
     def stats(self) -> dict[str, Any]:
         """What ``/sessions`` says; times are Unix seconds, those of a session in use do not run."""
-        now, limit = time.time(), self._settings.session_timeout
+        now, limit = time.monotonic(), self._settings.session_timeout
         listed = [
             {
                 "session_id": session,
                 "created_at": known.created_at,
                 "last_access": known.last_access,
-                "idle_seconds": 0.0 if known.busy else now - known.last_access,
-                "will_timeout_in": limit if known.busy else max(0.0, limit - (now - known.last_access)),
+                "idle_seconds": 0.0 if known.busy else now - known.used_at,
+                "will_timeout_in": limit if known.busy else max(0.0, limit - (now - known.used_at)),
             }
             for session, known in (self._calls.sessions.items() if self._calls else ())
         ]
@@ -96,13 +96,11 @@ class GymGateway:
         """For ever: close what nobody uses. A session with a call in work is in use."""
         while True:
             await anyio.sleep(min(SWEEP_SECONDS, self._settings.session_timeout / 4))
-            oldest = time.time() - self._settings.session_timeout
-            for session, known in list(calls.sessions.items()):
-                if not known.busy and known.last_access < oldest:
-                    try:
-                        await calls.expire(session)
-                    except (BusError, SessionUnavailable) as error:
-                        log.warning("session not closed", session=session, reason=str(error))
+            oldest = time.monotonic() - self._settings.session_timeout
+            async with anyio.create_task_group() as group:
+                for session, known in calls.sessions.items():
+                    if not known.busy and known.used_at < oldest:
+                        group.start_soon(_expire, calls, session)
 
     async def _health(self, request: HttpRequest) -> Response:
         limit = self._settings.max_inflight or "unlimited"
@@ -159,6 +157,13 @@ class GymGateway:
             return True
         given = http.query_params.get("token") or http.headers.get("x-api-key", "")
         return hmac.compare_digest(given.encode(), self._settings.api_key.encode())
+
+
+async def _expire(calls: GymCalls, session: str) -> None:
+    try:
+        await calls.expire(session)
+    except (BusError, SessionUnavailable) as error:
+        log.warning("session not closed", session=session, reason=str(error))
 
 
 def _detail(status: int, detail: str) -> Response:

@@ -36,10 +36,12 @@ class Refused(Exception):
 
 
 class Known(msgspec.Struct):
-    """A session as this gateway saw it; times are Unix seconds. ``busy``: calls in work; ``answered``: there is a session."""
+    """A session as this gateway saw it. ``busy``: calls in work; ``answered``: there is a session. Clients are told Unix
+    seconds; ``used_at`` is monotonic, for a clock that is set must end nothing."""
 
     created_at: float
     last_access: float
+    used_at: float
     busy: int = 0
     answered: bool = False
 
@@ -205,15 +207,15 @@ class GymCalls:
     @contextmanager
     def _in_use(self, session: str) -> Iterator[None]:
         """A session with a call in work. One of which nothing was ever heard holds no place afterwards."""
-        now = time.time()
-        known = self.sessions.setdefault(session, Known(created_at=now, last_access=now))
-        known.last_access = now
+        now, used_at = time.time(), time.monotonic()
+        known = self.sessions.setdefault(session, Known(created_at=now, last_access=now, used_at=used_at))
+        known.last_access, known.used_at = now, used_at
         known.busy += 1
         try:
             yield
         finally:
             known.busy -= 1
-            known.last_access = time.time()
+            known.last_access, known.used_at = time.time(), time.monotonic()
             if not known.busy and not known.answered:
                 self.sessions.pop(session, None)
 
