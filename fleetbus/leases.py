@@ -17,16 +17,6 @@ class Leases:
         self._interval_seconds = interval_seconds
         self._held: dict[str, Delivery] = {}
 
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._held
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self._held)
-
     def hold(self, key: str, delivery: Delivery) -> None:
         """Extend this delivery from now on, instead of an earlier one with the same key."""
         self._held[key] = delivery

@@ -106,7 +106,7 @@ async def test_what_is_held_is_extended_until_it_is_taken() -> None:
             assert leases.take("b") is second
     assert first.extended_at == [2, 4, 6]
     assert second.extended_at == [2, 4]
-    assert ("a" in leases, "b" in leases, len(leases), leases.keys) == (True, False, 1, ("a",))
+    assert (leases.get("a"), leases.get("b")) == (first, None)
 
 
 async def test_a_redelivery_takes_the_place_of_the_delivery_before() -> None:
