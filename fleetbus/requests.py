@@ -119,7 +119,8 @@ class Requests:
             return (await self._bus.publish(subject, payload, expected_last=0)).sequence, None
         except SequenceConflict:
             stored = await self._bus.last(subject)
-            assert stored is not None
+            if stored is None:
+                raise RequestUnanswered(f"{subject}: the replica of the log that answered does not have it yet") from None
             return stored.sequence, (await read_standing(self._bus, self._subjects, episode_id)).result
 
     def remember(self, request: EpisodeRequested, sequence: int) -> None:

@@ -161,3 +161,18 @@ async def test_a_server_that_is_away_when_a_request_was_there_before_ends_nobody
         async with anyio.create_task_group() as group:
             assert await here.requests.publish(request) == (1, None)
         assert here.remembered == 1
+
+
+async def test_a_replica_that_does_not_know_a_request_yet_that_was_there_before_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world() as there:
+        first = await there.requests.publish(there.request())
+        last, behind = there.bus.last, iter((True, True))
+
+        async def lagging(subject: str) -> Any:
+            return None if next(behind, False) else await last(subject)
+
+        monkeypatch.setattr(there.bus, "last", lagging)
+        with anyio.fail_after(60):
+            assert await there.requests.publish(there.request()) == first
