@@ -56,16 +56,17 @@ def find_stalls(
     admission: float = 0.7,
     stall_seconds: float = STALL_SECONDS,
 ) -> list[Stall]:
-    """What holds the run, most telling first; nothing while it progresses, is over, or has not begun.
+    """What holds the run, most telling first; nothing while it progresses, is finished, or has not begun. Whether it is over
+    for another reason is asked before (`workers.overview.ending`).
 
     ``now`` is monotonic seconds, ``now_ns`` the server's time; ``admission`` the share of the log that requests may fill.
     """
+    if state.finished:
+        return []
     if health.problem:
         seconds = max(now - health.problem_since, 0.0)
         advice = "is nats-server running, and reachable from here?"
         return [Stall(where="log", reason=health.problem, seconds=seconds, advice=advice)]
-    if state.finished:
-        return []
     sight = _Sight(state, health, now, now_ns, admission)
     useless = [
         *sight.without_verdict(now_ns, stall_seconds),

@@ -60,6 +60,7 @@ METRICS: Mapping[str, Metric] = {
     "fleetbus_oldest_open_episode_seconds": Metric("gauge", "Age of the oldest episode without a result"),
     "fleetbus_since_progress_seconds": Metric("gauge", "Time since an episode ended or a step was trained"),
     "fleetbus_stalled": Metric("gauge", "1 while nothing progresses or is learned, by where it is stuck", ("where",)),
+    "fleetbus_over": Metric("gauge", "1 once the run is over, by how it ended", ("how",)),
     "fleetbus_workers": Metric("gauge", "Workers by role and state", ("role", "state")),
     "fleetbus_worker_slots": Metric("gauge", "Slots of a worker", ("worker", "role")),
     "fleetbus_worker_in_flight": Metric("gauge", "Slots in use", ("worker", "role")),

@@ -16,6 +16,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
 from tests.support.small_fleet import RUN
 from workers.monitor.serve import serve
+from workers.overview.ending import Driver
 from workers.serving.listening import bind
 
 
@@ -48,7 +49,9 @@ async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 
 
 @asynccontextmanager
-async def served_run(bus: Bus, configuration: Configuration, nats_http: str | None = None) -> AsyncIterator[str]:
+async def served_run(
+    bus: Bus, configuration: Configuration, nats_http: str | None = None, driver: Driver | None = None
+) -> AsyncIterator[str]:
     """The address of the page on a run, for the length of the block."""
     stop, told = anyio.Event(), anyio.Event()
     addresses: list[str] = []
@@ -61,7 +64,16 @@ async def served_run(bus: Bus, configuration: Configuration, nats_http: str | No
         async with anyio.create_task_group() as tasks:
 
             async def run() -> None:
-                await serve(bus, configuration, host="127.0.0.1", bound=bound, stop=stop, told=tell, nats_http=nats_http)
+                await serve(
+                    bus,
+                    configuration,
+                    host="127.0.0.1",
+                    bound=bound,
+                    stop=stop,
+                    told=tell,
+                    nats_http=lambda: nats_http,
+                    driver=driver,
+                )
 
             tasks.start_soon(run)
             await told.wait()
@@ -70,8 +82,8 @@ async def served_run(bus: Bus, configuration: Configuration, nats_http: str | No
 
 
 @asynccontextmanager
-async def served(bus: Bus, nats_http: str | None = None) -> AsyncIterator[Page]:
-    async with served_run(bus, Configuration(run=RunSettings(name=RUN)), nats_http) as address:
+async def served(bus: Bus, nats_http: str | None = None, driver: Driver | None = None) -> AsyncIterator[Page]:
+    async with served_run(bus, Configuration(run=RunSettings(name=RUN)), nats_http, driver) as address:
         async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False) as client:
             yield Page(address, client)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
+    from workers.overview.ending import Driver
 
 
 def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +71,21 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     async with connect(server_url(configuration), run=run, role=role, worker=name, **access) as bus:
         await _check_run(bus, run)
         yield bus
+
+
+def driver_of(configuration: Configuration) -> Driver:
+    """What is known on this machine of who makes the run go on."""
+    from fleetbus.config.run_folder import run_folder
+    from workers.overview.ending import Driver
+    from workers.overview.going_on import up_command
+
+    run, folder = configuration.run, run_folder(configuration.run)
+    command = up_command(run.name, run.folder) if folder.configuration.is_file() else ""
+
+    def is_driving() -> bool | None:
+        return None if configuration.nats.url else bool(served_at(folder))
+
+    return Driver(is_driving=is_driving, command=command)
 
 
 async def _check_run(bus: Bus, run: str) -> None:

@@ -14,12 +14,14 @@ import anyio
 import anyio.to_thread
 import click
 
-from workers.cli.log_access import open_run, reach_options
+from workers.cli.log_access import driver_of, open_run, reach_options
 from workers.cli.options import load_settings
-from workers.cli.sources import nats_http_of, nats_http_option
+from workers.cli.sources import asked_address, nats_http_option
 from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from anyio.abc import TaskStatus
 
     from fleetbus.config.settings import Configuration
@@ -56,7 +58,7 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
             import prometheus_client  # noqa: F401
         except ModuleNotFoundError as error:
             raise UserError("prometheus_client is not installed: pip install 'fleetbus[metrics]'") from error
-    chosen["nats_http"] = nats_http_of(configuration, chosen["nats_http"])
+    chosen["nats_http"] = asked_address(configuration, chosen["nats_http"])
     work = partial(_export, configuration, port=port, until_finished=until_finished, **chosen)
     anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
@@ -70,7 +72,7 @@ async def _export(
     jsonl: Path | None,
     tensorboard: Path | None,
     wandb: str,
-    nats_http: str | None,
+    nats_http: Callable[[], str | None],
     until_finished: bool,
 ) -> None:
     from fleetbus.metrics.sinks import open_sinks
@@ -88,17 +90,19 @@ async def _export(
         with ExitStack() as stack:
             publish = _exposition(stack, run, host, port)
             sinks = await tasks.start(_held, opening)
-            watch = Watch(bus, Subjects(run), state)
+            watch = Watch(bus, Subjects(run), state, driver_of(configuration))
             tasks.start_soon(watch.run)
             written: set[tuple[str, int]] = set()
             while True:
                 await anyio.sleep(EVERY_SECONDS)
-                server = await look_at_server(bus, run, nats_http)
+                server = await look_at_server(bus, run, nats_http())
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                is_behind = watch.is_behind(now)
+                is_behind, ending = watch.is_behind(now), watch.ending(now)
                 share = configuration.nats.admission
-                stalls = [] if is_behind else find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share)
-                publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns))
+                stalls = (
+                    [] if is_behind or ending else find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share)
+                )
+                publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
                 for step, time_seconds, values in step_values(state, written):
                     await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
                 if until_finished and state.finished and not is_behind:

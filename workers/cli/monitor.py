@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from workers.cli.log_access import open_run, reach_options
+from workers.cli.log_access import driver_of, open_run, reach_options
 from workers.cli.options import load_settings
-from workers.cli.sources import nats_http_of, nats_http_option
+from workers.cli.sources import asked_address, nats_http_option
 from workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from fleetbus.config.settings import Configuration
 
@@ -47,13 +48,13 @@ def command(run: str | None, port: int, host: str, nats_http: str, **values: Any
     from workers.serving.listening import bind
 
     configuration = load_settings({**values, "run__name": run}).configuration
-    address = nats_http_of(configuration, nats_http)
+    address = asked_address(configuration, nats_http)
     with bind(host, port) as bound:
         anyio.run(partial(_serve, configuration, host, bound, address), backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
 
 
-async def _serve(configuration: Configuration, host: str, bound: socket.socket, nats_http: str | None) -> None:
+async def _serve(configuration: Configuration, host: str, bound: socket.socket, nats_http: Callable[[], str | None]) -> None:
     from fleetbus.logs import configure_logs
     from workers.monitor.serve import serve
 
@@ -71,5 +72,6 @@ async def _serve(configuration: Configuration, host: str, bound: socket.socket, 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(obey)
         async with open_run(configuration, "monitor", own_server=True) as bus:
-            await serve(bus, configuration, host=host, bound=bound, stop=stop, told=told, nats_http=nats_http)
+            driver = driver_of(configuration)
+            await serve(bus, configuration, host=host, bound=bound, stop=stop, told=told, nats_http=nats_http, driver=driver)
         tasks.cancel_scope.cancel()

@@ -91,14 +91,23 @@ def server_url(configuration: Configuration) -> str:
 
 
 def served_at(folder: RunFolder) -> str:
-    """The URL of the server that a running `up` started, else empty: an `up` that was killed leaves the address behind."""
+    """The URL of the server that a running `up` started, else empty."""
+    return told_address(folder).get("url", "")
+
+
+def told_address(folder: RunFolder) -> dict[str, str]:
+    """What a running `up` tells of its server, else empty: an `up` that was killed leaves the address behind."""
     import msgspec
 
     from workers.up.lock import is_held
 
     if not folder.server.is_file() or (folder.lock.is_file() and not is_held(folder.lock)):
-        return ""
-    return str(msgspec.json.decode(folder.server.read_bytes())["url"])
+        return {}
+    try:
+        told = msgspec.json.decode(folder.server.read_bytes())
+    except FileNotFoundError:  # it ended just now
+        return {}
+    return {name: str(told.get(name, "")) for name in ("url", "monitor")}
 
 
 def _import_work(load_work: Callable[[], Work]) -> Work:

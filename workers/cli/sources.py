@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from workers.cli.log_access import is_reachable, open_run
+from workers.cli.role import told_address
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus, Stored
@@ -66,14 +68,9 @@ class Source:
 
 def monitor_address(configuration: Configuration) -> str:
     """Where the server that `up` started on this machine tells of itself, empty if nobody knows."""
-    import msgspec
-
     from fleetbus.config.run_folder import run_folder
 
-    file = run_folder(configuration.run).server
-    if configuration.nats.url or not file.is_file():
-        return ""
-    return str(msgspec.json.decode(file.read_bytes()).get("monitor", ""))
+    return "" if configuration.nats.url else told_address(run_folder(configuration.run)).get("monitor", "")
 
 
 def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +92,13 @@ def nats_http_of(configuration: Configuration, given: str) -> str | None:
 
     known = checked_address(given) or monitor_address(configuration)
     return known if known or configuration.nats.url else None
+
+
+def asked_address(configuration: Configuration, given: str) -> Callable[[], str | None]:
+    """`nats_http_of` as of whenever it is called: a run that is resumed has a server with another address. Raises `UserError`
+    at once."""
+    nats_http_of(configuration, given)
+    return partial(nats_http_of, configuration, given)
 
 
 def is_recording(name: str | None) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from workers.cli.log_access import open_run, reach_options
+from workers.cli.log_access import driver_of, open_run, reach_options
 from workers.cli.options import SECONDS, load_settings
-from workers.cli.sources import nats_http_of, nats_http_option
+from workers.cli.sources import asked_address, nats_http_option
 from workers.exit_status import FINISHED, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http:
     stuck, and where; 2: bad input.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
-    address = nats_http_of(configuration, nats_http)
+    address = asked_address(configuration, nats_http)
     work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, nats_http=address)
     try:
         return anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
@@ -50,7 +50,7 @@ def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http:
 
 
 async def _watch(
-    configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: str | None
+    configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: Callable[[], str | None]
 ) -> int:
     from schemas import Subjects
     from workers.overview.follow import Watch
@@ -64,18 +64,18 @@ async def _watch(
     state = FleetState(configuration.learner.steps)
     async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
         with quiet():
-            watch = Watch(bus, Subjects(run), state)
+            watch = Watch(bus, Subjects(run), state, driver_of(configuration))
             tasks.start_soon(watch.run)
             if not once:  # a server that takes its time must not hold up the picture of the workers
                 tasks.start_soon(watch.look_at_server, nats_http)
 
             async def look() -> dict[str, Any]:
-                server = await look_at_server(bus, run, nats_http) if once else watch.server
+                server = await look_at_server(bus, run, nats_http()) if once else watch.server
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                is_behind = watch.is_behind(now)
+                is_behind, ending = watch.is_behind(now), watch.ending(now)
                 stalls = (
                     []
-                    if is_behind
+                    if is_behind or ending
                     else find_stalls(
                         state,
                         watch.health,
@@ -85,7 +85,8 @@ async def _watch(
                         stall_seconds=stall_seconds,
                     )
                 )
-                return {"is_behind": is_behind} | facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns)
+                shown = facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns, ending=ending)
+                return {"is_behind": is_behind} | shown
 
             result = await _show_once(look, as_json) if once else await _show(look, as_json)
         tasks.cancel_scope.cancel()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from fleetbus.metrics.names import Sample
 from schemas import GRADED
+from workers.overview.ending import Ending
 from workers.overview.follow import LogHealth
 from workers.overview.jetstream import ServerView
 from workers.overview.state import RECENT_EPISODES, FleetState
@@ -18,14 +19,22 @@ _STAGE = "seconds_"
 
 
 def collect(
-    state: FleetState, health: LogHealth, server: ServerView, stalls: Sequence[Stall], *, now: float, now_ns: int
+    state: FleetState,
+    health: LogHealth,
+    server: ServerView,
+    stalls: Sequence[Stall],
+    *,
+    now: float,
+    now_ns: int,
+    ending: Ending | None = None,
 ) -> list[Sample]:
-    """All samples as of now; what is unknown has none."""
+    """All samples as of now; what is unknown has none. ``ending`` is that of a run that is over."""
     return [
         *_progress(state, now_ns),
         *_step(state),
         *_episodes(state),
         *_workers(state, now),
+        *([Sample("fleetbus_over", 1.0, (ending.how,))] if ending is not None else []),
         *(Sample("fleetbus_stalled", 1.0, (where,)) for where in sorted({stall.where for stall in stalls})),
         *_log(health, server),
     ]

@@ -107,9 +107,11 @@ class Site:
         now = anyio.current_time()
         if now - self._overview[0] >= TICK_SECONDS / 2:
             state, health, bus = self._watch.state, self._watch.health, self._watch.bus
+            ending = self._watch.ending(now)
             usage = {name: getattr(health, name) for name in ("bytes", "limit_bytes", "last_sequence", "followed")}
             facts = {
                 "run": self._subjects.run,
+                "ending": ending,
                 "numbers": state.numbers(bus.now_ns()),
                 "workers": state.workers(now),
                 "log": usage
@@ -119,8 +121,8 @@ class Site:
                     "is_behind": self._watch.is_behind(now),
                 },
                 "server": self._watch.server,
-                "stalls": self._stalls(now, bus.now_ns()),
-                "notes": [] if self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
+                "stalls": [] if ending else self._stalls(now, bus.now_ns()),
+                "notes": [] if ending or self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
             }
             self._overview = (now, msgspec.json.encode(facts))
         return self._overview[1]

@@ -14,6 +14,7 @@ from schemas import Subjects
 from workers.assembly.model import model_folder
 from workers.monitor.app import Site
 from workers.monitor.words import load_words
+from workers.overview.ending import Driver
 from workers.overview.follow import Watch
 from workers.overview.state import FleetState
 from workers.serving.connections import Bounds, bounded
@@ -30,12 +31,14 @@ async def serve(
     bound: socket.socket,
     stop: anyio.Event,
     told: Callable[[str], None],
-    nats_http: str | None = None,
+    nats_http: Callable[[], str | None] = lambda: None,
+    driver: Driver | None = None,
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``told`` gets the address once it answers;
-    ``nats_http`` is where the NATS server tells of itself, as `workers.overview.nats_http` takes it."""
+    ``nats_http`` says where the NATS server tells of itself now, as `workers.overview.nats_http` takes it; ``driver`` is who
+    makes the run go on, as far as it is known."""
     subjects = Subjects(configuration.run.name)
-    watch = Watch(bus, subjects, FleetState(configuration.learner.steps))
+    watch = Watch(bus, subjects, FleetState(configuration.learner.steps), driver)
     words = await anyio.to_thread.run_sync(load_words, model_folder(configuration.run))
     hosts = ["localhost", "127.0.0.1", "[::1]"] if is_loopback(host) else None
     site = Site(watch, subjects, words, hosts=hosts, admission=configuration.nats.admission)

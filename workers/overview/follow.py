@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import anyio
 import structlog
@@ -11,6 +12,7 @@ from fleetbus.bus.base import Bus, Stored
 from fleetbus.errors import BusClosed, BusError
 from schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects, decode
 from schemas.message import decode_any
+from workers.overview.ending import Driver, Ending, judge_ending
 from workers.overview.jetstream import ServerView, look_at_server
 from workers.overview.progress import FOLLOWED
 from workers.overview.state import FleetState
@@ -18,6 +20,9 @@ from workers.overview.state import FleetState
 READ_TYPES: tuple[type[Message], ...] = (EpisodeRequested, *FOLLOWED)
 LOOK_SECONDS = 2.0
 BEHIND_SECONDS = 1.0
+ALIVE = ("working", "draining", "starting")
+"""Workers in these states may make a run go on."""
+
 FIRST_ENTRY_SECONDS = 10.0
 """In a log that has entries the first one comes within this, or none of them is of interest."""
 
@@ -51,14 +56,15 @@ class LogHealth:
 
 
 class Watch:
-    """One run, watched. ``changed`` is set, and replaced, when there is something new to show."""
+    """One run, watched. ``driver`` is what is known here of who makes it go on."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, state: FleetState) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, state: FleetState, driver: Driver | None = None) -> None:
         self._bus = bus
         self._subjects = subjects
         self.state = state
         self.health = LogHealth()
         self.server = ServerView()
+        self._driver = driver or Driver()
         self.bus = bus
         self._began = self._taken_at = -math.inf
         self._end: int | None = None
@@ -73,6 +79,22 @@ class Watch:
             patience = BEHIND_SECONDS if self.health.followed or not self._end else FIRST_ENTRY_SECONDS
             self._has_caught_up = self.health.followed >= self._end or now - max(self._taken_at, self._began) >= patience
         return not self._has_caught_up
+
+    def ending(self, now: float) -> Ending | None:
+        """How the run ended, None while it goes on or is not known well enough."""
+        state, progress = self.state, self.state.progress
+        if self.is_behind(now):
+            return None
+        return judge_ending(
+            state.last_words,
+            self._driver,
+            is_silent=bool(self.health.problem),
+            is_anybody_alive=any(row.state in ALIVE for row in state.workers(now)),
+            last_time_ns=state.last_time_ns,
+            step=progress.step,
+            steps=progress.steps,
+            now_ns=self._bus.now_ns(),
+        )
 
     async def run(self) -> None:
         """Until cancelled, or until the connection is gone for good."""
@@ -125,8 +147,9 @@ class Watch:
                 self.health.failed(str(error) or type(error).__name__, anyio.current_time())
             await anyio.sleep(LOOK_SECONDS)
 
-    async def look_at_server(self, nats_http: str | None) -> None:
-        """Keep ``server`` as of now, for ever: for those who want it whether they show it or not."""
+    async def look_at_server(self, nats_http: Callable[[], str | None]) -> None:
+        """Keep ``server`` as of now, for ever: for those who want it whether they show it or not. The address is asked for
+        every time: a server that is started again may have another."""
         while True:
-            self.server = await look_at_server(self._bus, self._subjects.run, nats_http)
+            self.server = await look_at_server(self._bus, self._subjects.run, nats_http())
             await anyio.sleep(LOOK_SECONDS)

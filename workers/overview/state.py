@@ -30,6 +30,7 @@ from schemas import (
     TrainingFinished,
     WorkerStarted,
 )
+from workers.overview.ending import LastWords
 from workers.overview.progress import Progress
 from workers.overview.roster import Roster, WorkerRow
 
@@ -87,6 +88,7 @@ class FleetState:
     def __init__(self, steps: int) -> None:
         self.progress = Progress(steps)
         self.roster = Roster()
+        self.last_words = LastWords()
         self.episodes = EpisodeIndex()
         self.trained_in: dict[str, int] = {}
         self.requested = 0
@@ -119,6 +121,7 @@ class FleetState:
         self.progress.apply(message, entry.time_ns)
         self.roster.happened(message, (now_ns - entry.time_ns) / 1e9, now)
         self.episodes.add(entry)
+        self.last_words.apply(message, entry.time_ns)
         match message:
             case AttemptStarted():
                 self._claimed.add(message.episode_id)

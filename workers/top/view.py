@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from workers.overview.ending import Ending
 from workers.overview.follow import LogHealth
 from workers.overview.jetstream import ServerView
 from workers.overview.roster import WorkerRow
@@ -34,13 +35,22 @@ _STYLES = {"silent": "bold red", "failed": "bold red", "stopped": "dim", "draini
 
 
 def facts(
-    state: FleetState, health: LogHealth, server: ServerView, stalls: Sequence[Stall], *, run: str, now: float, now_ns: int
+    state: FleetState,
+    health: LogHealth,
+    server: ServerView,
+    stalls: Sequence[Stall],
+    *,
+    run: str,
+    now: float,
+    now_ns: int,
+    ending: Ending | None = None,
 ) -> dict[str, Any]:
-    """Everything that is shown, as plain data: what ``--json`` prints."""
+    """Everything that is shown, as plain data: what ``--json`` prints. ``ending`` is that of a run that is over."""
     points = state.points()
     metrics = points[-1].metrics if points else {}
     return {
         "run": run,
+        "ending": ending,
         "numbers": state.numbers(now_ns),
         "step": metrics,
         "workers": state.workers(now),
@@ -53,7 +63,7 @@ def facts(
         },
         "server": server,
         "stalls": list(stalls),
-        "notes": find_notes(state, now_ns=now_ns),
+        "notes": [] if ending else find_notes(state, now_ns=now_ns),
     }
 
 
@@ -64,10 +74,14 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
 
     numbers, step = shown["numbers"], shown["step"]
     lines: list[RenderableType] = [_Row(_headline(shown), "bold"), _Row(_learning(numbers, step)), _Row(_episodes(numbers))]
-    lines += [_Row(_log(shown["log"], shown["server"]), _log_style(shown["log"]))]
-    lines += _server(shown["server"])
+    is_over = shown["ending"] is not None
+    lines += [_Row(_log(shown["log"], shown["server"], is_over), _log_style(shown["log"], is_over))]
+    if not (is_over and shown["log"]["problem"]):  # what was known of a server that is gone
+        lines += _server(shown["server"])
     if wrong := _errors(numbers):
         lines.append(_Row(wrong, "yellow"))
+    if is_over:
+        lines.append(Text(shown["ending"].line, style="bold"))
     lines += [Text(stall.line, style="bold red") for stall in shown["stalls"]]
     lines += [Text(note, style="green") for note in shown["notes"]]
     room = SHOWN_WORKERS
@@ -100,6 +114,8 @@ def _headline(shown: dict[str, Any]) -> list[str]:
     state = (
         "finished"
         if numbers["finished"]
+        else f"over, step {numbers['step']}"
+        if shown["ending"] is not None
         else f"step {numbers['step']}" + (f"/{numbers['steps']}" if numbers["steps"] > numbers["step"] else "")
     )
     rates = [f"{numbers['episodes_per_second']:.1f} episodes/s", f"{rounded(numbers['tokens_per_second'])} tokens/s"]
@@ -124,9 +140,9 @@ def _episodes(numbers: dict[str, Any]) -> list[str]:
     return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
 
 
-def _log(log: dict[str, Any], server: ServerView) -> list[str]:
+def _log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[str]:
     if log["problem"]:
-        return [f"log: {log['problem']}"]
+        return [f"log {size(log['bytes'])}", "not served any more"] if is_over else [f"log: {log['problem']}"]
     share = f" of {size(log['limit_bytes'])}" if log["limit_bytes"] else ""
     parts = [f"log {size(log['bytes'])}{share}", f"{log['entries_per_second']:.0f} entries/s"]
     if server.consumers:
@@ -136,9 +152,9 @@ def _log(log: dict[str, Any], server: ServerView) -> list[str]:
     return parts
 
 
-def _log_style(log: dict[str, Any]) -> str:
+def _log_style(log: dict[str, Any], is_over: bool) -> str:
     if log["problem"]:
-        return "bold red"
+        return "dim" if is_over else "bold red"
     return "yellow" if log["limit_bytes"] and log["bytes"] > FULL_SHARE * log["limit_bytes"] else ""
 
 

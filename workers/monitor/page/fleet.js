@@ -5,9 +5,12 @@ const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
 export function fleet(overview) {
-  const { numbers, workers, log, server, stalls, notes } = overview;
-  return [stuck(stalls), worthKnowing(notes), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers)), natsServer(server)].filter(Boolean);
+  const { numbers, workers, log, server, stalls, notes, ending } = overview;
+  return [over(ending), stuck(stalls), worthKnowing(notes), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
+
+/** Of a run that is over: since when, how it ended, how to go on. */
+const over = (ending) => ending ? el("section", { "aria-label": "Over" }, el("p", { class: "alarm", role: "status" }, ending.line)) : null;
 
 /** What holds the run, as the watchdog says it; nothing while it progresses. */
 const stuck = (stalls) => stalls.length ? el("section", { "aria-label": "Stuck" }, stalls.map((stall) => el("p", { class: "bad alarm", role: "alert" }, stall.line))) : null;
@@ -63,7 +66,7 @@ function outcomes(numbers) {
   return section("Outcomes", table("Episodes by outcome, by why they were not trained, by error", [["", (row) => row[0]], ["name", (row) => el("span", { class: row[3] }, row[1].replaceAll("_", " "))], ["episodes", (row) => number(row[2]), "number"]], rows));
 }
 
-function logHealth(log, numbers) {
+function logHealth(log, numbers, ending) {
   const share = log.limit_bytes ? log.bytes / log.limit_bytes : 0;
   const kind = share > 0.9 ? "bad" : share > 0.7 ? "warn" : "";
   const facts = [
@@ -76,7 +79,7 @@ function logHealth(log, numbers) {
     ["entries that are no messages", el("span", { class: numbers.malformed ? "bad" : "" }, number(numbers.malformed))],
     ["checkpoint at step", numbers.checkpoint || "–"],
   ];
-  return section("Log", log.problem ? el("p", { class: "bad", role: "alert" }, log.problem) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+  return section("Log", log.problem ? (ending ? el("p", { class: "empty" }, "not served any more") : el("p", { class: "bad", role: "alert" }, log.problem)) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
 }
 
 /** The server's consumers and connections: how much waits, and who does not read what it asked for. */
