@@ -245,17 +245,20 @@ def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
     assert summary.episodes_by_outcome == {"completed": 1, "timeout": 1}
 
 
-def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     book = Book()
     book.apply(LineageStarted(lineage="a", worker="w"))
     for message in (evaluated("start", 0.344), trained(80, excluded=("stale",) * 232), evaluated("end", 0.934, step=80)):
         book.apply(message)
     book.apply(evaluated("end_greedy", 1.0, step=80, temperature=0.0))
     book.apply(TrainingFinished(lineage="a", step=80, version=80))
-    lines = report_lines(summed(book), RunFolder(tmp_path), str)
+    lines = report_lines(summed(book), RunFolder(Path(".fleetbus/runs/r")), str)
     assert "34.4% → 93.4% sampled, 100.0% greedy" in lines[0] and "excluded: stale 232 · 12 s" in lines[1]
     assert "trains it further" in lines[-2] and "starts another" in lines[-1]
     assert all(len(line) <= 80 for line in lines)
+    for line in report_lines(summed(book), RunFolder(tmp_path / "mine" / "r"), str)[-2:]:
+        assert "--run-folder mine" in line, "what goes on must find the run again"
 
 
 def test_an_empty_log_makes_an_empty_summary_and_no_picture(tmp_path: Path) -> None:

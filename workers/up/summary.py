@@ -10,10 +10,11 @@ import msgspec
 
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.files import replace_file
+from workers.overview.ending import more_steps
+from workers.overview.going_on import up_command
 from workers.overview.wording import duration
 from workers.up.book import Summary
 
-FULL_LENGTH_STEPS = 50
 REPORT_WIDTH = 80
 
 
@@ -47,16 +48,16 @@ def finished_lines(summary: Summary, folder: RunFolder, shown: Callable[[Path], 
 def _where_and_how_on(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
     files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
     there = [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
-    return [*there, *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_ways_on(summary)))]
+    return [*there, *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_ways_on(summary, folder)))]
 
 
-def _ways_on(summary: Summary) -> list[str]:
+def _ways_on(summary: Summary, folder: RunFolder) -> list[str]:
     """The commands that a person may want next."""
-    name = "" if summary.run == "default" else f" --run {summary.run}"
+    again, runs = up_command(summary.run, folder.path.parent), folder.path.parent
     if not summary.finished:
-        return [f"`fleetbus up{name}` resumes it"]
-    more = summary.optimizer_steps + max(summary.optimizer_steps, FULL_LENGTH_STEPS)
-    return [f"`fleetbus up{name} --steps {more}` trains it further", "`fleetbus up --run NAME` starts another"]
+        return [f"`{again}` resumes it"]
+    further = f"`{again} --steps {more_steps(summary.optimizer_steps)}` trains it further"
+    return [further, f"`{up_command('NAME', runs)}` starts another"]
 
 
 def _success_change(summary: Summary) -> str:
