@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.keys import public_key
 from fleetbus.auth.permissions import NARROW_READERS, user_of
 from fleetbus.errors import UserError
 
@@ -31,7 +32,7 @@ def access_for(role: str, folder: str) -> Access:
             raise UserError(f"no {what} at {file}: --nats-auth takes a folder that `fleetbus auth init` wrote")
     try:
         context = ssl.create_default_context(cafile=files.authority)
-        key.open("rb").close()
+        public_key(key)
     except ssl.SSLError as error:
         raise UserError(f"{files.authority} holds no certificate") from error
     except OSError as error:

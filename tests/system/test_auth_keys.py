@@ -145,3 +145,19 @@ def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path:
     check("safe")
     AuthFolder(Path(auth)).server_config.write_text("# one's own\n")
     check("third")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+async def test_a_key_that_was_cut_is_one_line_that_says_what_to_do(content: bytes, tmp_path: Path, secured: Secured) -> None:
+    folder, plans = AuthFolder(tmp_path / "auth"), [plan_run(TRUST, lanes=1)]
+    write_folder(folder, plans, hosts=["localhost"], days=1)
+    folder.key("monitor").write_bytes(content)
+    with pytest.raises(UserError, match=r"monitor\.nk holds no nkey seed: remove it") as caught:
+        write_folder(folder, plans, hosts=["localhost"], days=1)
+    assert content.decode() not in str(caught.value) or not content
+    folder.authority.write_bytes(AuthFolder(secured.folder).authority.read_bytes())
+    with pytest.raises(UserError, match="key"):
+        async with connect(secured.server.url, run=TRUST, **access_for("monitor", str(folder.path))):
+            raise AssertionError
+    folder.key("monitor").unlink()
+    assert write_folder(folder, plans, hosts=["localhost"], days=1).keys == ("monitor",)
