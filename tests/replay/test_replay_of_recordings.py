@@ -230,10 +230,12 @@ def weights_of(recording: Recording) -> list[str]:
             return manifest
 
     async def run(folder: Path) -> Report:
-        trainer = Watched(MODEL, settings=trainer_settings(configuration))
+        def make() -> Watched:
+            return Watched(MODEL, settings=trainer_settings(configuration))
+
         with quiet():
             return await replay_learner(
-                recording, trainer, configuration=configuration, folder=folder, ignored=frozenset(OTHER_MACHINE)
+                recording, make, configuration=configuration, folder=folder, ignored=frozenset(OTHER_MACHINE)
             )
 
     with tempfile.TemporaryDirectory() as place:

@@ -168,11 +168,11 @@ def _tell_of_tokens(report: Report, scoring: ScoringSampler | None) -> None:
 async def _learner(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
     from workers.replay.learner import replay_learner
 
-    trainer = None if replay.until == "batches" else await anyio.to_thread.run_sync(_trainer, configuration, replay)
+    make_trainer = None if replay.until == "batches" else partial(_trainer, configuration, replay)
     with tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
         return await replay_learner(
             recording,
-            trainer,
+            make_trainer,
             configuration=configuration,
             folder=Path(place),
             speed=replay.speed,

@@ -1,35 +1,40 @@
 """Replay of the learner role: recorded episodes to the same requests, batches, metrics and, on a CPU, the same weights.
 
 Without a trainer it goes as far as the batches: `workers.replay.untrained` stands in for training. Tasks come from the recorded
-requests; results are fed and messages compared by `workers.replay.learner_director`.
+requests; results are fed and messages compared by `workers.replay.learner_director`. Of a run whose learner was replaced or
+started again, each lineage is replayed in turn, on what `workers.replay.inheritance` finds for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from fleetbus.bus.base import Bus
+from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, WeightsSettings
 from fleetbus.ports import Ports
 from fleetbus.recording import Recording
 from workers.learner.base import Trainer
 from workers.learner.curriculum import Curriculum
 from workers.learner.worker import run_learner
-from workers.replay.learner_book import first_lineage
+from workers.replay.inheritance import Inheritance
+from workers.replay.learner_book import Lineage, read_lineages
 from workers.replay.learner_director import LearnerDirector
 from workers.replay.report import TRAINING, Report
-from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, perform, staged
+from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.told import RecordedTasks, check_images, read_told
 from workers.replay.untrained import RecordedTrainer
 
 
 async def replay_learner(
     recording: Recording,
-    trainer: Trainer | None,
+    make_trainer: Callable[[], Trainer] | None,
     *,
     configuration: Configuration,
     folder: Path,
@@ -37,50 +42,84 @@ async def replay_learner(
     ignored: frozenset[str] = frozenset(),
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Report:
-    """Train the recorded episodes again with a fresh ``trainer`` and compare everything the learner publishes. Without a
-    trainer the replay ends at the batches, and what training computes is taken from the recording.
+    """Train the recorded episodes again, each lineage with a fresh trainer (made in a thread), and compare everything that
+    learners publish. Without trainers the replay ends at the batches, and what training computes is taken from the recording.
 
-    Weights and checkpoints are written below ``folder``. Of a run whose learner was replaced, the first lineage is replayed.
-    Raises `UserError` when the recording does not hold the beginning of the training.
+    Weights and checkpoints are written below ``folder``. Lineages after a difference, or whose checkpoint was not made again,
+    are left out and named. Raises `UserError` when the recording does not hold the beginning of the training.
     """
     report = Report(role="learner", recorded_seconds=recording.seconds)
-    expected = first_lineage(recording)
+    lineages = read_lineages(recording)
     stories = read_told(recording)
     check_images(recording, stories.values())
     run = msgspec.structs.replace(configuration.run, folder=str(folder))
     configuration = msgspec.structs.replace(configuration, run=run)
-    if trainer is None:  # differences to weights that nobody has cannot be made
+    if make_trainer is None:  # differences to weights that nobody has cannot be made
         ignored |= {"PolicyPublished.size_bytes"} if configuration.weights.full_every > 1 else set()
         configuration = msgspec.structs.replace(configuration, weights=WeightsSettings())
-    async with staged(recording, configuration, pools=(run.pool,), policies=(run.policy,)) as stage:
-        director = LearnerDirector(stage, expected, stories, report, Pace(recording, speed), ignored, patience_seconds)
-        training = trainer or director.untrained(masked=configuration.algorithm.overlong == "mask")
-        for files in ("weights", "checkpoints"):
-            await anyio.Path(folder / run.name / files).mkdir(parents=True, exist_ok=True)
-
-        async def work(bus: Bus, drain: anyio.Event) -> None:
-            await run_learner(
-                bus,
-                configuration=configuration,
-                name=WORKER,
-                drain=drain,
-                trainer=training,
-                curriculum=cast(Curriculum, RecordedTasks(stories.values())),
-                ports=Ports(offload=director.offload),
-            )
-
-        await perform(stage, work, director.direct)
-    if trainer is not None:
-        report.checked = "checked: requests, groups, advantages, batches, evaluations, lineage, and what training makes of them"
-        report.measured = {TRAINING: director.seconds.get("train", 0.0)}
-    if isinstance(training, RecordedTrainer):
-        _tell_of_batches(report, training)
+    files = run_folder(configuration.run)
+    for place in (files.weights, files.checkpoints):
+        await anyio.Path(place).mkdir(parents=True, exist_ok=True)
+    tasks = RecordedTasks(stories.values())
+    pace, reason = Pace(recording, speed), ""
+    for lineage in lineages:
+        inheritance = Inheritance(recording, lineages, lineage, stories, files.checkpoints)
+        reason = reason or inheritance.missing
+        if reason:
+            _leave_out(report, lineage, reason)
+            continue
+        own = _steps_of(configuration, lineage)
+        async with staged(recording, own, pools=(own.run.pool,), policies=(own.run.policy,)) as stage:
+            inherited = inheritance.lay(stage)
+            director = LearnerDirector(stage, lineage, stories, report, pace, ignored, patience_seconds, inherited=inherited)
+            if make_trainer is not None:
+                trainer = await anyio.to_thread.run_sync(make_trainer)
+            else:
+                trainer = director.untrained(masked=own.algorithm.overlong == "mask")
+            await _perform(stage, director, trainer, tasks)
+        _tell(report, director, trainer)
+        if report.differences:
+            reason = f"lineage {lineage.name} differs, and it stands on that"
+    if len(lineages) > 1:
+        report.notes["lineages in the recording, each begun where it began"] += len(lineages)
     return report
 
 
-def _tell_of_batches(report: Report, training: RecordedTrainer) -> None:
-    report.checked = (
-        "checked: requests, groups, advantages, batches, evaluations, lineage; not checked: loss, gradients, weights (--until)"
-    )
-    report.notes["training sequences that are the recorded ones, token by token"] += training.sequences
-    report.notes["sampled tokens in them"] += training.tokens
+async def _perform(stage: Stage, director: LearnerDirector, trainer: Trainer, tasks: RecordedTasks) -> None:
+    async def work(bus: Bus, drain: anyio.Event) -> None:
+        await run_learner(
+            bus,
+            configuration=stage.configuration,
+            name=WORKER,
+            drain=drain,
+            trainer=trainer,
+            curriculum=cast(Curriculum, tasks),
+            ports=Ports(offload=director.offload),
+        )
+
+    await perform(stage, work, director.direct)
+
+
+def _steps_of(configuration: Configuration, lineage: Lineage) -> Configuration:
+    """A run that ended may have been told to go on: the recorded configuration is that of its last start."""
+    steps = lineage.last_step if lineage.is_whole else configuration.learner.steps
+    return msgspec.structs.replace(configuration, learner=msgspec.structs.replace(configuration.learner, steps=steps))
+
+
+def _leave_out(report: Report, lineage: Lineage, reason: str) -> None:
+    steps = lineage.last_step - lineage.start
+    if steps:
+        report.skipped[f"steps of lineage {lineage.name}, {lineage.start + 1} to {lineage.last_step}: {reason}"] = steps
+    else:
+        report.skipped[f"messages of lineage {lineage.name}, which trained nothing: {reason}"] = len(lineage.published)
+
+
+def _tell(report: Report, director: LearnerDirector, trainer: Trainer) -> None:
+    shown = "checked: requests, groups, advantages, batches, evaluations, lineage"
+    if isinstance(trainer, RecordedTrainer):
+        report.checked = f"{shown}; not checked: loss, gradients, weights (--until)"
+        report.notes["training sequences that are the recorded ones, token by token"] += trainer.sequences
+        report.notes["sampled tokens in them"] += trainer.tokens
+    else:
+        report.checked = f"{shown}, and what training makes of them"
+        report.measured[TRAINING] = report.measured.get(TRAINING, 0.0) + director.seconds.get("train", 0.0)

@@ -6,18 +6,19 @@ groups that are complete are those that were complete when the recorded batch wa
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import msgspec
 
 from fleetbus.bus.base import Stored
 from fleetbus.episodes import decoded
 from fleetbus.ports import run_in_thread
 from schemas import Action, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
 from workers.replay.compare import first_difference
-from workers.replay.learner_book import COMPARED, Key, consumed_by, key_of
+from workers.replay.learner_book import COMPARED, Key, Lineage, consumed_by, key_of
 from workers.replay.report import Difference, Report
 from workers.replay.stage import Pace, Stage
 from workers.replay.told import Told
@@ -25,38 +26,52 @@ from workers.replay.untrained import RecordedTrainer, Trained, WrongBatch
 from workers.weights.manifests import with_manifest
 
 ADMISSION_SECONDS = 5.0
-"""Longest that training waits for requests that were recorded before it ended."""
+"""Longest wait for requests: of training for those that were recorded before it ended, and for those that may not come."""
 
 
 class LearnerDirector:
-    """Feeds results and compares what the learner publishes, until all of it came or something differs."""
+    """Feeds results and compares what the learner of one lineage publishes, until all of it came or something differs.
+
+    ``inherited`` are episodes that learners before asked for, and that are this one's now.
+    """
 
     def __init__(
         self,
         stage: Stage,
-        expected: dict[Key, tuple[Stored, Message]],
+        lineage: Lineage,
         stories: dict[str, Told],
         report: Report,
         pace: Pace,
         ignored: frozenset[str],
         patience_seconds: float,
+        *,
+        inherited: Sequence[Told] = (),
     ) -> None:
         self._stage = stage
-        self._expected = expected
+        self._lineage = lineage
+        self._inherited = inherited
+        self._expected = expected = dict(lineage.published)
+        self._beyond = _undecided(lineage)
+        self._start = stage.next_sequence
         self._stories = stories
         self._report = report
         self._pace = pace
         self._ignored = ignored
         self._patience_seconds = patience_seconds
-        self._is_whole = any(isinstance(message, TrainingFinished) for _, message in expected.values())
-        steps = [message for _, message in expected.values() if isinstance(message, StepTrained)]
-        self._last_step = max((step.step for step in steps), default=0)
+        steps = lineage.steps
+        self._last_step = lineage.last_step
         self._consumed = consumed_by(steps)
-        self._step = 1
-        self._ready: dict[int, list[Told]] = {}
+        self._step = lineage.start + 1
+        self._ready: defaultdict[int, list[Told]] = defaultdict(list)
+        self._trained_in = defaultdict(frozenset[str], {step.step: frozenset(step.episodes) for step in steps})
+        self._unasked: defaultdict[int, set[str]] = defaultdict(set)
+        for _, message in expected.values():
+            if isinstance(message, EpisodeRequested) and message.episode_id in self._consumed:
+                self._unasked[self._consumed[message.episode_id]].add(message.episode_id)
         self._steps = {step.step: self._place(step) for step in steps}
         self._due = deque(key for key, (_, message) in expected.items() if isinstance(message, EpisodeRequested))
-        self._training = self._computing = 0
+        self._training = lineage.start
+        self._computing = 0
         self.seconds: dict[str, float] = {}
         """What blocking work took, by the name of its function."""
         self._asked = anyio.Event()
@@ -71,7 +86,7 @@ class LearnerDirector:
         if name == "train":
             self._training += 1
             await self._asked_before(self._steps.get(self._training, 0))
-            if self._step >= self._last_step:
+            if self._step >= self._last_step and self._lineage.is_whole:
                 await self._feed_all(self._last_step + 1)
         began = anyio.current_time()
         self._computing += 1
@@ -95,11 +110,19 @@ class LearnerDirector:
                     return
 
     async def direct(self) -> None:
-        with self._stage.published("task", "train", "policy", types=COMPARED) as published:
+        with self._stage.published("task", "train", "policy", types=COMPARED, start=self._start) as published:
+            for story in self._inherited:
+                self._ready[self._consumed.get(story.request.episode_id, self._last_step + 1)].append(story)
+            await self._feed_all(self._step)
             while self._expected and not self._report.differences:
-                received = await published.receive(self._patience_seconds)
+                owed = len(self._expected) > len(self._beyond)
+                received = await published.receive(self._patience_seconds if owed else ADMISSION_SECONDS)
                 if received is not None:
                     await self._heard(*received)
+                elif not owed:
+                    reason = f"requests of lineage {self._lineage.name} in a step whose end was not recorded"
+                    self._report.skipped[reason] += len(self._beyond)
+                    return
                 elif not self._computing:  # a step of a large model takes its time
                     self._give_up()
                     return
@@ -108,14 +131,15 @@ class LearnerDirector:
         key = key_of(entry.subject, message)
         recorded = self._expected.pop(key, None)
         if recorded is None:
-            if self._is_whole:
+            if self._lineage.is_whole:
                 self._differ(key, 0, "type", "(nothing)", type(message).__name__)
             else:
-                self._report.skipped["messages beyond the end of the recording"] += 1
+                self._report.skipped[f"messages beyond the recorded end of lineage {self._lineage.name}"] += 1
             return
+        self._beyond.discard(key)
         self._stage.positions.note(recorded[0].sequence, entry.sequence)
         self._report.compared[type(message).__name__] += 1
-        found = first_difference(recorded[1], message, ignored=self._ignored)
+        found = first_difference(_in_order(recorded[1]), _in_order(message), ignored=self._ignored)
         if found is not None:
             self._differ(key, recorded[0].sequence, *found)
         elif isinstance(message, EpisodeRequested):
@@ -130,15 +154,33 @@ class LearnerDirector:
         self._asked.set()
         if request.split == "eval":
             await self._feed(story)
-            return
-        step = self._consumed.get(request.episode_id, self._last_step + 1)
-        if step <= self._step:
-            await self._feed(story)
         else:
-            self._ready.setdefault(step, []).append(story)
+            await self._due_in_its_step(story)
+
+    async def _due_in_its_step(self, story: Told) -> None:
+        step = self._consumed.get(story.request.episode_id, self._last_step + 1)
+        self._unasked[step].discard(story.request.episode_id)
+        self._ready[step].append(story)
+        if step <= self._step and not (self._unasked[step] and self._trains(step, story)):
+            await self._feed_all(step)
+
+    def _trains(self, step: int, story: Told) -> bool:
+        return story.request.episode_id in self._trained_in[step]
 
     async def _feed_all(self, step: int) -> None:
-        for story in self._ready.pop(step, []):
+        """Results of a step; none of one whose end was not recorded, as nobody knows what it took.
+
+        What the step excluded comes first: a batch is taken as soon as its last group is complete, so those that it trained
+        wait until all that it consumed is asked for.
+        """
+        if step > self._last_step and not self._lineage.is_whole:
+            return
+        ready = sorted(self._ready.pop(step, []), key=lambda story: story.result_entry.sequence if story.result_entry else 0)
+        ready.sort(key=lambda story: self._trains(step, story))
+        for number, story in enumerate(ready):
+            if self._trains(step, story) and self._unasked[step]:
+                self._ready[step] = ready[number:]
+                return
             await self._feed(story)
 
     async def _feed(self, story: Told) -> None:
@@ -161,14 +203,15 @@ class LearnerDirector:
             self._differ(name, sequence, found.field, found.recorded, found.replayed)
 
         return RecordedTrainer(
+            self._lineage.start,
             {message.step: message for message in messages if isinstance(message, StepTrained)},
             {each.version: with_manifest(each, self._stage.objects) for each in messages if isinstance(each, PolicyPublished)},
-            episode=self._trained,
+            episode=self._recorded,
             wrong=wrong,
             overlong_masked=masked,
         )
 
-    def _trained(self, episode_id: str) -> Trained | None:
+    def _recorded(self, episode_id: str) -> Trained | None:
         told = self._stories.get(episode_id)
         if told is None or told.result is None:
             return None
@@ -179,7 +222,9 @@ class LearnerDirector:
         return told.result_entry.sequence if told is not None and told.result_entry is not None else 0
 
     def _differ(self, key: Key, sequence: int, field: str, recorded: str, replayed: str) -> None:
-        after = f"after {self._report.compared['StepTrained']} steps that were compared"
+        context = [f"after {self._report.compared['StepTrained']} steps that were compared"]
+        if self._lineage.started.parent:
+            context.append(f"lineage {self._lineage.name}, from step {self._lineage.start} on")
         self._report.differences.append(
             Difference(
                 message=" ".join(key),
@@ -187,7 +232,7 @@ class LearnerDirector:
                 recorded=recorded,
                 replayed=replayed,
                 sequence=sequence,
-                context=(after,),
+                context=tuple(context),
             )
         )
 
@@ -195,3 +240,23 @@ class LearnerDirector:
         key, (entry, message) = min(self._expected.items(), key=lambda each: each[1][0].sequence)
         silence = f"nothing within {self._patience_seconds:g} s"
         self._differ(key, entry.sequence, "type", type(message).__name__, silence)
+
+
+def _in_order(message: Message) -> Message:
+    """What a step excluded, by name: in which order follows from the moments at which a learner looked."""
+    if isinstance(message, StepTrained | TrainingFinished):
+        return msgspec.structs.replace(message, excluded=tuple(sorted(message.excluded, key=lambda each: each.episode_id)))
+    return message
+
+
+def _undecided(lineage: Lineage) -> set[Key]:
+    """Requests after the last recorded step of a lineage that was cut: some follow from what the step after it took, which
+    nobody knows."""
+    if lineage.is_whole:
+        return set()
+    last = max((entry.sequence for entry, message in lineage.published.values() if isinstance(message, StepTrained)), default=0)
+    return {
+        key
+        for key, (entry, message) in lineage.published.items()
+        if isinstance(message, EpisodeRequested) and entry.sequence > last
+    }

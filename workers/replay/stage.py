@@ -92,13 +92,13 @@ class Published:
     """
 
     def __init__(
-        self, stream: MemoryStream, subjects: Subjects, kinds: tuple[str, ...], types: tuple[type[Message], ...]
+        self, stream: MemoryStream, subjects: Subjects, kinds: tuple[str, ...], types: tuple[type[Message], ...], start: int
     ) -> None:
         self._stream = stream
         self._beginnings = tuple(f"{subjects.log.removesuffix('>')}{kind}." for kind in kinds)
         self._types = types
         self._decoded = (*types, *BESIDE) if "episode" in kinds else types
-        self._next = 1
+        self._next = start
         self._wake = anyio.Event()
 
     async def receive(self, patience_seconds: float) -> tuple[Stored, Message] | None:
@@ -162,15 +162,20 @@ class Stage:
         self.positions.note(recorded.sequence, sequence)
         return sequence
 
+    @property
+    def next_sequence(self) -> int:
+        """Position of what is stored next."""
+        return self._log.last_sequence + 1
+
     def last_sequence_on(self, subject: str) -> int:
         """Position of the newest entry on that subject, 0 if there is none."""
         last = self._log.last(subject)
         return last.sequence if last is not None else 0
 
     @contextmanager
-    def published(self, *kinds: str, types: tuple[type[Message], ...]) -> Iterator[Published]:
-        """Messages of these types as they come into the log on subjects of these kinds."""
-        published = Published(self._log, self.subjects, kinds, types)
+    def published(self, *kinds: str, types: tuple[type[Message], ...], start: int = 1) -> Iterator[Published]:
+        """Messages of these types as they come into the log on subjects of these kinds, from position ``start`` on."""
+        published = Published(self._log, self.subjects, kinds, types, start)
         self._log.on_stored[published] = published.on_stored
         try:
             yield published

@@ -37,11 +37,12 @@ class WrongBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedTrainer:
-    """`Trainer` of a recorded run. ``steps`` and ``versions`` by number; ``episode`` finds what was recorded of one;
-    ``wrong`` is told of batches that hold something else. ``sequences`` counts those that were compared."""
+    """`Trainer` of a recorded lineage that began at step ``start``. ``steps`` and ``versions`` by number; ``episode`` finds
+    what was recorded of one; ``wrong`` is told of batches that hold something else. ``sequences`` counts those compared."""
 
     def __init__(
         self,
+        start: int,
         steps: Mapping[int, StepTrained],
         versions: Mapping[int, PolicyPublished],
         *,
@@ -54,7 +55,7 @@ class RecordedTrainer:
         self._episode = episode
         self._wrong = wrong
         self._overlong_masked = overlong_masked
-        self._step = 0
+        self._step = start
         self.sequences = 0
         self.tokens = 0
 
