@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from fleetbus.bus.base import Stored
 from fleetbus.core import advantages
 from fleetbus.recording import Recording, load_recording
-from schemas import ChatMessage, Task
+from schemas import ChatMessage, PolicyPublished, Task, decode, encode
 from workers.environment.base import Start, Step
 from workers.replay import Report
 from workers.replay.ground import replay_now
@@ -170,6 +171,28 @@ def test_turns_of_a_version_that_is_gone_are_left_out_and_later_versions_are_com
     report.check()
     assert 0 < report.compared["Action"] < 66
     assert report.compared["Action"] + report.skipped["actions whose version is not at hand"] == 66
+
+
+def test_weights_that_are_gone_are_named_once_and_the_report_says_how_to_record_them(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    recording = load_recording(GUESSING)
+    recording.entries = [published_in(tmp_path, entry) for entry in recording.entries]
+    recording.files = {name: content for name, content in recording.files.items() if "v000003" in name}
+    report = replay_now(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
+    report.check()
+    gone = next(line for line in report.lines() if "versions without weights" in line)
+    assert gone.count("v000000.safetensors") == 1 and "3 versions" in gone
+    advice = "to compare all of them: fleetbus up --learner-keep-weights 4 (or more), then fleetbus record RUN --weights"
+    assert report.advice == advice and advice in "\n".join(report.lines())
+
+
+def published_in(folder: Path, entry: Stored) -> Stored:
+    """The same entry, with weights said to lie in another folder."""
+    if entry.subject.split(".")[2] != "policy" or b"PolicyPublished" not in entry.payload:
+        return entry
+    published = decode(PolicyPublished, entry.payload)
+    uri = (folder / published.uri.rpartition("/")[2]).as_uri()
+    return msgspec.structs.replace(entry, payload=encode(msgspec.structs.replace(published, uri=uri)))
 
 
 def test_the_learner_replays_as_recorded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from fleetbus.errors import UserError
 from fleetbus.recording import load_recording
 from workers.environment.verifier import Verifier, VerifierLimits
 from workers.replay import Replay, Report, replay_recording
-from workers.replay.report import Difference
+from workers.replay.report import UNLOADED, Difference
 from workers.replay.shards import jobs_for, merge, share_of
 from workers.replay.verifying import RepeatingVerifier
 
@@ -117,6 +118,14 @@ def test_differences_of_all_shares_stand_in_the_order_of_the_log() -> None:
     merged = merge([report(7, 3), report(), report(5, 2)])
     assert [each.sequence for each in merged.differences] == [2, 3, 5, 7]
     assert merged.first is not None and merged.first.sequence == 2
+
+
+def test_versions_that_every_process_tried_to_load_are_counted_once() -> None:
+    def report() -> Report:
+        return Report(role="inference", advice="keep", skipped=Counter({f"{UNLOADED} (gone)": 9, "failed actions (E)": 2}))
+
+    merged = merge([report(), report(), report()])
+    assert merged.skipped == {f"{UNLOADED} (gone)": 9, "failed actions (E)": 6} and merged.advice == "keep"
 
 
 class Rows:

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import anyio
 import msgspec
@@ -29,7 +30,7 @@ from workers.inference.base import Images, Sampler, Template
 from workers.inference.worker import run_inference
 from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
 from workers.replay.expected import Expected, Scorer, expected_turns
-from workers.replay.report import Difference, Report
+from workers.replay.report import UNLOADED, Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Asked, Story, read_stories
 from workers.replay.wrapped_sampler import WatchedSampler
@@ -109,6 +110,7 @@ class _Director:
         self._stopped: set[str] = set()
         self._due: dict[int, list[tuple[int, Story]]] = {}
         self._unloadable = ""
+        self._gone = False
 
     async def direct(
         self, versions: list[tuple[Stored, PolicyPublished]], stories: list[Story], weights: dict[str, Path]
@@ -122,6 +124,11 @@ class _Director:
                 if await self._load(entry, published, weights):
                     await self._play_version(published.version)
             left = sum(len(story.turns) - self._next.get(story.episode_id, 0) for story in stories)
+            if self._gone:
+                self._report.advice = (
+                    f"to compare all of them: fleetbus up --learner-keep-weights {max(len(versions), 2)} (or more), "
+                    "then fleetbus record RUN --weights"
+                )
             if left:
                 self._report.skipped["actions whose version is not at hand, or after one that differs"] += left
             group.cancel_scope.cancel()
@@ -139,7 +146,8 @@ class _Director:
         with anyio.fail_after(self._patience_seconds):
             await self._sampler.settled()
         if self._sampler.rejected:
-            self._unloadable = self._unloadable or f"versions without weights (the first: {self._sampler.rejected})"
+            self._gone |= not _path(published.uri).is_file()
+            self._unloadable = self._unloadable or f"{UNLOADED} (the first: {_once(self._sampler.rejected, published.uri)})"
             self._report.skipped[self._unloadable] += 1
             return False
         return True
@@ -275,6 +283,16 @@ class _Director:
             episode_id=story.episode_id,
             context=(f"sampled by version {versions}", f"recorded text: {asked.action.text[:200]!r}", *shown),
         )
+
+
+def _path(uri: str) -> Path:
+    return Path(unquote(urlsplit(uri).path))
+
+
+def _once(rejected: str, uri: str) -> str:
+    """Why a file was rejected; reasons of the operating system end with its path, which stands at the beginning already."""
+    path = _path(uri)
+    return rejected.removesuffix(f": {path}").removesuffix(f": '{path}'")
 
 
 def _published(recording: Recording, policy: str) -> Iterable[tuple[Stored, PolicyPublished]]:

@@ -12,6 +12,9 @@ FORWARD, SCORING = "in bare forward passes", "in scoring, forward passes include
 TRAINING = "in training itself"
 """Parts of a replay's work, as `Report.measured` names them."""
 
+UNLOADED = "versions without weights"
+"""How the reason for what was skipped begins that every process of a shared replay finds, and counts alike."""
+
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One field that a worker published differently. ``message`` names the message, ``field`` the path in it, ``sequence``
@@ -36,7 +39,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, kw_only=True):
     """A replay of one role. ``compared`` counts messages by type, ``skipped`` what could not be replayed, by reason, ``notes``
     what else is worth knowing; ``measured`` are seconds of parts of the work, added up over the ``jobs`` processes that shared
-    it; ``checked`` says how far the check goes, where there are several ways; ``torn`` what the recording lacks at its end.
+    it; ``checked`` says how far the check goes, where there are several ways; ``advice`` how to record so that more can be
+    compared; ``torn`` what the recording lacks at its end.
     ``recorded_seconds`` is the time that the recording spans, ``seconds`` what the replay took."""
 
     role: str
@@ -46,6 +50,7 @@ class Report(msgspec.Struct, kw_only=True):
     measured: dict[str, float] = msgspec.field(default_factory=dict)
     differences: list[Difference] = msgspec.field(default_factory=list)
     checked: str = ""
+    advice: str = ""
     torn: str = ""
     jobs: int = 1
     recorded_seconds: float = 0.0
@@ -71,6 +76,7 @@ class Report(msgspec.Struct, kw_only=True):
         shown += [f"  {count:,} {note}" for note, count in sorted(self.notes.items())]
         shown += [f"  {seconds:.1f} s {what}" for what, seconds in sorted(self.measured.items())]
         shown += [f"  not replayed: {count:,} {reason}" for reason, count in sorted(self.skipped.items())]
+        shown += [f"  {self.advice}"] if self.advice else []
         if self.first is not None:
             others = len(self.differences) - 1
             shown += self.first.lines() + ([f"and {others} more that differ"] if others else [])

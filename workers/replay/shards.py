@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from fleetbus.errors import UserError
 from fleetbus.recording import Recording, RecordingReader, read_header
 from workers.replay.adapters import Replay, replay_here
 from workers.replay.quiet import collecting_seldom
-from workers.replay.report import Report
+from workers.replay.report import UNLOADED, Report
 
 WORTH_SHARING_BYTES = 1 << 20
 """A smaller file is replayed by one process: others would take longer to start than they save."""
@@ -80,13 +81,21 @@ def merge(reports: list[Report]) -> Report:
     merged = msgspec.structs.replace(first, differences=list(first.differences), measured=dict(first.measured))
     for report in others:
         merged.compared += report.compared
-        merged.skipped += report.skipped
+        merged.skipped = _skipped(merged.skipped, report.skipped)
         merged.notes += report.notes
         merged.measured |= {what: merged.measured.get(what, 0.0) + seconds for what, seconds in report.measured.items()}
         merged.differences += report.differences
     merged.differences.sort(key=lambda each: (each.sequence, each.episode_id))
     merged.jobs = len(reports)
     return merged
+
+
+def _skipped(one: Counter[str], other: Counter[str]) -> Counter[str]:
+    """What both left out. Versions belong to no share: each process tries to load all of them."""
+    either = one | other
+    return Counter(
+        {reason: either[reason] if reason.startswith(UNLOADED) else one[reason] + other[reason] for reason in either}
+    )
 
 
 def _report(answer: Report | UserError) -> Report:
