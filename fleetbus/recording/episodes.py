@@ -8,7 +8,7 @@ import msgspec
 
 from fleetbus.bus.base import Stored
 from fleetbus.core.history import Turn, fold_history
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decoded, episode_entry
 from schemas import (
     Action,
     AttemptReleased,
@@ -76,12 +76,11 @@ class EpisodeIndex:
 
     def _happened(self, entry: Stored) -> None:
         row = self._row(entry.subject.rpartition(".")[2], entry)
-        claims = decoded(AttemptStarted, [entry], beside=(AttemptReleased, EpisodeFinished))
-        if claims:
-            row.attempts, row.worker = claims[0][1].attempt, claims[0][1].worker
-        for _, result in decoded(EpisodeFinished, [entry], beside=(AttemptReleased, AttemptStarted)):
-            if not row.outcome:
-                self._finished(row, entry, result)
+        message = episode_entry(entry)
+        if isinstance(message, AttemptStarted):
+            row.attempts, row.worker = message.attempt, message.worker
+        elif isinstance(message, EpisodeFinished) and not row.outcome:
+            self._finished(row, entry, message)
 
     def _finished(self, row: EpisodeRow, entry: Stored, result: EpisodeFinished) -> None:
         for field in ("group_id", "split", "task_key", "env", "outcome", "error_class", "error", "reward", "turns", "tokens"):

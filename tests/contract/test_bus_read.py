@@ -109,6 +109,21 @@ async def test_a_scan_ends_although_the_last_entries_do_not_match(world: Any) ->
             assert [entry async for entry in bus.scan([s.log], start=7)] == []
 
 
+async def test_a_scan_by_several_filters_is_in_the_order_of_the_log_with_each_entry_once(world: Any) -> None:
+    s = world.subjects
+    wanted = [s.episode("a"), s.action("e0", "a"), s.episode("b")]
+    async with world.ready() as bus:
+        await fill(bus, [s.episode("a"), s.task("p", "a"), s.action("e0", "a"), s.episode("b")], 2400)
+        with anyio.fail_after(50):
+            entries = [entry async for entry in bus.scan([s.actions(), s.episodes, s.train("*")], start=5)]
+            async for _ in bus.scan([s.episodes, s.actions()]):
+                break  # who has enough leaves early
+            assert [entry async for entry in bus.scan([s.train("*"), s.policy("*")])] == []
+    sequences = [entry.sequence for entry in entries]
+    assert sequences == sorted(set(sequences)) and sequences[0] >= 5 and len(sequences) >= 1796
+    assert {entry.subject for entry in entries} == set(wanted)
+
+
 async def test_a_scan_of_an_empty_log_is_empty(world: Any) -> None:
     async with world.ready() as bus:
         with anyio.fail_after(30):

@@ -9,7 +9,7 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, Stored
-from fleetbus.errors import BusClosed, BusError
+from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects, decode
 from schemas.message import decode_any
 from workers.overview.ending import Driver, Ending, judge_ending
@@ -107,9 +107,18 @@ class Watch:
     async def _follow_log(self) -> None:
         subjects = self._subjects
         followed = [subjects.tasks(), subjects.episodes, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
-        async with self._bus.read(followed) as reader:
+        await self._read_what_is_there(followed)
+        async with self._bus.read(followed, start=self.health.followed + 1) as reader:
             while True:
                 self._take(await reader.receive())
+
+    async def _read_what_is_there(self, followed: list[str]) -> None:
+        """A scan is several times as fast as a reader by several filters; what it does not get is read after it."""
+        try:
+            async for entry in self._bus.scan(followed):
+                self._take(entry)
+        except RequestUnanswered as error:
+            log.warning("the log could not be read at once", reason=str(error))
 
     def _take(self, entry: Stored) -> None:
         self.health.followed = entry.sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
@@ -20,6 +20,7 @@ from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.declare import declare
 from fleetbus.bus.nats.direct import get_histories, get_last, get_next
 from fleetbus.bus.nats.keeping import list_floors, purge
+from fleetbus.bus.nats.merged import divided, merged
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.positions import Positions
 from fleetbus.bus.nats.protocol import parse_time_ns
@@ -94,8 +95,10 @@ class NatsBus:
         end, leader = info["state"]["last_seq"], (info.get("cluster") or {}).get("leader", "")
         if end < start:
             return
-        async with open_reader(self._connection, stream, subjects, start, beside=leader) as reader:
-            while (entry := await reader.receive_until(end)) is not None:
+        async with AsyncExitStack() as stack:
+            opened = [open_reader(self._connection, stream, filters, start, beside=leader) for filters in divided(subjects)]
+            readers = [await stack.enter_async_context(each) for each in opened]
+            async for entry in await stack.enter_async_context(aclosing(merged(readers, end))):
                 yield entry
 
     async def last(self, subject: str) -> Stored | None:

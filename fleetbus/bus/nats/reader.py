@@ -122,8 +122,8 @@ class NatsReader:
         for left in reversed(range(PLACES_TRIED)):
             name = f"read_{secrets.token_hex(8)}"
             answer = await self._connection.api.ask(self._creation(name), self._question(name))
-            place = (answer.get("cluster") or {}).get("leader", "")
-            if not left or not self._beside or place == self._beside:
+            cluster = answer.get("cluster")  # none where one server is all there is
+            if not left or not self._beside or not cluster or cluster.get("leader") == self._beside:
                 break
             self._delete(name)
         return name, answer
