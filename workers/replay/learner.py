@@ -107,11 +107,12 @@ def _steps_of(configuration: Configuration, lineage: Lineage) -> Configuration:
 
 
 def _leave_out(report: Report, lineage: Lineage, reason: str) -> None:
-    steps = lineage.last_step - lineage.start
-    if steps:
-        report.skipped[f"steps of lineage {lineage.name}, {lineage.start + 1} to {lineage.last_step}: {reason}"] = steps
-    else:
+    first, last = lineage.start + 1, lineage.last_step
+    if first > last:
         report.skipped[f"messages of lineage {lineage.name}, which trained nothing: {reason}"] = len(lineage.published)
+    else:
+        span = f"{first} to {last}" if first < last else f"{last}"
+        report.skipped[f"steps of lineage {lineage.name} ({span}): {reason}"] = last + 1 - first
 
 
 def _tell(report: Report, director: LearnerDirector, trainer: Trainer) -> None:

@@ -1,0 +1,161 @@
+"""A learner that was killed and started again has lineages; each is replayed from where it began, or named as left out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import trio.testing
+
+from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.episodes import decoded
+from fleetbus.recording import Recording, RecordingHeader
+from schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry
+from schemas.stored import STORED
+from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from workers.learner.curriculum import Curriculum
+from workers.learner.scripted import ScriptedTrainer
+from workers.replay.learner import replay_learner
+from workers.replay.quiet import quiet
+from workers.replay.report import Report
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 5
+TASKS = [Task(key=f"task-{index}", prompt="play") for index in range(4)]
+
+
+class CountingTrainer(ScriptedTrainer):
+    """Its manifests tell one number of updates from another, as hashes of real weights do."""
+
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        (entry,) = super().save_weights(file)
+        return (msgspec.structs.replace(entry, sha256=f"{self.updates:064x}"),)
+
+
+def settings(folder: Path, checkpoint_every: int) -> Configuration:
+    return configured(
+        run=RunSettings(name=RUN, folder=str(folder)),
+        learner=LearnerSettings(steps=STEPS, groups=2, group_size=4, checkpoint_every=checkpoint_every),
+        evaluation=EvaluationSettings(episodes=2),
+    )
+
+
+async def until_stored(fleet: SmallFleet, kind: type[Any], lineage: str, step: int) -> None:
+    async with fleet.bus.read([fleet.subjects.train("default")]) as reader:
+        while True:
+            for _, found in decoded(kind, [await reader.receive()], beside=STORED["train"]):
+                if (found.lineage, found.step) == (lineage, step):
+                    return
+
+
+async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int], ...]) -> Recording:
+    """A run whose learner is killed at each of these entries, and started again."""
+    async with small_fleet(configuration, published=False) as fleet:
+        workers = [fleet.environment("environment-0"), fleet.inference("inference-0")]
+        for number, (kind, step) in enumerate((*kills, (StepTrained, STEPS)), 1):
+            trainer, curriculum = CountingTrainer(), Curriculum(TASKS, TASKS, seed=1)
+            learner = fleet.learner(f"learner-{number}", trainer=trainer, curriculum=curriculum)
+            await until_stored(fleet, kind, f"l{number}", step)
+            if number <= len(kills):
+                learner.kill()
+        await learner.ended.wait()
+        await fleet.drained(workers)
+        entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
+    return Recording(path=Path("in-memory"), header=RecordingHeader(run=RUN), entries=entries)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Recording, Configuration]]:
+    """Three lineages: the second goes on from the checkpoint of step 2, the third from that of step 4; without checkpoints
+    (but for the last step) both begin again."""
+    made: dict[int, tuple[Recording, Configuration]] = {}
+
+    def make(checkpoint_every: int = 2) -> tuple[Recording, Configuration]:
+        if checkpoint_every not in made:
+            configuration = settings(tmp_path_factory.mktemp("run"), checkpoint_every)
+            kills = ((StepTrained, 3), (CheckpointStored, 4)) if checkpoint_every == 2 else ((StepTrained, 2), (StepTrained, 1))
+            work = partial(killed, configuration, kills)
+            with quiet():
+                recording = anyio.run(
+                    work, backend="trio", backend_options={"clock": trio.testing.MockClock(autojump_threshold=0)}
+                )
+            shutil.rmtree(configuration.run.folder)  # a recording is all that a replay has
+            made[checkpoint_every] = (recording, configuration)
+        recording, configuration = made[checkpoint_every]
+        return msgspec.structs.replace(recording, entries=list(recording.entries)), configuration
+
+    return make
+
+
+def replayed(
+    recording: Recording, configuration: Configuration, folder: Path, make: Callable[[], Any] | None = CountingTrainer
+) -> Report:
+    work = partial(replay_learner, recording, make, configuration=configuration, folder=folder, patience_seconds=60.0)
+    with quiet():
+        return anyio.run(work)
+
+
+def begun(recording: Recording) -> list[tuple[str, int]]:
+    entries = [entry for entry in recording.entries if ".train." in entry.subject]
+    found = decoded(LineageStarted, entries, beside=STORED["train"])
+    return [(started.lineage, started.parent_step) for _, started in found]
+
+
+@pytest.mark.parametrize("make", [CountingTrainer, None], ids=["until weights", "until batches"])
+@pytest.mark.parametrize(("every", "starts"), [(2, [0, 2, 4]), (5, [0, 0, 0])], ids=["resumed", "begun again"])
+def test_every_lineage_replays_as_recorded(
+    every: int, starts: list[int], make: Callable[[], Any] | None, recorded: Any, tmp_path: Path
+) -> None:
+    recording, configuration = recorded(every)
+    assert begun(recording) == [(f"l{number}", start) for number, start in enumerate(starts, 1)]
+    steps = sum(b"StepTrained" in entry.payload for entry in recording.entries)
+    report = replayed(recording, configuration, tmp_path, make)
+    report.check()
+    assert report.compared["LineageStarted"] == 6 and report.compared["TrainingFinished"] == 1
+    assert report.compared["StepTrained"] == steps > STEPS
+    assert report.notes["lineages in the recording, each begun where it began"] == 3
+
+
+def test_a_change_in_a_later_lineage_is_found_and_the_lineages_after_it_are_named(recorded: Any, tmp_path: Path) -> None:
+    class Forgetful(CountingTrainer):
+        def restore(self, weights: Path, state: Path) -> None:
+            """It begins anew where it should go on."""
+
+    report = replayed(*recorded(), tmp_path, Forgetful)
+    assert report.first is not None and report.first.message.startswith("PolicyPublished version")
+    assert report.first.field == "manifest[0].sha256"
+    assert "lineage l2, from step 2 on" in report.first.context
+    assert report.compared["StepTrained"] == 3
+    assert report.skipped["steps of lineage l3 (5): lineage l2 differs, and it stands on that"] == 1
+    assert "  not replayed: 1 steps of lineage l3 (5): lineage l2 differs, and it stands on that" in report.lines()
+
+
+def test_lineages_whose_checkpoint_was_not_recorded_are_named_with_their_steps(recorded: Any, tmp_path: Path) -> None:
+    recording, configuration = recorded()
+    recording.entries = [entry for entry in recording.entries if b"CheckpointStored" not in entry.payload]
+    report = replayed(recording, configuration, tmp_path)
+    report.check()
+    left_out = "there is no checkpoint of step 2"
+    assert report.skipped[f"steps of lineage l2 (3 to 4): {left_out}"] == 2
+    assert report.skipped[f"steps of lineage l3 (5): {left_out}"] == 1
+    assert report.compared["StepTrained"] == 3
+
+
+def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.learner.admission import Admission
+
+    async def forget(admission: Admission, requests: Any) -> None:
+        return
+
+    monkeypatch.setattr(Admission, "take_over", forget)
+    report = replayed(*recorded(), tmp_path)
+    assert report.first is not None and any("lineage l2" in line for line in report.first.context)
