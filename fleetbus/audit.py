@@ -1,4 +1,4 @@
-"""Reads a run's log, and its archive if there is one, into the audit of `fleetbus.core.audit`.
+"""Reads a run's log, its archive if there is one, or a recording of it into the audit of `fleetbus.core.audit`.
 
 Above it is the command line and whoever tests a fleet; it only reads.
 """
@@ -13,6 +13,8 @@ from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.audit import Audit
 from fleetbus.core.audit_findings import Report
 from fleetbus.errors import UserError
+from fleetbus.recording.export import scan_recording
+from fleetbus.recording.reader import RecordingReader
 from schemas import MalformedMessage, Subjects
 from schemas.message import decode_any
 from schemas.stored import STORED
@@ -34,6 +36,24 @@ async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None
 async def audit_archive(subjects: Subjects, archive: Path) -> Report:
     """The books of a run as far as its archive goes, without any server."""
     return (await _audited(scan_archive(archive, run=subjects.run))).report()
+
+
+async def audit_recording(reader: RecordingReader) -> Report:
+    """The books of a recorded run as far as the recording goes; ``reader.torn`` says what is missing at its end. Raises
+    `UserError` for a recording of part of a log."""
+    header, path = reader.header, reader.path
+    if header.selected:
+        only = f"{len(header.selected)} episode{'' if len(header.selected) == 1 else 's'}"
+        raise UserError(f"{path} holds only {only} of run {header.run}: an audit needs a recording of the whole log")
+    try:
+        audit = await _audited(scan_recording(reader))
+    except ValueError as error:
+        raise UserError(f"{path} does not hold a log in its order: {error}") from error
+    if audit.missing:
+        raise UserError(
+            f"{path} lacks {audit.missing} entries that were trimmed before it was made: record the run with --archive"
+        )
+    return audit.report()
 
 
 async def _audited(entries: AsyncIterator[Stored]) -> Audit:

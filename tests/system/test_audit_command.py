@@ -134,3 +134,58 @@ def test_drain_knows_who_is_there(served: Served, program: Any, capsys: pytest.C
     served.put(LINEAGE)
     assert program("drain", "nobody", "--run", "books") == 2
     assert "no worker of that name is there" in capsys.readouterr().out
+
+
+# Recordings
+
+
+@pytest.fixture
+def recorded(served: Served, program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Stores messages, records the run, and gives the name of the file."""
+
+    def record(*messages: tuple[str, Message], options: tuple[str, ...] = ()) -> str:
+        served.put(*messages)
+        assert program("record", "books", "-o", "books.fbrec", "--force", *options) == 0
+        capsys.readouterr()
+        return "books.fbrec"
+
+    return record
+
+
+def test_a_recording_of_a_whole_run_is_audited_as_the_run_is(
+    recorded: Any, program: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = recorded(LINEAGE, requested("a"), requested("b"), excluded(1, "a"))
+    assert program("audit", "books", "--json") == 0
+    of_the_run = capsys.readouterr().out
+    assert run_program(["audit", file, "--json"]) == 0
+    assert capsys.readouterr().out == of_the_run
+    assert run_program(["audit", recorded(excluded(2, "a"))]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("run books, ") and "NOT BALANCED" in said
+
+
+def test_a_recording_whose_end_is_torn_off_is_audited_up_to_there_and_says_so(
+    recorded: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(recorded(LINEAGE, requested("a")))
+    file.write_bytes(file.read_bytes()[:-3])
+    assert run_program(["audit", str(file)]) == 0
+    said = capsys.readouterr()
+    assert "the books balance" in said.out and "is damaged at byte" in said.err
+
+
+def test_a_recording_of_part_of_a_run_is_refused_in_one_line(
+    served: Served, recorded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(*arguments: str) -> str:
+        assert run_program(["audit", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    file = recorded(LINEAGE, requested("a"), requested("b"), options=("--episode", "a"))
+    assert "holds only 1 episode of run books" in refusal(file)
+    assert "--archive belongs to a run" in refusal(file, "--archive", str(tmp_path))
+    served.trim()
+    assert "lacks 2 entries that were trimmed" in refusal(recorded(excluded(1, "a")))
+    assert "no-such.fbrec cannot be read" in refusal("no-such.fbrec")

@@ -1,4 +1,4 @@
-"""``fleetbus audit RUN``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input."""
+"""``fleetbus audit RUN|FILE``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ SHOWN_IDS = 10
 
 
 @click.command("audit")
-@click.argument("run", required=False, metavar="[RUN]")
+@click.argument("source", required=False, metavar="[RUN|FILE]")
 @archive_option("; without a server it is audited alone")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
-def command(run: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:
-    """Balance the books of a run from its log alone.
+def command(source: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:
+    """Balance the books of a run from its log alone, or from a recording of all of it.
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
     that was never asked for. Exit status 0: it balances; 1: it does not, with the offending ids.
     """
-    configuration = load_settings({**values, "run__name": run}).configuration
+    from workers.cli.sources import is_recording
+
     backend = {"use_uvloop": os.name != "nt"}
-    report = anyio.run(partial(_audit, configuration, archive), backend_options=backend)
-    _print_json(report) if as_json else _print(report, configuration.run.name)
+    if is_recording(source):
+        name, report = anyio.run(_audit_file, Path(str(source)), archive, backend_options=backend)
+    else:
+        configuration = load_settings({**values, "run__name": source}).configuration
+        name, report = configuration.run.name, anyio.run(partial(_audit, configuration, archive), backend_options=backend)
+    _print_json(report) if as_json else _print(report, name)
     return BALANCED if report.balanced else UNBALANCED
 
 
@@ -48,6 +53,21 @@ async def _audit(configuration: Configuration, archive: Path | None) -> Report:
         return await audit_archive(subjects, archive)
     async with open_run(configuration, "audit", own_server=True) as bus:
         return await audit_run(bus, subjects, archive=archive)
+
+
+async def _audit_file(file: Path, archive: Path | None) -> tuple[str, Report]:
+    """The run that a recording is of, and its books."""
+    from fleetbus.audit import audit_recording
+    from fleetbus.errors import UserError
+    from fleetbus.recording.reader import RecordingReader
+
+    if archive is not None:
+        raise UserError(f"--archive belongs to a run and not to a recording: leave it out, {file} is audited alone")
+    reader = RecordingReader(file)
+    report = await audit_recording(reader)
+    if reader.torn:
+        click.echo(f"fleetbus: {reader.torn}", err=True)
+    return reader.header.run, report
 
 
 def _print_json(report: Report) -> None:
