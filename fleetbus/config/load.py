@@ -50,15 +50,17 @@ def load_configuration(
     file: Path | None = None,
     variables: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
+    typed: Mapping[str, str] | None = None,
     earlier: Callable[[RunSettings], Mapping[str, Any] | None] | None = None,
 ) -> Loaded:
-    """Merge the sources. ``flags`` are by setting name (``learner.steps``), strings or converted; ``earlier`` finds the
-    tables that the same run was last started with, once its name and folder are known. Raises `UserError`."""
+    """Merge the sources. ``flags`` are by setting name (``learner.steps``), strings or converted, ``typed`` the names of those
+    flags where they are not the long ones; ``earlier`` finds the tables that the same run was last started with, once its name
+    and folder are known. Raises `UserError`."""
     given: dict[str, _Given] = {}
     if file is not None:
         given.update(_from_tables(read_tables(file), file.name))
     given.update(_from_variables(variables or {}))
-    given.update(_from_flags(flags or {}))
+    given.update(_from_flags(flags or {}, typed or {}))
     configuration = _assemble(given)
     if earlier and (tables_before := earlier(configuration.run)):
         configuration = _assemble({**_from_tables(tables_before, "the run's config.json"), **given})
@@ -135,10 +137,11 @@ def _refuse_variable(variable: str, known: Iterable[str]) -> None:
         raise UserError(f"unknown variable {variable}; `fleetbus up --help` lists the settings")
 
 
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, _Given]:
+def _from_flags(flags: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, _Given]:
     by_name = {setting.name: setting for setting in all_settings()}
     return {
-        name: _convert(by_name[name], value, by_name[name].flag, text=isinstance(value, str)) for name, value in flags.items()
+        name: _convert(by_name[name], value, typed.get(name, by_name[name].flag), text=isinstance(value, str))
+        for name, value in flags.items()
     }
 
 

@@ -263,7 +263,7 @@ async def test_settings_of_the_first_start_hold_when_it_is_resumed_and_its_ident
     assert code == 0
     code, other = await run_to_the_end(tmp_path, "--seed", "6")
     assert code == 2
-    assert "this run was started with seed 5, not 6 (--run-seed)" in other.errors[0]
+    assert "this run was started with seed 5, not 6 (--seed)" in other.errors[0]
     code, same = await run_to_the_end(tmp_path)
     assert code == 0 and "7 steps" not in same.out[0] and "is finished" in same.out[0]
 
@@ -294,7 +294,7 @@ def model_without_weights(folder: Path) -> str:
         (lambda folder: ["--environment", "mcp:no_such_module:make"], ["no_such_module"]),
         (lambda folder: ["--nats", "nats://127.0.0.1:1"], ["no NATS server at nats://127.0.0.1:1", "refused"]),
         (lambda folder: ["--nats", "nats://ada:hunter2@127.0.0.1:1"], ["no NATS server at nats://127.0.0.1:1"]),
-        (lambda folder: ["--steps", "0"], ["--learner-steps = 0", "at least 1"]),
+        (lambda folder: ["--steps", "0"], ["--steps = 0", "at least 1"]),
         (lambda folder: ["--stepz", "3"], ["--stepz"]),
         (lambda folder: ["--config", "nowhere.toml"], ["nowhere.toml"]),
         (lambda folder: ["--run", "a.b"], ["run.name", "a.b"]),

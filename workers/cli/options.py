@@ -6,7 +6,7 @@ Values stay text here; `fleetbus.config.load` converts and checks them, so that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ SHORT_FLAGS = {
 
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 _SEPARATOR = "__"
+_TYPED = f"{__name__}.typed"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,6 +63,10 @@ class SettingOption(click.Option):
 
 class SettingsCommand(click.Command):
     """A command whose help has one section per table, the short flags first."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        context.meta[_TYPED] = {argument.partition("=")[0] for argument in args}
+        return super().parse_args(context, args)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -100,7 +105,25 @@ def load_settings(values: dict[str, Any], *, earlier: bool = True) -> Loaded:
     flags = {name.replace(_SEPARATOR, "."): value for name, value in given.items()}
     file = values.get("config") or default_file(Path.cwd())
     before = earlier_configuration if earlier else None
-    return load_configuration(file=file, variables=os.environ, flags=flags, earlier=before)
+    return load_configuration(file=file, variables=os.environ, flags=flags, typed=_typed(given), earlier=before)
+
+
+def _typed(parameters: Iterable[str]) -> dict[str, str]:
+    """By setting the flag that was given, so that errors name it: the one that was typed, where the command remembers."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return {}
+    typed = context.meta.get(_TYPED, frozenset())
+    flags = {
+        option.name: [*option.opts, *option.secondary_opts]
+        for option in context.command.params
+        if isinstance(option, click.Option)
+    }
+    return {
+        name.replace(_SEPARATOR, "."): next((flag for flag in flags[name] if flag in typed), flags[name][0])
+        for name in parameters
+        if name in flags
+    }
 
 
 def _config_option() -> click.Option:
