@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +18,12 @@ from workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
     from workers.replay import Report
+    from workers.replay.progress import Progress
 
 ROLES = ("environment", "inference", "learner")
+
+LINE_WIDTH = 79
+"""Columns of the line that counts."""
 
 
 @click.command("replay")
@@ -86,6 +94,7 @@ async def _replay(
 ) -> Report:
     from fleetbus.errors import UserError
     from workers.replay import Replay, replay_recording
+    from workers.replay.progress import Progress
 
     replay = Replay(
         role=role,
@@ -103,10 +112,34 @@ async def _replay(
     )
     if role == "learner" and jobs is not None and jobs > 1:
         raise UserError("--jobs: a learner needs all episodes in one process: leave it out")
-    report = await replay_recording(file, replay)
+    progress = Progress()
+    async with _shown(progress, role):
+        report = await replay_recording(file, replay, progress)
     if report.torn:
         click.echo(f"fleetbus: {report.torn}", err=True)
     return report
+
+
+@asynccontextmanager
+async def _shown(progress: Progress, role: str) -> AsyncIterator[None]:
+    """On a terminal one line that counts, and is gone at the end; elsewhere nothing."""
+    from workers.replay.progress import UNITS, telling
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    began = time.monotonic()
+
+    def show() -> None:
+        seconds = time.monotonic() - began
+        counted = f"{progress.done:,} of {progress.total:,} {UNITS[role]}" if progress.total else "reading and loading"
+        click.echo(f"\r{role}: {counted}, {seconds:.0f} s".ljust(LINE_WIDTH), nl=False, err=True)
+
+    try:
+        async with telling(show):
+            yield
+    finally:
+        click.echo(f"\r{' ' * LINE_WIDTH}\r", nl=False, err=True)
 
 
 def _speed(text: str) -> float | None:

@@ -21,6 +21,7 @@ from fleetbus.recording import Recording
 from fleetbus.recording.export import restore_files
 from workers.replay.compare import LOGPROB_TOLERANCE
 from workers.replay.configured import configuration_of
+from workers.replay.progress import Progress
 from workers.replay.quiet import quiet
 from workers.replay.report import FORWARD, SCORING, Report
 from workers.replay.stage import PATIENCE_SECONDS
@@ -56,19 +57,19 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     distinct: bool = False
 
 
-async def replay_here(recording: Recording, replay: Replay) -> Report:
-    """Replay a recording in this process; raises `UserError` when it cannot be replayed."""
+async def replay_here(recording: Recording, replay: Replay, progress: Progress | None = None) -> Report:
+    """Replay a recording in this process, counting on ``progress``; raises `UserError` when it cannot be replayed."""
     if not recording.entries:
         raise UserError(f"{recording.path} has no entries: there is nothing to replay")
     configuration = configuration_of(recording)
     play = {"environment": _environment, "inference": _inference, "learner": _learner}[replay.role]
     with quiet():
-        report = await play(recording, configuration, replay)
+        report = await play(recording, configuration, replay, progress)
     report.torn = recording.torn
     return report
 
 
-async def _environment(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
+async def _environment(recording: Recording, configuration: Configuration, replay: Replay, progress: Progress | None) -> Report:
     from workers.replay.environment import replay_environment
 
     async with _environments(configuration, replay.environment) as make:
@@ -80,6 +81,7 @@ async def _environment(recording: Recording, configuration: Configuration, repla
             ignored=replay.ignored,
             patience_seconds=replay.patience_seconds,
             distinct=replay.distinct,
+            progress=progress,
         )
 
 
@@ -112,7 +114,7 @@ async def _environments(
         yield factory
 
 
-async def _inference(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
+async def _inference(recording: Recording, configuration: Configuration, replay: Replay, progress: Progress | None) -> Report:
     from workers.assembly.engines import images_for, opened_engine
     from workers.replay.inference import replay_inference
     from workers.replay.stage import WORKER
@@ -139,6 +141,7 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
                 patience_seconds=replay.patience_seconds,
                 scorer=scoring,
                 images=lambda bus: images_for(template, bus, recording.run),
+                progress=progress,
             )
     _tell_of_tokens(report, scoring)
     return report
@@ -165,7 +168,7 @@ def _tell_of_tokens(report: Report, scoring: ScoringSampler | None) -> None:
     report.measured = {FORWARD: scoring.forward_seconds, SCORING: scoring.seconds}
 
 
-async def _learner(recording: Recording, configuration: Configuration, replay: Replay) -> Report:
+async def _learner(recording: Recording, configuration: Configuration, replay: Replay, progress: Progress | None) -> Report:
     from workers.replay.learner import replay_learner
 
     make_trainer = None if replay.until == "batches" else partial(_trainer, configuration, replay)
@@ -178,6 +181,7 @@ async def _learner(recording: Recording, configuration: Configuration, replay: R
             speed=replay.speed,
             ignored=replay.ignored,
             patience_seconds=replay.patience_seconds,
+            progress=progress,
         )
 
 

@@ -27,6 +27,7 @@ from schemas import (
 from workers.environment.base import Environment
 from workers.environment.worker import run_environment
 from workers.replay.compare import first_difference
+from workers.replay.progress import Progress
 from workers.replay.report import Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Asked, Story, read_stories
@@ -47,6 +48,7 @@ async def replay_environment(
     ignored: frozenset[str] = frozenset(),
     patience_seconds: float = PATIENCE_SECONDS,
     distinct: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Play every episode again and compare each Observation and result. ``make`` makes one environment per episode. With
     ``distinct`` episodes that are alike are played once (`workers.replay.twins`)."""
@@ -58,7 +60,9 @@ async def replay_environment(
     run = msgspec.structs.replace(configuration.run, pool=pools[0])
     configuration = msgspec.structs.replace(configuration, run=run)
     async with staged(recording, configuration, pools=pools, policies=policies) as stage:
-        director = _Director(stage, stories, report, Pace(recording, speed), ignored, patience_seconds)
+        progress = progress or Progress()
+        progress.expect(len(stories))
+        director = _Director(stage, stories, report, Pace(recording, speed), ignored, patience_seconds, progress)
         director.redacted = recording.header.redacted
 
         async def work(bus: Bus, drain: anyio.Event) -> None:
@@ -94,6 +98,7 @@ class _Director:
         pace: Pace,
         ignored: frozenset[str],
         patience_seconds: float,
+        progress: Progress,
     ) -> None:
         self._stage = stage
         self._stories = stories
@@ -101,6 +106,7 @@ class _Director:
         self._pace = pace
         self._ignored = ignored
         self._patience_seconds = patience_seconds
+        self._progress = progress
         self._open = dict.fromkeys(stories)
         self._next = dict.fromkeys(stories, 0)
         self._redactor = Redactor()
@@ -138,11 +144,11 @@ class _Director:
         else:
             assert isinstance(message, EpisodeFinished)
             difference = self._finished(story, entry, message)
-            del self._open[story.episode_id]
+            self._close(story)
         if difference is not None:
             self._report.differences.append(difference)
             if story.episode_id in self._open:
-                del self._open[story.episode_id]
+                self._close(story)
                 await self._cancel(story.episode_id)
         elif isinstance(message, Observation):
             await self._answer(story, message, group)
@@ -208,7 +214,7 @@ class _Director:
     async def _answer(self, story: Story, observation: Observation, group: anyio.abc.TaskGroup) -> None:
         asked = story.turns[observation.turn]
         if asked.action is None or asked.action_entry is None or _is_last_recorded(story, asked):
-            del self._open[story.episode_id]
+            self._close(story)
             self._report.skipped["episodes to their end, which was not recorded"] += 1
             await self._cancel(story.episode_id)
             return
@@ -222,6 +228,11 @@ class _Director:
         await self._pace.wait(recorded)
         subject = self._stage.subjects.action(observation.environment_lane, observation.episode_id)
         self._stage.feed(subject, action, recorded)
+
+    def _close(self, story: Story) -> None:
+        """Nothing more of it is compared."""
+        del self._open[story.episode_id]
+        self._progress.advance()
 
     async def _cancel(self, episode_id: str) -> None:
         """Free the slot: the worker is told to end the episode."""

@@ -30,6 +30,7 @@ from workers.inference.base import Images, Sampler, Template
 from workers.inference.worker import run_inference
 from workers.replay.compare import LOGPROB_TOLERANCE, first_difference
 from workers.replay.expected import Expected, Scorer, expected_turns
+from workers.replay.progress import Progress
 from workers.replay.report import UNLOADED, Difference, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.story import Asked, Story, read_stories
@@ -53,6 +54,7 @@ async def replay_inference(
     patience_seconds: float = PATIENCE_SECONDS,
     scorer: Scorer | None = None,
     images: Callable[[Bus], Images | None] = lambda bus: None,
+    progress: Progress | None = None,
 ) -> Report:
     """Answer every Observation again and compare the Actions. ``weights`` are files by their recorded name, for versions whose
     recorded URI does not exist any more; what no weights are found for is skipped. ``scorer`` is told beforehand which turns
@@ -62,7 +64,10 @@ async def replay_inference(
     policy = configuration.run.policy
     async with staged(recording, configuration, pools=(configuration.run.pool,), policies=(policy,)) as stage:
         watched = WatchedSampler(sampler)
-        director = _Director(stage, watched, report, Pace(recording, speed), ignored, tolerance, patience_seconds, scorer)
+        progress = progress or Progress()
+        progress.expect(sum(len(story.turns) for story in stories))
+        pace = Pace(recording, speed)
+        director = _Director(stage, watched, report, pace, ignored, tolerance, patience_seconds, scorer, progress)
 
         async def work(bus: Bus, drain: anyio.Event) -> None:
             await run_inference(
@@ -93,6 +98,7 @@ class _Director:
         tolerance: float,
         patience_seconds: float,
         scorer: Scorer | None,
+        progress: Progress,
     ) -> None:
         self._stage = stage
         self._sampler = sampler
@@ -102,6 +108,7 @@ class _Director:
         self._ignored = ignored
         self._tolerance = tolerance
         self._patience_seconds = patience_seconds
+        self._progress = progress
         self._waiting: dict[tuple[str, int], anyio.Event] = {}
         self._answers: dict[tuple[str, int], Action] = {}
         self._next: dict[str, int] = {}
@@ -190,6 +197,7 @@ class _Director:
             asked = story.turns[turn]
             if _newest_version(asked) > version:
                 return
+            self._progress.advance()
             reason = _unrepeatable(story, asked, self._stage.objects)
             if not reason and _newest_version(asked) < version:
                 reason = "actions whose version is not at hand"

@@ -26,6 +26,7 @@ from workers.learner.worker import run_learner
 from workers.replay.inheritance import Inheritance
 from workers.replay.learner_book import Lineage, read_lineages
 from workers.replay.learner_director import LearnerDirector
+from workers.replay.progress import Progress
 from workers.replay.report import TRAINING, Report
 from workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from workers.replay.told import RecordedTasks, check_images, read_told
@@ -41,6 +42,7 @@ async def replay_learner(
     speed: float | None = None,
     ignored: frozenset[str] = frozenset(),
     patience_seconds: float = PATIENCE_SECONDS,
+    progress: Progress | None = None,
 ) -> Report:
     """Train the recorded episodes again, each lineage with a fresh trainer (made in a thread), and compare everything that
     learners publish. Without trainers the replay ends at the batches, and what training computes is taken from the recording.
@@ -61,6 +63,8 @@ async def replay_learner(
     for place in (files.weights, files.checkpoints):
         await anyio.Path(place).mkdir(parents=True, exist_ok=True)
     tasks = RecordedTasks(stories.values())
+    progress = progress or Progress()
+    progress.expect(sum(len(lineage.published) for lineage in lineages))
     pace, reason = Pace(recording, speed), ""
     for lineage in lineages:
         inheritance = Inheritance(recording, lineages, lineage, stories, files.checkpoints)
@@ -71,7 +75,9 @@ async def replay_learner(
         own = _steps_of(configuration, lineage)
         async with staged(recording, own, pools=(own.run.pool,), policies=(own.run.policy,)) as stage:
             inherited = inheritance.lay(stage)
-            director = LearnerDirector(stage, lineage, stories, report, pace, ignored, patience_seconds, inherited=inherited)
+            director = LearnerDirector(
+                stage, lineage, stories, report, pace, ignored, patience_seconds, inherited=inherited, progress=progress
+            )
             if make_trainer is not None:
                 trainer = await anyio.to_thread.run_sync(make_trainer)
             else:

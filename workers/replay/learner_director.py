@@ -19,6 +19,7 @@ from fleetbus.ports import run_in_thread
 from schemas import Action, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
 from workers.replay.compare import first_difference
 from workers.replay.learner_book import COMPARED, Key, Lineage, consumed_by, key_of
+from workers.replay.progress import Progress
 from workers.replay.report import Difference, Report
 from workers.replay.stage import Pace, Stage
 from workers.replay.told import Told
@@ -45,11 +46,13 @@ class LearnerDirector:
         ignored: frozenset[str],
         patience_seconds: float,
         *,
-        inherited: Sequence[Told] = (),
+        inherited: Sequence[Told],
+        progress: Progress,
     ) -> None:
         self._stage = stage
         self._lineage = lineage
         self._inherited = inherited
+        self._progress = progress
         self._expected = expected = dict(lineage.published)
         self._beyond = _undecided(lineage)
         self._start = stage.next_sequence
@@ -137,6 +140,7 @@ class LearnerDirector:
                 self._report.skipped[f"messages beyond the recorded end of lineage {self._lineage.name}"] += 1
             return
         self._beyond.discard(key)
+        self._progress.advance()
         self._stage.positions.note(recorded[0].sequence, entry.sequence)
         self._report.compared[type(message).__name__] += 1
         found = first_difference(_in_order(recorded[1]), _in_order(message), ignored=self._ignored)

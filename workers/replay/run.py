@@ -9,22 +9,23 @@ import anyio.to_thread
 
 from fleetbus.recording import Recording, load_recording
 from workers.replay.adapters import Replay, replay_here
+from workers.replay.progress import Progress
 from workers.replay.report import Report
 
 
-async def replay_recording(source: Recording | Path, replay: Replay) -> Report:
-    """Replay a recording against one worker; raises `UserError` when it cannot be replayed."""
+async def replay_recording(source: Recording | Path, replay: Replay, progress: Progress | None = None) -> Report:
+    """Replay a recording against one worker; raises `UserError` when it cannot be replayed. ``progress`` counts meanwhile."""
     began = anyio.current_time()
-    report = await _replayed(source, replay)
+    report = await _replayed(source, replay, progress)
     report.seconds = anyio.current_time() - began
     return report
 
 
-async def _replayed(source: Recording | Path, replay: Replay) -> Report:
+async def _replayed(source: Recording | Path, replay: Replay, progress: Progress | None) -> Report:
     if isinstance(source, Path):
         from workers.replay.shards import jobs_for, replay_shared  # a share's process runs that module, and imports this one
 
         if (jobs := jobs_for(source, replay)) > 1:
-            return await replay_shared(source, replay, jobs)
+            return await replay_shared(source, replay, jobs, progress)
         source = await anyio.to_thread.run_sync(load_recording, source)
-    return await replay_here(source, replay)
+    return await replay_here(source, replay, progress)

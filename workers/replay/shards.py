@@ -15,7 +15,6 @@ import threading
 import time
 import zlib
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -24,6 +23,7 @@ import msgspec
 from fleetbus.errors import UserError
 from fleetbus.recording import Recording, RecordingReader, read_header
 from workers.replay.adapters import Replay, replay_here
+from workers.replay.progress import Progress, follow, note_all, progress_pipe, telling, telling_parent
 from workers.replay.quiet import collecting_seldom
 from workers.replay.report import UNLOADED, Report
 
@@ -37,13 +37,15 @@ EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Share ``number`` of ``count`` of a recording; ``path`` is the import path of the asking process."""
+    """Share ``number`` of ``count`` of a recording; ``path`` is the import path of the asking process, ``pipe`` where it hears
+    of progress."""
 
     file: Path
     replay: Replay
     number: int
     count: int
     path: list[str]
+    pipe: int
 
 
 def jobs_for(file: Path, replay: Replay) -> int:
@@ -60,18 +62,24 @@ def can_be_shared(replay: Replay) -> bool:
     return replay.role != "learner" and not callable(replay.environment)
 
 
-async def replay_shared(file: Path, replay: Replay, jobs: int) -> Report:
-    """The report of all shares; raises `UserError` when one cannot be replayed."""
+async def replay_shared(file: Path, replay: Replay, jobs: int, progress: Progress | None = None) -> Report:
+    """The report of all shares, whose progress is added up; raises `UserError` when one cannot be replayed."""
     read_header(file)  # what is no recording is said once, and at once
     reports: list[Report | UserError] = []
 
     async def run(number: int) -> None:
-        job = Job(file=file, replay=replay, number=number, count=jobs, path=sys.path)
+        job = Job(file=file, replay=replay, number=number, count=jobs, path=sys.path, pipe=write)
         reports.append(await _answer(job))
 
-    async with anyio.create_task_group() as group:
-        for number in range(jobs):
-            group.start_soon(run, number)
+    progress = progress or Progress()
+    with progress_pipe() as (read, write):
+        async with anyio.create_task_group() as group:
+            group.start_soon(follow, read, progress)
+            async with anyio.create_task_group() as shares:
+                for number in range(jobs):
+                    shares.start_soon(run, number)
+            group.cancel_scope.cancel()
+        note_all(read, progress)
     return merge([_report(each) for each in reports])
 
 
@@ -107,7 +115,9 @@ def _report(answer: Report | UserError) -> Report:
 async def _answer(job: Job) -> Report | UserError:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # as many processes as CPUs, one thread each
     command = [sys.executable, "-m", "workers.replay.shards"]
-    ended = await anyio.run_process(command, input=pickle.dumps(job), stderr=None, check=False, env={**os.environ, **threads})
+    ended = await anyio.run_process(
+        command, input=pickle.dumps(job), stderr=None, check=False, env={**os.environ, **threads}, pass_fds=(job.pipe,)
+    )
     if ended.returncode:
         return UserError(f"a process that replays part {job.number + 1} of {job.count} ended with status {ended.returncode}")
     answer: Report | UserError = pickle.loads(ended.stdout)
@@ -140,8 +150,14 @@ def share_of(episode_id: str, count: int) -> int:
 def _work(job: Job) -> Report:
     recording, seconds = _load_share(job)
     replay = msgspec.structs.replace(job.replay, jobs=1)
+    progress = Progress()
+
+    async def play() -> Report:
+        async with telling(telling_parent(job.pipe, job.number, progress)):
+            return await replay_here(recording, replay, progress)
+
     with collecting_seldom():
-        report = anyio.run(partial(replay_here, recording, replay), backend_options={"use_uvloop": os.name != "nt"})
+        report = anyio.run(play, backend_options={"use_uvloop": os.name != "nt"})
     report.recorded_seconds = seconds
     return report
 
