@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from anyio import to_thread
 
 from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
@@ -114,23 +117,48 @@ async def test_whoever_watches_asks_for_the_address_every_time(tmp_path: Path, m
                 tasks.cancel_scope.cancel()
 
 
-async def test_the_page_says_of_a_run_that_it_is_over(tmp_path: Path) -> None:
+@asynccontextmanager
+async def page_of_an_ended_run() -> AsyncIterator[Any]:
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
-    from fleetbus.bus.memory import MemoryServer
     from tests.support.served_page import served
     from tests.support.small_fleet import RUN as SMALL
 
     memory = MemoryServer()
+    driver = Driver(is_driving=lambda: False, command="fleetbus up")
     with anyio.fail_after(50):
         async with memory.connect(SMALL, worker="test") as bus:
             await bus.declare(plan_run(SMALL, lanes=2))
             await stop_in_order(bus, Subjects(SMALL))
-            driver = Driver(is_driving=lambda: False, command="fleetbus up")
-            async with served(bus, driver=driver) as page, page.events() as events:
-                facts = await anext(facts async for name, facts in events if name == "overview" and facts["ending"])
+            async with served(bus, driver=driver) as page:
+                yield page
+
+
+async def test_the_page_says_of_a_run_that_it_is_over() -> None:
+    async with page_of_an_ended_run() as page, page.events() as events:
+        facts = await anext(facts async for name, facts in events if name == "overview" and facts["ending"])
     assert facts["ending"]["how"] == "stopped" and facts["stalls"] == []
     assert facts["ending"]["line"].endswith("`fleetbus up` resumes it")
+
+
+async def test_the_page_says_at_once_of_an_ended_run_whose_server_is_gone_that_nobody_serves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look = Watch._look
+
+    async def in_vain(watch: Watch) -> None:
+        with anyio.move_on_after(0.2):
+            await look(watch)
+        watch.health.failed("the NATS server does not answer", anyio.current_time())
+
+    monkeypatch.setattr(Watch, "_look", in_vain)
+    async with page_of_an_ended_run() as page, page.events() as events:
+        facts = await anext(facts async for name, facts in events if name == "overview" and facts["log"]["problem"])
+        while not facts["ending"]:
+            facts = await anext(facts async for name, facts in events if name == "overview")
+        answer = await page.client.get("/api/episodes/e")
+    assert facts["stalls"] == []
+    assert answer.status_code == 503 and "nobody serves its log any more" in answer.text
 
 
 async def test_the_metrics_of_a_stopped_run_say_that_it_is_over(folder: RunFolder) -> None:

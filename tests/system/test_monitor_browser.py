@@ -38,6 +38,8 @@ from schemas import (
 )
 from schemas.action import VersionSpan
 from schemas.tokens import pack_ids, pack_logprobs
+from workers.overview.ending import Ending
+from workers.overview.follow import Watch
 
 pytest.importorskip("starlette")
 playwright = pytest.importorskip("playwright.async_api")
@@ -186,6 +188,23 @@ async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) 
         assert await note.inner_text() == f"nothing is left to learn {MARKUP}"
         assert await page.locator("[role='alert']").count() == 0
         await shot(page, "note-light")
+        assert errors == []
+
+
+async def test_a_run_that_is_over_says_so_and_is_no_alarm_though_its_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(watch: Watch, now: float) -> Ending:
+        watch.health.failed("the NATS server does not answer", now)
+        return Ending(how="stopped", since_ns=1, seconds=2.0, line=f"over: it was stopped in order {MARKUP}")
+
+    monkeypatch.setattr(Watch, "ending", ended)
+    async with opened(10, "light") as (page, address, errors, _):
+        await page.goto(address)
+        told = page.locator("section[aria-label='Over'] p")
+        await told.wait_for()
+        assert await told.inner_text() == f"over: it was stopped in order {MARKUP}"
+        assert await page.locator("[role='alert']").count() == 0
+        assert "not served any more" in await page.inner_text("main")
+        await shot(page, "over-light")
         assert errors == []
 
 

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from schemas import Heartbeat, WorkerRole
+from workers.overview.ending import Ending
 from workers.overview.follow import LogHealth
 from workers.overview.jetstream import ConsumerPending, ServerView
 from workers.overview.nats_http import Client, Cut
@@ -95,3 +96,18 @@ def test_without_workers_a_line_says_so() -> None:
 @pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (1_500, "1.5 kB"), (2e6, "2.0 MB"), (3.21e9, "3.2 GB")])
 def test_bytes_have_units(count: float, text: str) -> None:
     assert size(count) == text
+
+
+def test_a_run_that_is_over_is_no_trouble_though_its_server_is_gone() -> None:
+    health = LogHealth()
+    health.looked(6_500_000, 1 << 32, 12_345, NOW)
+    health.failed("the NATS server does not answer", NOW)
+    ending = Ending(how="stopped", since_ns=1, seconds=60.0, line="over: it was stopped in order; `fleetbus up` resumes it")
+    shown = facts(FleetState(steps=9), health, SERVER, [], run="r", now=NOW, now_ns=int(NOW * 1e9), ending=ending)
+    console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True)
+    console.print(screen(shown, console))
+    text = str(console.file.getvalue())  # type: ignore[attr-defined]
+    assert "over, step 0" in text and "stopped in order; `fleetbus up` resumes it" in text
+    assert "log 6.5 MB · not served any more" in text and "does not answer" not in text
+    assert "\x1b[1;31m" not in text, "nothing is red"
+    assert "unread" not in text, "what was known of the server is old"

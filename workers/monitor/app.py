@@ -36,6 +36,8 @@ MAX_ROWS = 1000
 READ_SECONDS = 20.0
 MAX_TOKENS_SHOWN = 20_000
 
+NOT_SERVED = "the run is over, and nobody serves its log any more: start `fleetbus monitor` again to read it from its files"
+
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:",
     "x-content-type-options": "nosniff",
@@ -171,6 +173,8 @@ class Site:
             episode = check_name("episode", request.path_params["episode"])
         except BadName as error:
             return PlainTextResponse(str(error), 400)
+        if self._watch.health.problem and self._watch.ending(anyio.current_time()) is not None:
+            return PlainTextResponse(NOT_SERVED, 503)
         entries = []
         try:
             with anyio.fail_after(READ_SECONDS):

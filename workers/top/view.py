@@ -73,8 +73,12 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
     from rich.text import Text
 
     numbers, step = shown["numbers"], shown["step"]
-    lines: list[RenderableType] = [_Row(_headline(shown), "bold"), _Row(_learning(numbers, step)), _Row(_episodes(numbers))]
     is_over = shown["ending"] is not None
+    lines: list[RenderableType] = [
+        _Row(_headline(shown), "bold"),
+        _Row(_learning(numbers, step)),
+        _Row(_episodes(numbers, is_over)),
+    ]
     lines += [_Row(_log(shown["log"], shown["server"], is_over), _log_style(shown["log"], is_over))]
     if not (is_over and shown["log"]["problem"]):  # what was known of a server that is gone
         lines += _server(shown["server"])
@@ -134,9 +138,12 @@ def _learning(numbers: dict[str, Any], step: dict[str, float]) -> list[str]:
     return parts
 
 
-def _episodes(numbers: dict[str, Any]) -> list[str]:
+def _episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
     oldest = [f"oldest open {duration(numbers['oldest_open_seconds'])}"] if numbers["oldest_open_seconds"] else []
     finished, running, waiting = (numbers[name] for name in ("finished_episodes", "running", "waiting"))
+    if is_over:
+        left = f"{running:,} cut short, {waiting:,} not begun"
+        return [f"episodes {finished:,} finished", *([left] if running or waiting else [])]
     return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
 
 

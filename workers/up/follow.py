@@ -41,6 +41,8 @@ class Follower:
             self._take(entry)
 
     async def _follow_log(self) -> None:
+        async for entry in self._bus.scan(self._followed, start=self._next_sequence):  # of a run that is resumed: faster so
+            self._take(entry)
         async with self._bus.read(self._followed, start=self._next_sequence) as reader:
             while True:
                 self._take(await reader.receive())

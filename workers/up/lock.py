@@ -28,12 +28,12 @@ def locked(file: Path, run: str) -> Iterator[None]:
 
 
 def is_held(file: Path) -> bool:
-    """True while a process holds the lock, false where there is none."""
+    """True while a process holds the lock, false where there is none. Those who look do not hold it for each other."""
     if not file.is_file():
         return False
     with file.open("a") as holder:
         try:
-            fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(holder, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False
