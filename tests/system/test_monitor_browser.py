@@ -204,6 +204,7 @@ async def test_a_run_that_is_over_says_so_and_is_no_alarm_though_its_server_is_g
         assert await told.inner_text() == f"over: it was stopped in order {MARKUP}"
         assert await page.locator("[role='alert']").count() == 0
         assert "not served any more" in await page.inner_text("main")
+        assert await page.inner_text("#live") == "over"
         await shot(page, "over-light")
         assert errors == []
 

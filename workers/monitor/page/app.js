@@ -51,7 +51,9 @@ function listen() {
     seen.overview = JSON.parse(event.data);
     document.getElementById("run").textContent = seen.overview.run;
     document.title = `fleetbus · ${seen.overview.run} · step ${seen.overview.numbers.step}`;
-    say(seen.overview.log.problem || reading(seen.overview) || "live", seen.overview.log.problem ? "lost" : "live");
+    const { ending, log } = seen.overview;
+    if (ending) say("over", "over");
+    else say(log.problem || reading(seen.overview) || "live", log.problem ? "lost" : "live");
     if (route().view === "fleet") draw();
   });
   source.addEventListener("curves", (event) => {
