@@ -120,7 +120,7 @@ def test_every_lineage_replays_as_recorded(
     report.check()
     assert report.compared["LineageStarted"] == 6 and report.compared["TrainingFinished"] == 1
     assert report.compared["StepTrained"] == steps > STEPS
-    assert report.notes["lineages in the recording, each begun where it began"] == 3
+    assert report.notes["lineages that were replayed, each from where it began"] == 3
 
 
 def test_a_change_in_a_later_lineage_is_found_and_the_lineages_after_it_are_named(recorded: Any, tmp_path: Path) -> None:

@@ -72,26 +72,33 @@ async def replay_learner(
         if reason:
             _leave_out(report, lineage, reason)
             continue
+        if len(lineages) > 1:
+            report.notes["lineages that were replayed, each from where it began"] += 1
         own = _steps_of(configuration, lineage)
         async with staged(recording, own, pools=(own.run.pool,), policies=(own.run.policy,)) as stage:
             inherited = inheritance.lay(stage)
             director = LearnerDirector(
                 stage, lineage, stories, report, pace, ignored, patience_seconds, inherited=inherited, progress=progress
             )
-            if make_trainer is not None:
-                trainer = await anyio.to_thread.run_sync(make_trainer)
-            else:
-                trainer = director.untrained(masked=own.algorithm.overlong == "mask")
-            await _perform(stage, director, trainer, tasks)
-        _tell(report, director, trainer)
+            await _train(stage, director, make_trainer, tasks, report)
         if report.differences:
             reason = f"lineage {lineage.name} differs, and it stands on that"
-    if len(lineages) > 1:
-        report.notes["lineages in the recording, each begun where it began"] += len(lineages)
     return report
 
 
-async def _perform(stage: Stage, director: LearnerDirector, trainer: Trainer, tasks: RecordedTasks) -> None:
+async def _train(
+    stage: Stage,
+    director: LearnerDirector,
+    make_trainer: Callable[[], Trainer] | None,
+    tasks: RecordedTasks,
+    report: Report,
+) -> None:
+    """One lineage, whose trainer is gone with it."""
+    if make_trainer is not None:
+        trainer = await anyio.to_thread.run_sync(make_trainer)
+    else:
+        trainer = director.untrained(masked=stage.configuration.algorithm.overlong == "mask")
+
     async def work(bus: Bus, drain: anyio.Event) -> None:
         await run_learner(
             bus,
@@ -104,6 +111,7 @@ async def _perform(stage: Stage, director: LearnerDirector, trainer: Trainer, ta
         )
 
     await perform(stage, work, director.direct)
+    _tell(report, director, trainer)
 
 
 def _steps_of(configuration: Configuration, lineage: Lineage) -> Configuration:
