@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fleetbus.bus.memory import MemoryServer
 from schemas import TrainingFinished, WorkerFailed, WorkerStarted, WorkerStopped
 from tests.support.watched_run import SECOND, START, SUBJECTS, Run
 from workers.overview.ending import Driver, Ending, judge_ending
-from workers.overview.follow import ALIVE
+from workers.overview.follow import ALIVE, RESUME_SECONDS, Watch
 from workers.overview.going_on import up_command
 
 ELSEWHERE = Driver()
@@ -133,3 +134,16 @@ def test_the_command_that_goes_on_names_run_and_folder_where_they_are_not_the_de
     assert up_command("a", "my runs") == "fleetbus up --run a --run-folder 'my runs'"
     assert up_command("a", tmp_path / "runs") == "fleetbus up --run a --run-folder runs"
     assert up_command("default", "/elsewhere") == "fleetbus up --run-folder /elsewhere"
+
+
+async def test_a_run_that_up_resumes_after_hours_is_not_stuck_until_its_learner_had_time_to_come_back() -> None:
+    async with MemoryServer().connect("r", worker="w") as bus:
+        run = stopped()
+        watch = Watch(bus, SUBJECTS, run.state, DRIVEN)
+        watch.is_behind = lambda now: False  # type: ignore[method-assign]
+        later = START + 10_000
+        assert run.stalls(10_000), "the last progress is long ago"
+        assert not watch.may_be_stuck(later) and not watch.may_be_stuck(later + RESUME_SECONDS - 1)
+        assert watch.may_be_stuck(later + RESUME_SECONDS)
+        run.add(10_200, SUBJECTS.life("learner", "new"), WorkerStarted(role="learner", worker="new"))
+        assert watch.may_be_stuck(later + 201)

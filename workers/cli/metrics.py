@@ -97,15 +97,13 @@ async def _export(
                 await anyio.sleep(EVERY_SECONDS)
                 server = await look_at_server(bus, run, nats_http())
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                is_behind, ending = watch.is_behind(now), watch.ending(now)
+                ending, may_be_stuck = watch.ending(now), watch.may_be_stuck(now)
                 share = configuration.nats.admission
-                stalls = (
-                    [] if is_behind or ending else find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share)
-                )
+                stalls = find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share) if may_be_stuck else []
                 publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
                 for step, time_seconds, values in step_values(state, written):
                     await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
-                if until_finished and state.finished and not is_behind:
+                if until_finished and state.finished and not watch.is_behind(now):
                     break
         tasks.cancel_scope.cancel()
 

@@ -75,7 +75,7 @@ async def _watch(
                 is_behind, ending = watch.is_behind(now), watch.ending(now)
                 stalls = (
                     []
-                    if is_behind or ending
+                    if not watch.may_be_stuck(now)
                     else find_stalls(
                         state,
                         watch.health,

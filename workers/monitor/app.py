@@ -123,14 +123,14 @@ class Site:
                     "is_behind": self._watch.is_behind(now),
                 },
                 "server": self._watch.server,
-                "stalls": [] if ending else self._stalls(now, bus.now_ns()),
+                "stalls": self._stalls(now, bus.now_ns()),
                 "notes": [] if ending or self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
             }
             self._overview = (now, msgspec.json.encode(facts))
         return self._overview[1]
 
     def _stalls(self, now: float, now_ns: int) -> list[dict[str, Any]]:
-        if self._watch.is_behind(now):
+        if not self._watch.may_be_stuck(now):
             return []
         found = find_stalls(self._watch.state, self._watch.health, now=now, now_ns=now_ns, admission=self._admission)
         return [msgspec.structs.asdict(stall) | {"line": stall.line} for stall in found]

@@ -20,6 +20,9 @@ from workers.overview.state import FleetState
 READ_TYPES: tuple[type[Message], ...] = (EpisodeRequested, *FOLLOWED)
 LOOK_SECONDS = 2.0
 BEHIND_SECONDS = 1.0
+RESUME_SECONDS = 120.0
+"""For the learner of a run that `up` resumes to come back, before its absence is trouble."""
+
 ALIVE = ("working", "draining", "starting")
 """Workers in these states may make a run go on."""
 
@@ -67,6 +70,7 @@ class Watch:
         self._driver = driver or Driver()
         self.bus = bus
         self._began = self._taken_at = -math.inf
+        self._resumed_at = math.inf
         self._end: int | None = None
         self._has_caught_up = False
 
@@ -95,6 +99,18 @@ class Watch:
             steps=progress.steps,
             now_ns=self._bus.now_ns(),
         )
+
+    def may_be_stuck(self, now: float) -> bool:
+        """Whether it is worth asking what holds the run: it is known, is not over, and is not just being resumed."""
+        return not self.is_behind(now) and self.ending(now) is None and not self._is_being_resumed(now)
+
+    def _is_being_resumed(self, now: float) -> bool:
+        """An `up` drives the run, whose learner has not come back yet: it may take its time."""
+        if self.state.last_words.goodbye is None or not self._driver.is_driving():
+            self._resumed_at = math.inf
+            return False
+        self._resumed_at = min(self._resumed_at, now)
+        return now - self._resumed_at < RESUME_SECONDS
 
     async def run(self) -> None:
         """Until cancelled, or until the connection is gone for good."""
