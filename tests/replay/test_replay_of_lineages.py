@@ -28,6 +28,7 @@ from workers.replay.report import Report
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 5
+PATIENCE_SECONDS = 60.0
 TASKS = [Task(key=f"task-{index}", prompt="play") for index in range(4)]
 
 
@@ -55,20 +56,30 @@ async def until_stored(fleet: SmallFleet, kind: type[Any], lineage: str, step: i
                     return
 
 
-async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int], ...]) -> Recording:
-    """A run whose learner is killed at each of these entries, and started again."""
+async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int], ...], *, drained: bool = False) -> Recording:
+    """A run whose learner is killed at each of these entries, or told to stop, and started again."""
     async with small_fleet(configuration, published=False) as fleet:
         workers = [fleet.environment("environment-0"), fleet.inference("inference-0")]
         for number, (kind, step) in enumerate((*kills, (StepTrained, STEPS)), 1):
             trainer, curriculum = CountingTrainer(), Curriculum(TASKS, TASKS, seed=1)
             learner = fleet.learner(f"learner-{number}", trainer=trainer, curriculum=curriculum)
             await until_stored(fleet, kind, f"l{number}", step)
-            if number <= len(kills):
+            if number <= len(kills) and drained:
+                learner.drain.set()
+                await learner.ended.wait()
+            elif number <= len(kills):
                 learner.kill()
         await learner.ended.wait()
         await fleet.drained(workers)
         entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
     return Recording(path=Path("in-memory"), header=RecordingHeader(run=RUN), entries=entries)
+
+
+def in_virtual_time(work: Callable[[], Any]) -> Recording:
+    with quiet():
+        clock = trio.testing.MockClock(autojump_threshold=0)
+        recording: Recording = anyio.run(work, backend="trio", backend_options={"clock": clock})
+    return recording
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +91,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Re
     def make(checkpoint_every: int = 2) -> tuple[Recording, Configuration]:
         if checkpoint_every not in made:
             configuration = settings(tmp_path_factory.mktemp("run"), checkpoint_every)
-            kills = ((StepTrained, 3), (CheckpointStored, 4)) if checkpoint_every == 2 else ((StepTrained, 2), (StepTrained, 1))
-            work = partial(killed, configuration, kills)
-            with quiet():
-                recording = anyio.run(
-                    work, backend="trio", backend_options={"clock": trio.testing.MockClock(autojump_threshold=0)}
-                )
+            kills = {1: (), 2: ((StepTrained, 3), (CheckpointStored, 4)), 5: ((StepTrained, 2), (StepTrained, 1))}[
+                checkpoint_every
+            ]
+            recording = in_virtual_time(partial(killed, configuration, kills))
             shutil.rmtree(configuration.run.folder)  # a recording is all that a replay has
             made[checkpoint_every] = (recording, configuration)
         recording, configuration = made[checkpoint_every]
@@ -97,7 +106,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Re
 def replayed(
     recording: Recording, configuration: Configuration, folder: Path, make: Callable[[], Any] | None = CountingTrainer
 ) -> Report:
-    work = partial(replay_learner, recording, make, configuration=configuration, folder=folder, patience_seconds=60.0)
+    work = partial(
+        replay_learner, recording, make, configuration=configuration, folder=folder, patience_seconds=PATIENCE_SECONDS
+    )
     with quiet():
         return anyio.run(work)
 
@@ -121,6 +132,29 @@ def test_every_lineage_replays_as_recorded(
     assert report.compared["LineageStarted"] == 6 and report.compared["TrainingFinished"] == 1
     assert report.compared["StepTrained"] == steps > STEPS
     assert report.notes["lineages that were replayed, each from where it began"] == 3
+
+
+@pytest.mark.parametrize("make", [CountingTrainer, None], ids=["until weights", "until batches"])
+def test_a_learner_that_was_told_to_stop_says_goodbye_with_the_same_checkpoint(
+    make: Callable[[], Any] | None, tmp_path: Path
+) -> None:
+    configuration = settings(tmp_path / "recorded", 10)
+    recording = in_virtual_time(partial(killed, configuration, ((StepTrained, 1), (StepTrained, 3)), drained=True))
+    starts = [start for _, start in begun(recording)]
+    assert starts[0] == 0 < starts[1] < starts[2] < STEPS
+    report = replayed(recording, configuration, tmp_path / "replayed", make)
+    report.check()
+    assert report.compared["CheckpointStored"] == 3 and report.compared["StepTrained"] == STEPS
+    assert not any("steps of lineage" in reason for reason in report.skipped)
+
+
+def test_a_checkpoint_that_a_full_log_asked_for_is_counted_and_not_waited_for(recorded: Any, tmp_path: Path) -> None:
+    recording, configuration = recorded(1)
+    settings = msgspec.structs.replace(configuration.learner, checkpoint_every=2)
+    report = replayed(recording, msgspec.structs.replace(configuration, learner=settings), tmp_path)
+    report.check()
+    assert report.skipped["checkpoints that were stored because the log was full"] == 2
+    assert report.compared["CheckpointStored"] == 3 and report.compared["StepTrained"] == STEPS
 
 
 def test_a_change_in_a_later_lineage_is_found_and_the_lineages_after_it_are_named(recorded: Any, tmp_path: Path) -> None:

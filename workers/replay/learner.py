@@ -104,7 +104,7 @@ async def _train(
             bus,
             configuration=stage.configuration,
             name=WORKER,
-            drain=drain,
+            drain=director.drain,
             trainer=trainer,
             curriculum=cast(Curriculum, tasks),
             ports=Ports(offload=director.offload),

@@ -14,9 +14,10 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import Stored
+from fleetbus.config.settings import LearnerSettings
 from fleetbus.episodes import decoded
 from fleetbus.ports import run_in_thread
-from schemas import Action, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
+from schemas import Action, CheckpointStored, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
 from workers.replay.compare import first_difference
 from workers.replay.learner_book import COMPARED, Key, Lineage, consumed_by, key_of
 from workers.replay.progress import Progress
@@ -55,6 +56,13 @@ class LearnerDirector:
         self._progress = progress
         self._expected = expected = dict(lineage.published)
         self._beyond = _undecided(lineage)
+        unscheduled = _unscheduled(lineage, stage.configuration.learner)
+        self._goodbye = unscheduled.pop() if unscheduled and unscheduled[-1] == _checkpoint(lineage.last_step) else None
+        for key in unscheduled:
+            del expected[key]
+            report.skipped["checkpoints that were stored because the log was full"] += 1
+        self.drain = anyio.Event()
+        """Set when the learner has to stop, as the recorded one did."""
         self._start = stage.next_sequence
         self._stories = stories
         self._report = report
@@ -118,17 +126,32 @@ class LearnerDirector:
                 self._ready[self._consumed.get(story.request.episode_id, self._last_step + 1)].append(story)
             await self._feed_all(self._step)
             while self._expected and not self._report.differences:
-                owed = len(self._expected) > len(self._beyond)
-                received = await published.receive(self._patience_seconds if owed else ADMISSION_SECONDS)
+                received = await published.receive(self._patience())
                 if received is not None:
                     await self._heard(*received)
-                elif not owed:
-                    reason = f"requests of lineage {self._lineage.name} in a step whose end was not recorded"
-                    self._report.skipped[reason] += len(self._beyond)
-                    return
+                elif self._is_parting():
+                    self.drain.set()
+                elif not self._owed():
+                    break
                 elif not self._computing:  # a step of a large model takes its time
                     self._give_up()
                     return
+        if self._beyond and not self._report.differences:
+            reason = f"requests of lineage {self._lineage.name} in a step whose end was not recorded"
+            self._report.skipped[reason] += len(self._beyond)
+
+    def _owed(self) -> int:
+        """Messages that have to come."""
+        return len(self._expected) - len(self._beyond)
+
+    def _is_parting(self) -> bool:
+        """True when nothing has to come any more but what a learner stores that is told to stop."""
+        return self._owed() == 1 and self._goodbye in self._expected and not self.drain.is_set()
+
+    def _patience(self) -> float:
+        if self._is_parting():
+            return ADMISSION_SECONDS if self._beyond else 0.0
+        return self._patience_seconds if self._owed() else ADMISSION_SECONDS
 
     async def _heard(self, entry: Stored, message: Message) -> None:
         key = key_of(entry.subject, message)
@@ -251,6 +274,18 @@ def _in_order(message: Message) -> Message:
     if isinstance(message, StepTrained | TrainingFinished):
         return msgspec.structs.replace(message, excluded=tuple(sorted(message.excluded, key=lambda each: each.episode_id)))
     return message
+
+
+def _unscheduled(lineage: Lineage, settings: LearnerSettings) -> list[Key]:
+    """Checkpoints that were not due: that of the last step was stored because the learner was told to stop, others because the
+    log had no room."""
+    stored = [message for _, message in lineage.published.values() if isinstance(message, CheckpointStored)]
+    due = {settings.steps, *range(0, lineage.last_step + 1, settings.checkpoint_every)}
+    return [_checkpoint(each.step) for each in stored if each.step not in due]
+
+
+def _checkpoint(step: int) -> Key:
+    return ("CheckpointStored", f"step {step}")
 
 
 def _undecided(lineage: Lineage) -> set[Key]:
