@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -136,9 +137,12 @@ def test_the_command_that_goes_on_names_run_and_folder_where_they_are_not_the_de
     assert up_command("default", "/elsewhere") == "fleetbus up --run-folder /elsewhere"
 
 
-async def test_a_run_that_up_resumes_after_hours_is_not_stuck_until_its_learner_had_time_to_come_back() -> None:
+@pytest.mark.parametrize("left", [stopped, trained])
+async def test_a_run_that_up_resumes_after_hours_is_not_stuck_until_its_learner_had_time_to_come_back(
+    left: Callable[[], Run],
+) -> None:
     async with MemoryServer().connect("r", worker="w") as bus:
-        run = stopped()
+        run = left()
         watch = Watch(bus, SUBJECTS, run.state, DRIVEN)
         watch.is_behind = lambda now: False  # type: ignore[method-assign]
         later = START + 10_000

@@ -106,7 +106,8 @@ class Watch:
 
     def _is_being_resumed(self, now: float) -> bool:
         """An `up` drives the run, whose learner has not come back yet: it may take its time."""
-        if self.state.last_words.goodbye is None or not self._driver.is_driving():
+        has_learner = any(row.role == "learner" and row.state in ALIVE for row in self.state.workers(now))
+        if has_learner or not self._driver.is_driving():
             self._resumed_at = math.inf
             return False
         self._resumed_at = min(self._resumed_at, now)
