@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from fleetbus.bus.base import Bus, Stored
+from fleetbus.errors import BusError
 from fleetbus.recording.objects import References
 from fleetbus.recording.reader import RecordingReader
 from fleetbus.recording.redaction import Redactor
@@ -22,6 +23,9 @@ from schemas import MalformedMessage, PolicyPublished, Subjects, decode
 
 FLUSH_SECONDS = 1.0
 """While a log is followed, what came is readable after this."""
+
+END_SECONDS = 5.0
+"""How long a server that may be gone is asked how far its log goes."""
 
 EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
 
@@ -63,7 +67,8 @@ class Export:
         start: int,
         progress: Callable[[int], None] = lambda seen: None,
     ) -> None:
-        """Write what is stored from ``start`` on until ``stop`` is set, flushing once a second."""
+        """Write what is stored from ``start`` on until ``stop`` is set, flushing once a second; then what is there by then, if
+        the server still is."""
         batch: list[Stored] = []
         async with bus.read([subjects.log], start=start) as reader, anyio.create_task_group() as group:
             group.start_soon(_cancel_when_set, stop, group.cancel_scope)
@@ -73,9 +78,17 @@ class Export:
                     while len(batch) < FRAME_ENTRIES:
                         batch.append(await reader.receive())
                 await self._write_through(batch)
-                batch = []
+                start, batch = batch[-1].sequence + 1, []
                 progress(self.seen)
         await self._write_through(batch)
+        try:
+            with anyio.fail_after(END_SECONDS):
+                end = await bus.last_sequence()
+        except (TimeoutError, BusError):
+            return
+        start = batch[-1].sequence + 1 if batch else start
+        if start <= end:
+            await self.copy(bus.scan([subjects.log], start=start), progress=progress)
 
     async def _write_through(self, batch: Sequence[Stored]) -> None:
         """Write and flush; what was received is written whole even when following ends meanwhile."""

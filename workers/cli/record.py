@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.cli.sources import Source
 
 FOLLOWER_NICE = 15
-"""Added to the niceness of a process that follows a run."""
+"""Added to the niceness of a process that follows a run, where it cannot be told to use idle time alone."""
 
 OBJECT_SECONDS = 30.0
 """Longest wait for one object of the bucket; what does not come is told as missing."""
@@ -71,13 +71,21 @@ def command(
         raise UserError("--follow needs a run that is reachable, not a file")
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
-    if follow and hasattr(os, "nice"):
-        # The log keeps what was not read yet, so the run's own workers come first. Threads made before would not follow.
-        os.nice(FOLLOWER_NICE)
+    if follow:
+        _give_way()  # before there are threads: those keep what they were made with
     work = partial(_record, source, configuration, output, archive=archive, follow=follow, overwrite=force, **choices)
     facts = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     _print(facts, output, as_json)
     return FINISHED
+
+
+def _give_way() -> None:
+    """Take no time that the run's own workers could use: the log keeps what was not read yet."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        if hasattr(os, "nice"):
+            os.nice(FOLLOWER_NICE)
 
 
 async def _record(
