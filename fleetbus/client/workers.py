@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import anyio
-import structlog
 
 from fleetbus.bus.base import Bus
+from fleetbus.heartbeats import follow_heartbeats
 from fleetbus.presence import HEARTBEAT_SECONDS
-from schemas import Heartbeat, MalformedMessage, Subjects, decode
+from schemas import Heartbeat, Subjects
 
 FORGOTTEN_SECONDS = 5 * HEARTBEAT_SECONDS
 """A worker that was not heard of for this long is not asked."""
-
-log = structlog.get_logger()
 
 
 class HostsSeen:
@@ -29,15 +27,7 @@ class HostsSeen:
 
     async def run(self) -> None:
         """Listen, for ever."""
-        async with self._bus.listen(self._subject) as heartbeats:
-            while True:
-                subject, payload = await heartbeats.receive()
-                try:
-                    beat = decode(Heartbeat, payload, subject=subject)
-                except MalformedMessage as malformed:
-                    log.warning("heartbeat ignored", reason=str(malformed))
-                    continue
-                self._take_in(beat)
+        await follow_heartbeats(self._bus, self._subject, self._take_in)
 
     async def choose(self, avoid: Collection[str] = ()) -> str:
         """The best host that is not to be avoided; waits until there is one. The caller's cancel scope is what ends it."""

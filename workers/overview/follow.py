@@ -10,7 +10,8 @@ import structlog
 
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
-from schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects, decode
+from fleetbus.heartbeats import follow_heartbeats
+from schemas import EpisodeRequested, MalformedMessage, Message, Subjects
 from schemas.message import decode_any
 from workers.overview.ending import Driver, Ending, judge_ending
 from workers.overview.jetstream import ServerView, look_at_server
@@ -149,13 +150,7 @@ class Watch:
         self.state.apply(entry, message, anyio.current_time(), self._bus.now_ns())
 
     async def _follow_heartbeats(self) -> None:
-        async with self._bus.listen(self._subjects.heartbeats) as listener:
-            while True:
-                subject, payload = await listener.receive()
-                try:
-                    self.state.heard(decode(Heartbeat, payload, subject=subject), anyio.current_time())
-                except MalformedMessage as malformed:
-                    log.warning("heartbeat ignored", reason=malformed.reason)
+        await follow_heartbeats(self._bus, self._subjects.heartbeats, lambda beat: self.state.heard(beat, anyio.current_time()))
 
     async def _look(self) -> None:
         while True:

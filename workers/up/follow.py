@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import anyio
-import structlog
 
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.episodes import read_entry
-from schemas import Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus.heartbeats import follow_heartbeats
+from schemas import Subjects
 from workers.overview.progress import FOLLOWED, Progress
 from workers.up.book import Book
 from workers.up.display import Display
-
-log = structlog.get_logger()
 
 
 class Follower:
@@ -58,10 +56,4 @@ class Follower:
             self._display.happened(message)
 
     async def _follow_heartbeats(self) -> None:
-        async with self._bus.listen(self._heartbeats) as listener:
-            while True:
-                subject, payload = await listener.receive()
-                try:
-                    self._progress.heard(decode(Heartbeat, payload, subject=subject), anyio.current_time())
-                except MalformedMessage as malformed:
-                    log.warning("heartbeat ignored", reason=malformed.reason)
+        await follow_heartbeats(self._bus, self._heartbeats, lambda beat: self._progress.heard(beat, anyio.current_time()))
