@@ -22,6 +22,7 @@ import structlog
 
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.client.workers import HostsSeen
+from fleetbus.episodes import read_entry
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
 from fleetbus.together import together
 from schemas import (
@@ -31,14 +32,13 @@ from schemas import (
     SessionAnswer,
     SessionCall,
     SessionClaimed,
-    SessionEnded,
     SessionRecorded,
     Subjects,
     Task,
     decode,
     encode,
 )
-from schemas.message import decode_any
+from schemas.stored import STORED
 from schemas.subjects import check_name
 
 PATIENCE_SECONDS = 5.0
@@ -231,15 +231,11 @@ class Session:
 
 def _holder(entry: Stored) -> str:
     """The worker that wrote the newest entry of a journal; empty for a session that is over."""
-    try:
-        message = decode_any((SessionClaimed, SessionRecorded, SessionEnded), entry.payload, subject=entry.subject)
-    except MalformedMessage:
-        return ""
-    match message:
-        case SessionClaimed():
-            return message.worker
-        case SessionRecorded() if message.answer.end is None:
-            return message.answer.worker
+    match read_entry(STORED["session"], entry):
+        case SessionClaimed(worker=worker):
+            return worker
+        case SessionRecorded(answer=SessionAnswer(end=None, worker=worker)):
+            return worker
     return ""
 
 

@@ -181,17 +181,22 @@ async def test_an_observation_that_was_routed_again_is_answered_where_the_one_be
     assert (answer.attempt, answer.hop, answer.finish_reason) == (2, 1, "stop")
 
 
+async def played(bus: MemoryBus) -> tuple[list[Action], EpisodeFinished]:
+    """The two Actions of an episode, stored first of all, and its result."""
+    actions = [Action(episode_id="e", attempt=1, turn=turn, worker="i", text=f"turn {turn}") for turn in range(2)]
+    for action in actions:
+        await bus.publish(SUBJECTS.action("e0", "e"), encode(action))
+    references = tuple(ActionReference(sequence=turn + 1, lane="e0", turn=turn) for turn in range(2))
+    return actions, EpisodeFinished(
+        episode_id="e", group_id="g", attempt=1, outcome="completed", worker="e", reward=1.0, actions=references
+    )
+
+
 async def test_actions_that_were_trimmed_are_read_from_the_archive_and_without_it_the_error_says_what_to_give(
     tmp_path: Path,
 ) -> None:
     async with connected() as bus:
-        actions = [Action(episode_id="e", attempt=1, turn=turn, worker="i", text=f"turn {turn}") for turn in range(2)]
-        for action in actions:
-            await bus.publish(SUBJECTS.action("e0", "e"), encode(action))
-        references = tuple(ActionReference(sequence=turn + 1, lane="e0", turn=turn) for turn in range(2))
-        result = EpisodeFinished(
-            episode_id="e", group_id="g", attempt=1, outcome="completed", worker="e", reward=1.0, actions=references
-        )
+        actions, result = await played(bus)
         with open_archive(tmp_path, RUN) as archive:
             archive.append([entry async for entry in bus.scan([SUBJECTS.log])])
         await bus.purge(SUBJECTS.actions(), below=2)
@@ -202,13 +207,7 @@ async def test_actions_that_were_trimmed_are_read_from_the_archive_and_without_i
 
 async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected() as bus:
-        actions = [Action(episode_id="e", attempt=1, turn=turn, worker="i", text=f"turn {turn}") for turn in range(2)]
-        for action in actions:
-            await bus.publish(SUBJECTS.action("e0", "e"), encode(action))
-        references = tuple(ActionReference(sequence=turn + 1, lane="e0", turn=turn) for turn in range(2))
-        result = EpisodeFinished(
-            episode_id="e", group_id="g", attempt=1, outcome="completed", worker="e", reward=1.0, actions=references
-        )
+        actions, result = await played(bus)
         history, behind = bus.history, iter((1, 1))
 
         async def lagging(subjects: Sequence[str]) -> list[Stored]:
