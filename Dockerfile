@@ -15,8 +15,8 @@ RUN useradd --create-home --uid 1000 fleetbus \
     && python -m venv /opt/fleetbus
 # Dependencies first, against empty packages: they stay cached when only the source changes.
 COPY pyproject.toml README.md constraints.txt /src/
-RUN mkdir /src/schemas /src/fleetbus /src/workers \
-    && touch /src/schemas/__init__.py /src/fleetbus/__init__.py /src/workers/__init__.py \
+RUN cd /src && mkdir -p schemas/fleetbus_schemas fleetbus workers/fleetbus_workers \
+    && touch schemas/fleetbus_schemas/__init__.py fleetbus/__init__.py workers/fleetbus_workers/__init__.py \
     && pip install -c /src/constraints.txt /src
 WORKDIR /app
 

@@ -44,14 +44,14 @@ from fleetbus.config.settings import (
     RunSettings,
 )
 from fleetbus.episodes import decoded
-from schemas import Action, LineageStarted, StepTrained, Subjects, Task
-from workers.environment.base import Step, Verdict
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.learner.base import TrainingSequence
-from workers.learner.book import OTHER_ENTRIES
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
+from fleetbus_schemas import Action, LineageStarted, StepTrained, Subjects, Task
+from fleetbus_workers.environment.base import Step, Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.book import OTHER_ENTRIES
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 TURNS = 3
 GROUPS = 16
@@ -132,9 +132,9 @@ def configuration(mode: str, folder: str) -> Configuration:
 
 async def serve(role: str, mode: str, url: str, folder: str) -> None:
     """One worker process; it drains at the end of its standard input."""
-    from workers.environment.worker import run_environment
-    from workers.inference.worker import run_inference
-    from workers.learner.worker import run_learner
+    from fleetbus_workers.environment.worker import run_environment
+    from fleetbus_workers.inference.worker import run_inference
+    from fleetbus_workers.learner.worker import run_learner
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     drain, settings = anyio.Event(), configuration(mode, folder)

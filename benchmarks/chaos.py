@@ -49,7 +49,7 @@ from fleetbus.config.settings import (
 )
 from fleetbus.core.audit_findings import Report
 from fleetbus.episodes import decoded
-from schemas import (
+from fleetbus_schemas import (
     MESSAGES,
     CheckpointStored,
     EpisodeFinished,
@@ -61,8 +61,8 @@ from schemas import (
     WorkerStarted,
     decode,
 )
-from schemas.message import decode_any
-from workers.up.book import Book, Summary
+from fleetbus_schemas.message import decode_any
+from fleetbus_workers.up.book import Book, Summary
 
 RUN = "chaos"
 PLACES = {"environment": 2, "inference": 2, "learner": 1}

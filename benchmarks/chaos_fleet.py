@@ -23,7 +23,7 @@ from benchmarks.chaos_faults import Fault
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.errors import BusError
-from schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, decode, encode
+from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, decode, encode
 
 UNPLANNED_RESTART_SECONDS = 0.5
 PING_SECONDS = 0.3
@@ -167,7 +167,15 @@ class ChaosFleet:
 
     def member(self, role: str, place: str, *arguments: str, final: bool = False) -> Member:
         """A further member, which the caller keeps running; a ``final`` one may end by itself."""
-        command = [sys.executable, "-m", "workers.cli", role, "--config", str(self._folder / "config.json"), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "fleetbus_workers.cli",
+            role,
+            "--config",
+            str(self._folder / "config.json"),
+            *arguments,
+        ]
         return Member(role, place, [*command, "--supervised"], self._folder, self.ended, final=final)
 
     def of(self, role: str) -> list[Member]:

@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.chaos_fleet import Struck
 from fleetbus.bus.streams import TASK_LEASE_SECONDS
-from schemas import (
+from fleetbus_schemas import (
     ANY_LANE,
     Action,
     AttemptReleased,

@@ -50,9 +50,9 @@ from websockets.asyncio.client import connect as connect_socket
 from benchmarks.plan import Plan, latency_fields, parse_plan, temporary_server
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from schemas import Subjects
-from workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
-from workers.gateway.gym_service import BaseGymHandler, build_gym_service
+from fleetbus_schemas import Subjects
+from fleetbus_workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
+from fleetbus_workers.gateway.gym_service import BaseGymHandler, build_gym_service
 
 RUN = "gatewaybench"
 ACTION = "x" * 200
@@ -105,8 +105,8 @@ async def on_the_bus(kind: str, environment: str) -> AsyncIterator[tuple[str, Se
         await bus.declare(plan_run(RUN))
         (server,) = (child for child in psutil.Process().children() if "nats-server" in child.name())
         common = ("--nats", url, "--run", RUN, "--log-level", "warning")
-        with running("-m", "workers.cli", "environment", "--environment", environment, *common) as worker:
-            with running("-m", "workers.cli", "gateway", kind, "--port", str(port), *common) as gateway:
+        with running("-m", "fleetbus_workers.cli", "environment", "--environment", environment, *common) as worker:
+            with running("-m", "fleetbus_workers.cli", "gateway", kind, "--port", str(port), *common) as gateway:
                 with anyio.fail_after(START_SECONDS):
                     async with bus.read([Subjects(RUN).life("*", "*")]) as reader:
                         for _ in range(2):

@@ -20,10 +20,10 @@ import anyio
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from schemas import Action, Task
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.openenv import OpenEnvEnvironment
+from fleetbus_workers.environment.openenv_server import OpenEnvServer
 from tests.support.openenv_process import openenv_python, openenv_server
-from workers.environment.openenv import OpenEnvEnvironment
-from workers.environment.openenv_server import OpenEnvServer
 
 PLAIN = Path(__file__).with_name("openenv_plain.py")
 

@@ -41,10 +41,10 @@ from fleetbus.recording.export import Export
 from fleetbus.recording.format import RecordingHeader, message_schema
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import create_recording
-from schemas import Action, ChatMessage, Observation, Subjects, VersionSpan, encode
-from schemas.tokens import pack_ids, pack_logprobs
-from workers.replay import Replay, replay_recording
-from workers.replay.report import FORWARD, TRAINING
+from fleetbus_schemas import Action, ChatMessage, Observation, Subjects, VersionSpan, encode
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.replay import Replay, replay_recording
+from fleetbus_workers.replay.report import FORWARD, TRAINING
 
 RUN = "bench"
 EXPORT_BOUND, REPLAY_BOUND, COST_BOUND = 20_000, 20.0, 0.05
@@ -186,7 +186,18 @@ async def _until_written(file: Path) -> None:
 
 
 def _recorder(url: str, file: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "workers.cli", "record", step_loop.RUN, "--nats", url, "--follow", "-o", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "fleetbus_workers.cli",
+        "record",
+        step_loop.RUN,
+        "--nats",
+        url,
+        "--follow",
+        "-o",
+        str(file),
+    ]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 

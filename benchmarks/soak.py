@@ -42,10 +42,10 @@ from fleetbus.config.settings import (
     LearnerSettings,
     RunSettings,
 )
-from schemas import EpisodeFinished, Subjects, Task
-from schemas.episode import AttemptReleased, AttemptStarted
-from schemas.message import decode_any
-from workers.learner.scripted import ScriptedTrainer
+from fleetbus_schemas import EpisodeFinished, Subjects, Task
+from fleetbus_schemas.episode import AttemptReleased, AttemptStarted
+from fleetbus_schemas.message import decode_any
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 RUN = "soak"
 ROLES = ("learner", "environment", "inference", "recorder")
@@ -114,25 +114,25 @@ def work_of(role: str, folder: str) -> Callable[[Bus, anyio.Event], Awaitable[No
     """The loop of one role."""
     settings = configuration(folder)
     if role == "environment":
-        from workers.environment.scripted import ScriptedEnvironment
-        from workers.environment.worker import run_environment
+        from fleetbus_workers.environment.scripted import ScriptedEnvironment
+        from fleetbus_workers.environment.worker import run_environment
 
         return lambda bus, drain: run_environment(bus, configuration=settings, name=role, drain=drain, make=ScriptedEnvironment)
     if role == "inference":
-        from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-        from workers.inference.worker import run_inference
+        from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+        from fleetbus_workers.inference.worker import run_inference
 
         return lambda bus, drain: run_inference(
             bus, configuration=settings, name=role, drain=drain, sampler=ScriptedSampler(), template=ScriptedTemplate()
         )
     if role == "recorder":
-        from workers.recorder.worker import run_recorder
+        from fleetbus_workers.recorder.worker import run_recorder
 
         return lambda bus, drain: run_recorder(
             bus, configuration=settings, name=role, drain=drain, folder=Path(folder) / "archive"
         )
-    from workers.learner.curriculum import Curriculum
-    from workers.learner.worker import run_learner
+    from fleetbus_workers.learner.curriculum import Curriculum
+    from fleetbus_workers.learner.worker import run_learner
 
     tasks = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(64)]
     return lambda bus, drain: run_learner(

@@ -34,7 +34,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, RunSettings
 from fleetbus.episodes import decoded, episode_entry
-from schemas import (
+from fleetbus_schemas import (
     Action,
     ChatMessage,
     EpisodeFinished,
@@ -46,10 +46,10 @@ from schemas import (
     WorkerStarted,
     encode,
 )
-from workers.environment.base import Start, Step, Verdict
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import Generation, GenerationRequest
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 
 RUN = "steploop"
 SLOTS = 128
@@ -117,8 +117,8 @@ def configuration(sessions: int) -> Configuration:
 
 async def serve(role: str, url: str, sessions: int, report: str) -> None:
     """One worker process; the environment's writes its latencies and CPU when it has drained."""
-    from workers.environment.worker import run_environment
-    from workers.inference.worker import run_inference
+    from fleetbus_workers.environment.worker import run_environment
+    from fleetbus_workers.inference.worker import run_inference
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     drain = anyio.Event()

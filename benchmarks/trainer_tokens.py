@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from workers.learner.base import TrainingSequence
-from workers.learner.torch.batches import MicroBatch, micro_batches
-from workers.learner.torch.settings import TorchTrainerSettings
-from workers.learner.torch.trainer import TorchTrainer
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch.batches import MicroBatch, micro_batches
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
 VOCABULARY = 512
 SEQUENCES = 16

@@ -33,8 +33,8 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, RunSettings
 from fleetbus.presence import HEARTBEAT_SECONDS
-from schemas import EpisodeRequested, Subjects, Task, encode
-from workers.environment.scripted import ScriptedEnvironment
+from fleetbus_schemas import EpisodeRequested, Subjects, Task, encode
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
 
 RUN = "waiting"
 NAME = "environment"
@@ -62,7 +62,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 async def serve(url: str, sessions: int) -> None:
     """The worker's process, until it is killed."""
-    from workers.environment.worker import run_environment
+    from fleetbus_workers.environment.worker import run_environment
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     configuration = Configuration(run=RunSettings(name=RUN), environment=EnvironmentSettings(slots=sessions))

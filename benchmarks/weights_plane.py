@@ -35,14 +35,14 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.episodes import decoded
 from fleetbus.ports import Ports
-from schemas import LineageStarted, PolicyPublished, SamplingSettings, Subjects, TensorEntry
-from workers.inference.base import GenerationRequest
-from workers.learner.book import Chain
-from workers.learner.publication import Publication
-from workers.learner.scripted import ScriptedTrainer
-from workers.weights.fetch import WeightsFetcher
-from workers.weights.file import write_weights
-from workers.weights.store import objects_of, open_store
+from fleetbus_schemas import LineageStarted, PolicyPublished, SamplingSettings, Subjects, TensorEntry
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.learner.book import Chain
+from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.weights.fetch import WeightsFetcher
+from fleetbus_workers.weights.file import write_weights
+from fleetbus_workers.weights.store import objects_of, open_store
 
 RUN = "weightsplane"
 REPEATS = {"0.5M": 5, "200M": 2}
@@ -83,7 +83,7 @@ class Stages:
 def model_folder(name: str, folder: Path) -> Path:
     """The starter policy, or a random Llama of about 200 M parameters, float32."""
     if name == "0.5M":
-        from workers.starter.build import starter_folder
+        from fleetbus_workers.starter.build import starter_folder
 
         return starter_folder()
     import torch
@@ -184,7 +184,7 @@ def token_request(seed: int) -> GenerationRequest:
 
 
 async def main(names: list[str], stores: list[str], as_json: bool) -> None:
-    from workers.inference.torch.sampler import TorchSampler
+    from fleetbus_workers.inference.torch.sampler import TorchSampler
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     for name in names:

@@ -1,7 +1,7 @@
 """Reading an archive, alone or as one with the log: entries in order of sequence, each once.
 
-The recorder (`workers.recorder`) writes archives; audit and recordings read them. Reading never changes a file, so it may go on
-while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
+The recorder (`fleetbus_workers.recorder`) writes archives; audit and recordings read them. Reading never changes a file, so it
+may go on while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fleetbus.archive_format import ArchiveDamaged, TornRecord, first_sequence, 
 from fleetbus.bus.base import Bus, Stored
 from fleetbus.errors import UserError
 from fleetbus.ports import run_in_thread
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 ENTRIES_AT_A_TIME = 1024
 """Read per call in a thread; bounds what waits in memory."""

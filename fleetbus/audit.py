@@ -15,9 +15,9 @@ from fleetbus.core.audit_findings import Report
 from fleetbus.errors import UserError
 from fleetbus.recording.export import scan_recording
 from fleetbus.recording.reader import RecordingReader
-from schemas import MalformedMessage, Subjects
-from schemas.message import decode_any
-from schemas.stored import STORED
+from fleetbus_schemas import MalformedMessage, Subjects
+from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.stored import STORED
 
 _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "policy", "train")}
 """What an audit looks into, by the kind of subject."""

@@ -15,7 +15,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.core.claims import Standing, result_without_attempt
 from fleetbus.episodes import episode_entry, read_standing, store_result
 from fleetbus.errors import NoResponders, RequestUnanswered
-from schemas import (
+from fleetbus_schemas import (
     ControlAnswered,
     ControlRequested,
     EpisodeFinished,

@@ -8,7 +8,7 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, Request
-from schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, WorkerRole, decode, encode
+from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, WorkerRole, decode, encode
 
 log = structlog.get_logger()
 

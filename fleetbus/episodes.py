@@ -12,9 +12,19 @@ from fleetbus.bus.base import Bus, Stored
 from fleetbus.core.claims import EpisodeEntry, Standing, fold_episode
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
-from schemas import ANY_LANE, Action, ChatMessage, EpisodeFinished, MalformedMessage, Message, Observation, Subjects, encode
-from schemas.message import M, decode_any
-from schemas.stored import STORED
+from fleetbus_schemas import (
+    ANY_LANE,
+    Action,
+    ChatMessage,
+    EpisodeFinished,
+    MalformedMessage,
+    Message,
+    Observation,
+    Subjects,
+    encode,
+)
+from fleetbus_schemas.message import M, decode_any
+from fleetbus_schemas.stored import STORED
 
 RETRY_SECONDS = 1.0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from fleetbus.bus.base import Bus
-from schemas import Heartbeat, MalformedMessage, decode
+from fleetbus_schemas import Heartbeat, MalformedMessage, decode
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ import msgspec
 
 from fleetbus.bus.base import Bus
 from fleetbus.errors import BusError, FleetbusError, PublishUnanswered, SequenceConflict
-from schemas import LaneLease, MalformedMessage, Subjects, decode, encode
+from fleetbus_schemas import LaneLease, MalformedMessage, Subjects, decode, encode
 
 LEASE_SECONDS = 10.0
 ANSWER_SECONDS = 2.0

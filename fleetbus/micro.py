@@ -15,7 +15,7 @@ import structlog
 
 from fleetbus.bus.base import Bus, Request
 from fleetbus.errors import BusError
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 ASKED = "$SRV.>"
 VERBS = ("PING", "INFO", "STATS")

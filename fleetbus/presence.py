@@ -13,7 +13,17 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.errors import BusError
 from fleetbus.lanes import Lane
-from schemas import Heartbeat, Message, Subjects, WorkerDraining, WorkerFailed, WorkerRole, WorkerStarted, WorkerStopped, encode
+from fleetbus_schemas import (
+    Heartbeat,
+    Message,
+    Subjects,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerRole,
+    WorkerStarted,
+    WorkerStopped,
+    encode,
+)
 
 HEARTBEAT_SECONDS = 2.0
 

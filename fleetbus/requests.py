@@ -15,7 +15,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.claims import result_without_attempt
 from fleetbus.episodes import RETRY_SECONDS, read_standing, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
-from schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
+from fleetbus_schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
 UNANSWERED = "unanswered"

@@ -23,8 +23,8 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from fleetbus.client.blocking import Shared, shared_client
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
 from fleetbus.tasks import load_tasks
-from schemas import ChatMessage, SessionAnswer, Task
-from schemas.chat import Text
+from fleetbus_schemas import ChatMessage, SessionAnswer, Task
+from fleetbus_schemas.chat import Text
 
 MAX_TURNS = 50
 TIMEOUT_SECONDS = 600.0

@@ -18,7 +18,7 @@ import msgspec
 from fleetbus.datasets import read_files
 from fleetbus.errors import UserError
 from fleetbus.tasks_parquet import read_parquet
-from schemas import MAX_INLINE_BYTES, Task
+from fleetbus_schemas import MAX_INLINE_BYTES, Task
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "key": ("key", "task_key"),

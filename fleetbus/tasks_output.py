@@ -10,7 +10,7 @@ from pathlib import Path
 from fleetbus.errors import UserError
 from fleetbus.tasks import dump_tasks, task_entry
 from fleetbus.tasks_parquet import need_pyarrow, write_parquet
-from schemas import Task
+from fleetbus_schemas import Task
 
 HALVES = ("train", "validation")
 

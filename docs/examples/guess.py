@@ -6,8 +6,8 @@ Train on it: fleetbus up --environment guess:Guess --tasks guess.json
 import random
 import re
 
-from schemas import Action, ChatMessage, Task
-from workers.environment.base import Start, Step, Verdict
+from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.base import Start, Step, Verdict
 
 
 class Guess:

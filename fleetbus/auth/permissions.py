@@ -12,7 +12,7 @@ import msgspec
 
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import RunPlan
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 USERS = ("admin", "operator", "environment", "inference", "learner", "recorder", "gateway", "monitor")
 

@@ -20,7 +20,7 @@ from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import any_matcher, matcher
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
 from fleetbus.errors import BusError, NoResponders, PublishUnanswered, RequestUnanswered
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 if TYPE_CHECKING:
     from fleetbus.bus.memory import MemoryServer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from schemas import ANY_LANE, Subjects
+from fleetbus_schemas import ANY_LANE, Subjects
 
 TASK_LEASE_SECONDS = 10.0
 """``ack_wait`` of requests: a dead environment worker's episodes are elsewhere after this."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from fleetbus.client.sessions import Session, SessionClient, sessions
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 T = TypeVar("T")
 

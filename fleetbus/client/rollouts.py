@@ -27,8 +27,8 @@ from fleetbus.core.history import history_ids, loss_mask
 from fleetbus.episodes import episode_entry, read_standing, read_turns
 from fleetbus.requests import Requests
 from fleetbus.together import together
-from schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
-from schemas.tokens import unpack_logprobs
+from fleetbus_schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
+from fleetbus_schemas.tokens import unpack_logprobs
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from fleetbus.client.workers import HostsSeen
 from fleetbus.episodes import read_entry
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
 from fleetbus.together import together
-from schemas import (
+from fleetbus_schemas import (
     ControlAnswered,
     ControlRequested,
     MalformedMessage,
@@ -38,8 +38,8 @@ from schemas import (
     decode,
     encode,
 )
-from schemas.stored import STORED
-from schemas.subjects import check_name
+from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.subjects import check_name
 
 PATIENCE_SECONDS = 5.0
 """After this long without an answer the worker is asked whether it lives; a call that still runs there is joined."""

@@ -9,7 +9,7 @@ import anyio
 from fleetbus.bus.base import Bus
 from fleetbus.heartbeats import follow_heartbeats
 from fleetbus.presence import HEARTBEAT_SECONDS
-from schemas import Heartbeat, Subjects
+from fleetbus_schemas import Heartbeat, Subjects
 
 FORGOTTEN_SECONDS = 5 * HEARTBEAT_SECONDS
 """A worker that was not heard of for this long is not asked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from schemas.subjects import BadName, check_name
+from fleetbus_schemas.subjects import BadName, check_name
 
 
 def check_configuration(configuration: Configuration) -> None:

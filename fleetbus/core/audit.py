@@ -12,7 +12,7 @@ from collections import Counter
 from fleetbus.core.audit_episode import EpisodeAudit
 from fleetbus.core.audit_findings import Attempts, Books, Findings, Report
 from fleetbus.core.audit_training import Settled, TrainingAudit
-from schemas import (
+from fleetbus_schemas import (
     GRADED,
     Action,
     AttemptReleased,

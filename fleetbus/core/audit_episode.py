@@ -11,7 +11,7 @@ import msgspec
 
 from fleetbus.core.audit_findings import Findings
 from fleetbus.core.history import Turn, fold_history
-from schemas import (
+from fleetbus_schemas import (
     GRADED,
     Action,
     AttemptReleased,
@@ -22,7 +22,7 @@ from schemas import (
     Outcome,
     Split,
 )
-from schemas.tokens import TOKEN_BYTES, token_count
+from fleetbus_schemas.tokens import TOKEN_BYTES, token_count
 
 MAX_TURNS = 1 << 16
 """Turns beyond this are taken for nonsense: nobody can have observed them."""

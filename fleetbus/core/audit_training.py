@@ -12,7 +12,7 @@ import msgspec
 
 from fleetbus.core.audit_findings import Findings
 from fleetbus.core.lineage import survives, surviving_steps
-from schemas import Exclusion, LineageStarted, StepTrained, TrainingFinished
+from fleetbus_schemas import Exclusion, LineageStarted, StepTrained, TrainingFinished
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):

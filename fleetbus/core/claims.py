@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from schemas import AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Outcome
-from schemas.episode import ClaimReason
+from fleetbus_schemas import AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Outcome
+from fleetbus_schemas.episode import ClaimReason
 
 EpisodeEntry = AttemptStarted | AttemptReleased | EpisodeFinished
 

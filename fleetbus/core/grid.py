@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import ToolSpec
+from fleetbus_schemas import ToolSpec
 
 GRID = 1000
 """Cells per side: coordinate 0 is the first pixel's edge, 1000 the far edge."""

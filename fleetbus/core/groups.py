@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas import GRADED, EpisodeFinished, Exclusion
+from fleetbus_schemas import GRADED, EpisodeFinished, Exclusion
 
 
 class Group(msgspec.Struct, kw_only=True):

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from schemas import Action, ActionReference, AttemptStarted, ShownImage
-from schemas.tokens import EMPTY_HISTORY, extend_history, token_count, unpack_ids
+from fleetbus_schemas import Action, ActionReference, AttemptStarted, ShownImage
+from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, token_count, unpack_ids
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

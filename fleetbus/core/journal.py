@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
-from schemas.session import SessionRefusal
+from fleetbus_schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
+from fleetbus_schemas.session import SessionRefusal
 
 JournalEntry = SessionClaimed | SessionRecorded | SessionEnded
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas import LineageStarted, Message, StepTrained
+from fleetbus_schemas import LineageStarted, Message, StepTrained
 
 MANY_GROUPS = 64
 """So many groups in a row without an advantage are no bad luck. Of a policy that succeeds once in 30 tries, with 8 episodes per

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from schemas import LineageStarted
+from fleetbus_schemas import LineageStarted
 
 
 def surviving_steps(lineages: Sequence[LineageStarted]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from schemas import GRADED, EpisodeFinished
+from fleetbus_schemas import GRADED, EpisodeFinished
 
 SUCCESS = 1.0
 """A reward of at least this is a success."""

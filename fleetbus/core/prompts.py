@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from schemas import ToolSpec
+from fleetbus_schemas import ToolSpec
 
 TOOL_RESULT = "Tool result:\n"
 NO_CALL = 'No tool call found. Use <tool_call>{"name": "...", "arguments": {...}}</tool_call> format.'

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from fleetbus.core.lineage import survives, surviving_steps
-from schemas import CheckpointStored, EpisodeFinished, EpisodeRequested, LineageStarted, Message, StepTrained
+from fleetbus_schemas import CheckpointStored, EpisodeFinished, EpisodeRequested, LineageStarted, Message, StepTrained
 
 CONTENT = frozenset({"obs", "act"})
 """Kinds of subjects that are trimmed; everything else stays in the log for good."""

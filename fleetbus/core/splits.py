@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from schemas import Task
+from fleetbus_schemas import Task
 
 
 def split_tasks(

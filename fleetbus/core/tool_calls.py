@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import ToolCall
+from fleetbus_schemas import ToolCall
 
 TAGS = ("tool_call", "function_call")
 MAX_CALLS = 64

@@ -9,7 +9,7 @@ import msgspec
 from fleetbus.bus.base import Stored
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.episodes import decoded, episode_entry
-from schemas import (
+from fleetbus_schemas import (
     Action,
     AttemptReleased,
     AttemptStarted,

@@ -19,7 +19,7 @@ from fleetbus.recording.objects import References
 from fleetbus.recording.reader import RecordingReader
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import FRAME_ENTRIES, RecordingWriter
-from schemas import MalformedMessage, PolicyPublished, Subjects, decode
+from fleetbus_schemas import MalformedMessage, PolicyPublished, Subjects, decode
 
 FLUSH_SECONDS = 1.0
 """While a log is followed, what came is readable after this."""

@@ -23,7 +23,7 @@ import msgspec
 from fleetbus.archive_format import ArchivedEntry, TornRecord, frame, read_frame
 from fleetbus.bus.base import Stored
 from fleetbus.errors import UserError
-from schemas import MESSAGES
+from fleetbus_schemas import MESSAGES
 
 FORMAT = 1
 MAGIC = b"fbrecord"

@@ -16,7 +16,7 @@ from fleetbus.bus.base import Stored
 from fleetbus.recording.format import OBJECTS
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import RecordingWriter
-from schemas import Action, MalformedMessage, Observation, PolicyPublished, decode
+from fleetbus_schemas import Action, MalformedMessage, Observation, PolicyPublished, decode
 
 DEFAULT_LIMIT_BYTES = 256 << 20
 

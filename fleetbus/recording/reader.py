@@ -11,7 +11,7 @@ from fleetbus.archive_format import ArchivedEntry, TornRecord
 from fleetbus.bus.base import Stored
 from fleetbus.errors import UserError
 from fleetbus.recording.format import OBJECTS, FilePart, RecordingEnd, RecordingHeader, read_parts, read_start, stored
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 
 class Recording(msgspec.Struct, kw_only=True):

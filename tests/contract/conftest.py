@@ -19,7 +19,7 @@ from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan, lane_stream, log_stream
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 from tests.support.killable_server import KillableServer, killable_server
 from tests.support.relay import Relay
 

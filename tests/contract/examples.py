@@ -5,7 +5,7 @@ The golden bytes are made from these (`just golden`). Add fields here when messa
 
 from __future__ import annotations
 
-from schemas import (
+from fleetbus_schemas import (
     Action,
     ActionReference,
     AttemptReleased,
@@ -45,7 +45,7 @@ from schemas import (
     WorkerStarted,
     WorkerStopped,
 )
-from schemas.tokens import extend_history, pack_ids, pack_logprobs, pack_mask
+from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs, pack_mask
 
 PARAMETERS = {"type": "object", "properties": {"item": {"type": "string"}, "count": {"type": "integer"}}}
 SAMPLING = SamplingSettings(temperature=0.75, top_p=0.9, max_tokens=128, stop=("</tool_call>",), seed=1234)

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import MESSAGES, Message, Subjects
-from schemas.asyncapi import asyncapi, channels
+from fleetbus_schemas import MESSAGES, Message, Subjects
+from fleetbus_schemas.asyncapi import asyncapi, channels
 
 EXAMPLES: dict[type[Message], Message] = runpy.run_path(str(Path(__file__).with_name("examples.py")))["EXAMPLES"]
 

@@ -17,7 +17,7 @@ from fleetbus.bus.memory_faults import DeliveryFault, PublishFault
 from fleetbus.bus.memory_subjects import SubjectIndex, any_matcher, matcher
 from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.errors import BusError, PublishUnanswered, RequestUnanswered, SequenceConflict, UserError
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 SUBJECTS = Subjects("r")
 CONSUMER = tasks_consumer("default")

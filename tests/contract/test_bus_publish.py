@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, SequenceConflict
-from schemas import MAX_MESSAGE_BYTES
+from fleetbus_schemas import MAX_MESSAGE_BYTES
 
 
 @pytest.fixture

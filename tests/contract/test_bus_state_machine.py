@@ -22,7 +22,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan, lane_stream, log_stream
 from fleetbus.errors import SequenceConflict
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 EPISODES = st.sampled_from(["a", "b", "c"])
 PAYLOADS = st.binary(max_size=8)

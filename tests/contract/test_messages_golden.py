@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import MESSAGES, Message, decode, encode
+from fleetbus_schemas import MESSAGES, Message, decode, encode
 
 GOLDEN = Path(__file__).with_name("golden")
 EXAMPLES: dict[type[Message], Message] = runpy.run_path(str(GOLDEN.with_name("examples.py")))["EXAMPLES"]

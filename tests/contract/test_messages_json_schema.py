@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import MESSAGES, Action, Message
-from schemas.export import DIALECT, json_schema
+from fleetbus_schemas import MESSAGES, Action, Message
+from fleetbus_schemas.export import DIALECT, json_schema
 
 EXAMPLES: dict[type[Message], Message] = runpy.run_path(str(Path(__file__).with_name("examples.py")))["EXAMPLES"]
 

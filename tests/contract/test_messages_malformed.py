@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from schemas import (
+from fleetbus_schemas import (
     MAX_MESSAGE_BYTES,
     MESSAGES,
     Action,
@@ -26,7 +26,7 @@ from schemas import (
     decode,
     encode,
 )
-from schemas.message import MAX_REASON_CHARACTERS, decode_any
+from fleetbus_schemas.message import MAX_REASON_CHARACTERS, decode_any
 
 EXAMPLES: dict[type[Message], Message] = runpy.run_path(str(Path(__file__).with_name("examples.py")))["EXAMPLES"]
 SUBJECT = "fb.run.episode.e1"

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from schemas import MESSAGES, EpisodeFinished, Heartbeat, Message, decode, encode
-from schemas.message import decode_any
+from fleetbus_schemas import MESSAGES, EpisodeFinished, Heartbeat, Message, decode, encode
+from fleetbus_schemas.message import decode_any
 
 each_message = pytest.mark.parametrize("message_type", MESSAGES, ids=lambda message_type: message_type.__name__)
 quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

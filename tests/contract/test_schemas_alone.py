@@ -9,7 +9,7 @@ BLOCKED = """
 import importlib.abc, sys
 
 class Gate(importlib.abc.MetaPathFinder):
-    allowed = sys.stdlib_module_names | {"msgspec", "schemas"}
+    allowed = sys.stdlib_module_names | {"msgspec", "fleetbus_schemas"}
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.partition(".")[0] not in self.allowed:
@@ -20,11 +20,11 @@ sys.meta_path.insert(0, Gate())
 """
 
 ROUND_TRIP = """
-import schemas, schemas.export, schemas.tokens
-message = schemas.Action(episode_id="e", attempt=1, turn=0, text="hi", sampled=schemas.tokens.pack_ids([1, 2]))
+import fleetbus_schemas as schemas, fleetbus_schemas.export, fleetbus_schemas.tokens
+message = schemas.Action(episode_id="e", attempt=1, turn=0, text="hi", sampled=fleetbus_schemas.tokens.pack_ids([1, 2]))
 assert schemas.decode(schemas.Action, schemas.encode(message)) == message
-assert schemas.export.json_schema()["$defs"]
-foreign = {name.partition(".")[0] for name in sys.modules} & {"fleetbus", "workers", "anyio", "numpy", "nats", "asyncio"}
+assert fleetbus_schemas.export.json_schema()["$defs"]
+foreign = {name.partition(".")[0] for name in sys.modules} & {"fleetbus", "fleetbus_workers", "anyio", "nats", "asyncio"}
 assert not foreign, foreign
 print("works")
 """

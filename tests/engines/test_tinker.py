@@ -25,13 +25,13 @@ import pytest
 
 from fleetbus.config.settings import LearnerSettings, TinkerSettings
 from fleetbus.errors import UserError
-from schemas import PolicyPublished, SamplingSettings
-from workers.inference.base import GenerationRequest, RequestRefused
-from workers.inference.tinker import TinkerSampler
-from workers.learner.base import TrainingSequence
-from workers.learner.tinker import TinkerTrainer
-from workers.tinker_service import service_client
-from workers.weights.file import WeightsRejected
+from fleetbus_schemas import PolicyPublished, SamplingSettings
+from fleetbus_workers.inference.base import GenerationRequest, RequestRefused
+from fleetbus_workers.inference.tinker import TinkerSampler
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.tinker import TinkerTrainer
+from fleetbus_workers.tinker_service import service_client
+from fleetbus_workers.weights.file import WeightsRejected
 
 pytestmark = [
     pytest.mark.tinker,

@@ -13,10 +13,10 @@ import anyio
 import psutil
 import pytest
 
-from schemas import PolicyPublished, SamplingSettings
-from workers.inference.base import GenerationRequest, RequestRefused
-from workers.inference.vllm.engine import EngineSettings
-from workers.weights.file import WeightsRejected
+from fleetbus_schemas import PolicyPublished, SamplingSettings
+from fleetbus_workers.inference.base import GenerationRequest, RequestRefused
+from fleetbus_workers.inference.vllm.engine import EngineSettings
+from fleetbus_workers.weights.file import WeightsRejected
 
 pytestmark = [
     pytest.mark.vllm,
@@ -39,7 +39,7 @@ def settings() -> EngineSettings:
 @pytest.fixture(scope="module")
 async def sampler(settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """One engine for all of these tests: starting one takes half a minute of a core."""
-    from workers.inference.vllm import VllmSampler
+    from fleetbus_workers.inference.vllm import VllmSampler
 
     place = tmp_path_factory.mktemp("served")
     made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place))
@@ -50,7 +50,7 @@ async def sampler(settings: EngineSettings, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 async def reference() -> AsyncIterator[Callable[[PolicyPublished | None], Any]]:
     """The torch sampler, with a version loaded."""
-    from workers.inference.torch import TorchSampler
+    from fleetbus_workers.inference.torch import TorchSampler
 
     sampler = TorchSampler(STARTER, slots=16, max_length=LENGTH)
     async with sampler.running():
@@ -69,7 +69,7 @@ def publish(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PolicyPub
     import torch
     from safetensors.torch import load_file
 
-    from workers.weights.file import write_weights
+    from fleetbus_workers.weights.file import write_weights
 
     place = tmp_path_factory.mktemp("versions")
 

@@ -11,9 +11,9 @@ import anyio
 import msgspec
 import pytest
 
-from schemas import PolicyPublished
-from workers.inference.base import Generation, GenerationRequest, RequestRefused
-from workers.inference.vllm.engine import EngineSettings
+from fleetbus_schemas import PolicyPublished
+from fleetbus_workers.inference.base import Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.vllm.engine import EngineSettings
 
 pytestmark = [
     pytest.mark.vllm,
@@ -36,14 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> Any:
-    from workers.images.processing import ImageProcessor
+    from fleetbus_workers.images.processing import ImageProcessor
 
     return ImageProcessor(folder)
 
 
 @pytest.fixture(scope="module")
 async def sampler(folder: Path, processor: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    from workers.inference.vllm import VllmSampler
+    from fleetbus_workers.inference.vllm import VllmSampler
 
     settings = EngineSettings(folder=folder, slots=8, max_length=512, cache_mib=64)
     place = tmp_path_factory.mktemp("served")
@@ -54,7 +54,7 @@ async def sampler(folder: Path, processor: Any, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 async def reference(folder: Path, processor: Any) -> AsyncIterator[Any]:
-    from workers.inference.torch import TorchSampler
+    from fleetbus_workers.inference.torch import TorchSampler
 
     made = TorchSampler(folder, slots=8, max_length=512, processor=processor)
     async with made.running():
@@ -108,8 +108,8 @@ async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
 ) -> None:
     import torch
 
-    from workers.learner.torch.settings import TorchTrainerSettings
-    from workers.learner.torch.trainer import TorchTrainer
+    from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+    from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
     asked = requests(processor)
     before = await answers(sampler, asked)

@@ -18,12 +18,12 @@ from typing import Any
 import anyio
 import pytest
 
-from schemas import ChatMessage, PolicyPublished, SamplingSettings
-from workers.inference.base import GenerationRequest
-from workers.inference.openai import OpenAISampler
-from workers.inference.reloading import Reloadable
-from workers.inference.template import ChatTemplate
-from workers.weights.file import write_weights
+from fleetbus_schemas import ChatMessage, PolicyPublished, SamplingSettings
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.openai import OpenAISampler
+from fleetbus_workers.inference.reloading import Reloadable
+from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.weights.file import write_weights
 
 pytestmark = [
     pytest.mark.vllm,
@@ -111,7 +111,7 @@ def asking(seed: int, *, tokens: int = 16, stops: frozenset[int] = frozenset({2}
 async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap_and_in_the_middle_of_one(
     url: str, served: Reloadable, tmp_path: Path
 ) -> None:
-    from workers.inference.torch import TorchSampler
+    from fleetbus_workers.inference.torch import TorchSampler
 
     template = ChatTemplate(STARTER)
     prompt = template.begin([ChatMessage(role="user", content="Hello")], [])

@@ -7,8 +7,8 @@ from typing import Any
 
 import anyio
 
-from schemas import Action, ChatMessage, Task
-from workers.environment.base import Start, Step, Verdict
+from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.base import Start, Step, Verdict
 
 SLOW_SECONDS = 2.0
 

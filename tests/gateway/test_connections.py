@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from fleetbus_workers.serving.connections import OTHER_FILES, Bounds, room_for
 from tests.support.gym_service import Wire, running
-from workers.serving.connections import OTHER_FILES, Bounds, room_for
 
 LARGE = 64 << 20
 PARTIAL = b"GET / HTTP/1.1\r\nHost: x\r\n"

@@ -12,11 +12,11 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleetbus_workers.environment.remote_gym_wire import decode_response
+from fleetbus_workers.gateway.gym_wire import WireError, read_request, write_answer
+from fleetbus_workers.gateway.openenv_frames import FrameError, read_action, read_frame
 from tests.support.gym_service import Handler, served
 from tests.support.openenv_gateway import gateway
-from workers.environment.remote_gym_wire import decode_response
-from workers.gateway.gym_wire import WireError, read_request, write_answer
-from workers.gateway.openenv_frames import FrameError, read_action, read_frame
 
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -6,11 +6,11 @@ import anyio
 import httpx
 import pytest
 
-from schemas import Action, Task
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.remote_gym import RemoteGymEnvironment
+from fleetbus_workers.environment.remote_gym_client import ServerPool
+from fleetbus_workers.gateway.gym_service import GymService, build_gym_service
 from tests.support.gym_service import Handler, fields_of, new_boundary, running, served
-from workers.environment.remote_gym import RemoteGymEnvironment
-from workers.environment.remote_gym_client import ServerPool
-from workers.gateway.gym_service import GymService, build_gym_service
 
 
 async def test_an_episode_is_played_from_connect_to_close() -> None:

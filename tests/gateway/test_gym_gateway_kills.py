@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 
+from fleetbus_workers.environment.stepwise.journal import journal_of
 from tests.support.gateway_fleet import SUBJECTS, answered, fleet_on, free_port
 from tests.support.gym_service import Wire, new_boundary
-from workers.environment.stepwise.journal import journal_of
 
 
 async def test_a_killed_worker_and_a_killed_gateway_change_nothing_for_the_client(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import anyio
 import pytest
 
 from fleetbus.client.sessions import SessionUnavailable, sessions
-from schemas import Subjects
+from fleetbus_schemas import Subjects
+from fleetbus_workers.gateway import gym_app
+from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
+from fleetbus_workers.gateway.gym_calls import GymCalls, Known
+from fleetbus_workers.gateway.gym_wire import Request
+from fleetbus_workers.replay.ground import memory_bus
 from tests.support.gym_service import Handler, new_boundary, served
-from workers.gateway import gym_app
-from workers.gateway.gym_app import GymGateway, GymSettings
-from workers.gateway.gym_calls import GymCalls, Known
-from workers.gateway.gym_wire import Request
-from workers.replay.ground import memory_bus
 
 
 async def test_connecting_while_no_worker_is_there_holds_no_place() -> None:

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from PIL import Image as Pillow
 
-from schemas import Action, ChatMessage, Image, Task, Text
+from fleetbus_schemas import Action, ChatMessage, Image, Task, Text
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.gateway.gym_service import BaseGymHandler, GymService, build_gym_service
+from fleetbus_workers.gateway.image_format import ImageFormat, image_format
 from tests.support.gym_service import Handler, Wire, running, served
 from tests.support.openenv_gateway import gateway
-from workers.environment.base import Start, Step, Verdict
-from workers.gateway.gym_service import BaseGymHandler, GymService, build_gym_service
-from workers.gateway.image_format import ImageFormat, image_format
 
 
 def noise(mode: str, size: tuple[int, int] = (7, 5), *, seed: int = 0) -> Pillow.Image:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from fleetbus.bus.objects import ObjectMissing
-from schemas import Action, ChatMessage, Image, Task, Text
+from fleetbus_schemas import Action, ChatMessage, Image, Task, Text
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.gateway import images
 from tests.support.gym_service import Handler, served
 from tests.support.openenv_gateway import gateway
-from workers.environment.base import Start, Step, Verdict
-from workers.gateway import images
 
 Pillow = pytest.importorskip("PIL.Image")
 

@@ -16,10 +16,10 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from websockets.asyncio.client import connect as connect_socket
 from websockets.exceptions import WebSocketException
 
+from fleetbus_workers.environment.stepwise.journal import journal_of
 from tests.support.gateway_fleet import SUBJECTS, Fleet, answered, fleet_on, free_port
 from tests.support.gym_service import Wire, new_boundary
 from tests.support.openenv_process import openenv_python
-from workers.environment.stepwise.journal import journal_of
 
 ENVIRONMENT = "tests.gateway.slow_world:SlowWorld"
 PLAYED = ["one", "slow two", "slow three", "four", "five"]

@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus_workers.environment.openenv_client import open_session
 from tests.support.openenv_gateway import gateway
-from workers.environment.openenv_client import open_session
 
 
 async def test_an_episode_is_played_over_one_socket() -> None:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
+from fleetbus_workers.serving.connections import Bounds
 from tests.support.openenv_gateway import Here, gateway
-from workers.serving.connections import Bounds
 
 IDLE_SOCKETS = 150
 HANDSHAKE = (
@@ -26,8 +26,8 @@ HANDSHAKE = (
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pings every second, and answers within one."""
-    monkeypatch.setattr("workers.gateway.serve.PING_SECONDS", 1.0)
-    monkeypatch.setattr("workers.serving.web_sockets.END_SECONDS", 0.5)
+    monkeypatch.setattr("fleetbus_workers.gateway.serve.PING_SECONDS", 1.0)
+    monkeypatch.setattr("fleetbus_workers.serving.web_sockets.END_SECONDS", 0.5)
 
 
 def frame(payload: bytes, *, opcode: int = 1, claimed: int | None = None) -> bytes:
@@ -113,7 +113,7 @@ async def test_a_client_that_takes_no_answers_loses_its_connection_and_its_slot(
 
 
 async def test_a_client_that_takes_nothing_is_cut_before_any_ping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.gateway.serve.PING_SECONDS", 600.0)
+    monkeypatch.setattr("fleetbus_workers.gateway.serve.PING_SECONDS", 600.0)
     bounds = Bounds(send_seconds=0.5)
     async with gateway(slots=1, bounds=bounds) as here, await shaken(here) as stream, anyio.create_task_group() as group:
         group.start_soon(never_taken, stream)

@@ -8,8 +8,8 @@ import anyio
 import pytest
 import trio.testing
 
-from workers.gateway.openenv_episode import OpenEnvEpisode
-from workers.gateway.openenv_sessions import OpenEnvSessions
+from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
+from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions
 
 
 class Ends:

@@ -20,7 +20,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.skyrl import FleetbusEnv
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 RUN = "skyrl"
 
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         with portal.wrap_async_context_manager(run_server(folder, monitor_port=None)) as running:
             portal.call(declare, running.url)
             command = ["environment", "--environment", "scripted:3", "--nats", running.url, "--run", RUN]
-            worker = subprocess.Popen([sys.executable, "-m", "workers.cli", *command])
+            worker = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", *command])
             try:
                 portal.call(worker_said_hello, running.url)
                 yield running.url

@@ -20,13 +20,13 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.client.sessions import sessions
 from fleetbus.core.journal import Journal
 from fleetbus.core.trace_ids import call_path, session_trace_id, span_id
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.stepwise.journal import journal_of
+from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
+from fleetbus_workers.gateway.gym_calls import GymCalls
 from tests.support.gym_service import Wire, new_boundary, running
 from tests.support.otlp_receiver import Receiver, spans_in_file
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.stepwise.journal import journal_of
-from workers.gateway.gym_app import GymGateway, GymSettings
-from workers.gateway.gym_calls import GymCalls
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ async def played(fleet: SmallFleet, wire: Wire) -> str:
 
 
 async def traced(url: str, *arguments: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "workers.cli", "trace", RUN, "--nats", url, "--json", *map(str, arguments)]
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "trace", RUN, "--nats", url, "--json", *map(str, arguments)]
     ended = await anyio.run_process(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert ended.returncode == 0, ended.stderr.decode()
     return dict(json.loads(ended.stdout))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from schemas import Action, ChatMessage, Task
-from workers.environment.base import Start, Step, Verdict
+from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.base import Start, Step, Verdict
 
 
 class Guessing:

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import SamplingSettings
-from workers.inference.base import GenerationRequest
-from workers.replay.distinct import distinct_histories
-from workers.replay.expected import Expected
+from fleetbus_schemas import SamplingSettings
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.replay.distinct import distinct_histories
+from fleetbus_workers.replay.expected import Expected
 
 
 def turn(ids: list[int], sampled: list[int], seed: int = 0) -> Expected:

@@ -15,8 +15,8 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
-from schemas import ChatMessage, SamplingSettings, Subjects
-from workers.inference.base import GenerationRequest
+from fleetbus_schemas import ChatMessage, SamplingSettings, Subjects
+from fleetbus_workers.inference.base import GenerationRequest
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -25,7 +25,7 @@ ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 
 def test_loading_the_plugin_imports_nothing_but_pytest() -> None:
     code = (
-        "import pytest, sys; before = set(sys.modules); import workers.pytest_plugin; "
+        "import pytest, sys; before = set(sys.modules); import fleetbus_workers.pytest_plugin; "
         "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
@@ -109,6 +109,16 @@ def test_the_example_in_the_readme_passes_for_a_user_and_fails_when_the_environm
         (environment.replace("worth {", "is {"), 1, "messages[0].content"),
     ):
         (tmp_path / "guessing.py").write_text(source)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "workers.pytest_plugin", "-p", "no:cacheprovider", str(tmp_path)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "fleetbus_workers.pytest_plugin",
+            "-p",
+            "no:cacheprovider",
+            str(tmp_path),
+        ]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False)
         assert done.returncode == code and said in done.stdout, done.stdout + done.stderr

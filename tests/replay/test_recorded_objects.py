@@ -16,13 +16,13 @@ from fleetbus.recording.export import Export
 from fleetbus.recording.objects import add_objects, referenced_objects
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import FILE_PART_BYTES, create_recording
-from schemas import Action, ChatMessage, Image, Observation, ShownImage, Subjects, Text, encode
-from workers.cli.program import run_program
-from workers.images.reading import ImageMissing, image_reader
-from workers.inference.base import PromptDelta
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.inference.worker import run_inference
-from workers.replay.stage_bus import stage_bus
+from fleetbus_schemas import Action, ChatMessage, Image, Observation, ShownImage, Subjects, Text, encode
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.images.reading import ImageMissing, image_reader
+from fleetbus_workers.inference.base import PromptDelta
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.replay.stage_bus import stage_bus
 
 HERE = Path(__file__).parent
 RUN = "pictures"
@@ -158,10 +158,10 @@ class Overlooked:
 
 async def pictures_recorded() -> Recording:
     """Two episodes that show pictures, played by a policy that does not look."""
+    from fleetbus_workers.environment.colours import colours_factory
+    from fleetbus_workers.environment.picture_store import keep_pictures
+    from fleetbus_workers.replay.stage_bus import StageObjects
     from tests.support.small_fleet import Member, configured, small_fleet
-    from workers.environment.colours import colours_factory
-    from workers.environment.picture_store import keep_pictures
-    from workers.replay.stage_bus import StageObjects
 
     bucket: dict[str, bytes] = {}
     make = colours_factory("colours", "2", keep=keep_pictures(StageObjects(bucket)))
@@ -193,8 +193,8 @@ async def pictures_recorded() -> Recording:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_pictures_that_an_environment_shows_are_compared_by_their_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
-    from workers.environment import colours
-    from workers.replay import Replay, replay_recording
+    from fleetbus_workers.environment import colours
+    from fleetbus_workers.replay import Replay, replay_recording
 
     recording = await pictures_recorded()
     assert recording.objects and recording.objects.keys() == {
@@ -215,7 +215,7 @@ def with_an_image_that_is_gone() -> Recording:
     """A recording whose first trained Action was shown an image that nobody recorded."""
     import msgspec
 
-    from schemas import decode
+    from fleetbus_schemas import decode
 
     recording = load_recording(HERE / "recordings" / "guessing.fbrec")
     for index, entry in enumerate(recording.entries):
@@ -229,7 +229,7 @@ def with_an_image_that_is_gone() -> Recording:
 
 def test_a_learner_that_would_train_on_images_that_are_gone_says_so_at_once() -> None:
     from fleetbus.errors import UserError
-    from workers.replay.ground import replay_now
+    from fleetbus_workers.replay.ground import replay_now
 
     with pytest.raises(UserError, match="lacks 1 of 1 images"):
         replay_now(with_an_image_that_is_gone(), role="learner", until="batches")
@@ -237,7 +237,7 @@ def test_a_learner_that_would_train_on_images_that_are_gone_says_so_at_once() ->
 
 def test_turns_upon_images_that_are_gone_are_left_out_and_the_others_compared() -> None:
     pytest.importorskip("torch")
-    from workers.replay.ground import replay_now
+    from fleetbus_workers.replay.ground import replay_now
 
     model = HERE / "recordings" / "model"
     report = replay_now(with_an_image_that_is_gone(), role="inference", model=model, patience_seconds=200.0)
@@ -249,8 +249,8 @@ def test_turns_upon_images_that_are_gone_are_left_out_and_the_others_compared() 
 def test_a_manifest_that_was_too_long_for_its_message_is_put_back_into_it() -> None:
     import msgspec
 
-    from schemas import PolicyPublished, TensorEntry
-    from workers.weights.manifests import with_manifest
+    from fleetbus_schemas import PolicyPublished, TensorEntry
+    from fleetbus_workers.weights.manifests import with_manifest
 
     manifest = (TensorEntry(name="w", shape=(2, 3), dtype="F32", sha256="0" * 64),)
     content = msgspec.json.encode(manifest)

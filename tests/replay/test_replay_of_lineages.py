@@ -16,14 +16,14 @@ import trio.testing
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.episodes import decoded
 from fleetbus.recording import Recording, RecordingHeader
-from schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry
-from schemas.stored import STORED
+from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry
+from fleetbus_schemas.stored import STORED
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.replay.learner import replay_learner
+from fleetbus_workers.replay.quiet import quiet
+from fleetbus_workers.replay.report import Report
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
-from workers.replay.learner import replay_learner
-from workers.replay.quiet import quiet
-from workers.replay.report import Report
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -185,7 +185,7 @@ def test_lineages_whose_checkpoint_was_not_recorded_are_named_with_their_steps(r
 def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
     recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.learner.admission import Admission
+    from fleetbus_workers.learner.admission import Admission
 
     async def forget(admission: Admission, requests: Any) -> None:
         return

@@ -16,10 +16,10 @@ import pytest
 from fleetbus.bus.base import Stored
 from fleetbus.core import advantages
 from fleetbus.recording import Recording, load_recording
-from schemas import ChatMessage, PolicyPublished, Task, decode, encode
-from workers.environment.base import Start, Step
-from workers.replay import Report
-from workers.replay.ground import replay_now
+from fleetbus_schemas import ChatMessage, PolicyPublished, Task, decode, encode
+from fleetbus_workers.environment.base import Start, Step
+from fleetbus_workers.replay import Report
+from fleetbus_workers.replay.ground import replay_now
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -235,11 +235,11 @@ def weights_of(recording: Recording) -> list[str]:
     import anyio
 
     from fleetbus.recording.reader import Recording as Kind
-    from workers.assembly.trainers import trainer_settings
-    from workers.learner.torch.trainer import TorchTrainer
-    from workers.replay.configured import configuration_of
-    from workers.replay.learner import replay_learner
-    from workers.replay.quiet import quiet
+    from fleetbus_workers.assembly.trainers import trainer_settings
+    from fleetbus_workers.learner.torch.trainer import TorchTrainer
+    from fleetbus_workers.replay.configured import configuration_of
+    from fleetbus_workers.replay.learner import replay_learner
+    from fleetbus_workers.replay.quiet import quiet
 
     assert isinstance(recording, Kind)
     configuration = configuration_of(recording)

@@ -10,15 +10,15 @@ import pytest
 import trio.testing
 
 from fleetbus.recording import Recording, RecordingHeader
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.replay.configured import configuration_of
+from fleetbus_workers.replay.environment import replay_environment
+from fleetbus_workers.replay.inference import replay_inference
+from fleetbus_workers.replay.report import Report
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import GenerationRequest
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.replay.configured import configuration_of
-from workers.replay.environment import replay_environment
-from workers.replay.inference import replay_inference
-from workers.replay.report import Report
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]

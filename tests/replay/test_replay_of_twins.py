@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from fleetbus.recording import Recording, load_recording
-from schemas import EpisodeFinished, Observation, decode, encode
-from workers.replay.ground import replay_now
-from workers.replay.report import Report
-from workers.replay.story import read_stories
-from workers.replay.twins import distinct_stories
+from fleetbus_schemas import EpisodeFinished, Observation, decode, encode
+from fleetbus_workers.replay.ground import replay_now
+from fleetbus_workers.replay.report import Report
+from fleetbus_workers.replay.story import read_stories
+from fleetbus_workers.replay.twins import distinct_stories
 
 HERE = Path(__file__).parent
 WAREHOUSE = HERE / "recordings" / "warehouse.fbrec"

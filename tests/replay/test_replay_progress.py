@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.replay import Replay, replay_recording
-from workers.replay.progress import Progress
+from fleetbus_workers.replay import Replay, replay_recording
+from fleetbus_workers.replay.progress import Progress
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -36,7 +36,7 @@ def on_terminal(*options: str) -> tuple[int, str]:
             return
 
     reader = threading.Thread(target=read)
-    command = [sys.executable, "-m", "workers.cli", "replay", str(GUESSING), *options]
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "replay", str(GUESSING), *options]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=theirs, env=variables)
     os.close(theirs)
@@ -65,7 +65,7 @@ def test_a_terminal_is_shown_how_far_the_replay_has_come(options: tuple[str, ...
 
 
 def test_a_pipe_gets_the_report_alone() -> None:
-    command = [sys.executable, "-m", "workers.cli", "replay", str(GUESSING), *LEARNER]
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "replay", str(GUESSING), *LEARNER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert done.stderr == "" and done.stdout.startswith("learner: compared")
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fleetbus.recording import load_recording
-from schemas import Action, decode, encode
-from schemas.tokens import pack_logprobs, unpack_ids, unpack_logprobs
-from workers.replay import Report
-from workers.replay.ground import replay_now
+from fleetbus_schemas import Action, decode, encode
+from fleetbus_schemas.tokens import pack_logprobs, unpack_ids, unpack_logprobs
+from fleetbus_workers.replay import Report
+from fleetbus_workers.replay.ground import replay_now
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -81,7 +81,7 @@ def test_a_recorded_end_that_the_sampler_would_not_make_is_found_and_named() -> 
 
 
 def test_an_engine_that_broke_is_found_by_the_turns_that_it_samples_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.inference.torch import engine
+    from fleetbus_workers.inference.torch import engine
 
     def chosen_otherwise(*arguments: Any) -> Any:
         ids, logprobs = engine_choose(*arguments)
@@ -95,14 +95,14 @@ def test_an_engine_that_broke_is_found_by_the_turns_that_it_samples_anyway(monke
 
 
 def test_another_seed_is_found_by_the_tokens_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.inference.answers.turn_seed", lambda observation: 12345)
+    monkeypatch.setattr("fleetbus_workers.inference.answers.turn_seed", lambda observation: 12345)
     report = replayed()
     assert report.first is not None and report.first.field.startswith("sampled")
     assert report.notes[PROVED] == 0
 
 
 def test_another_way_of_choosing_is_found_by_the_tokens_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.inference.torch import turn
+    from fleetbus_workers.inference.torch import turn
 
     class Other(random.Random):
         def getrandbits(self, bits: int) -> int:

@@ -14,11 +14,11 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus.recording import load_recording
-from workers.environment.verifier import Verifier, VerifierLimits
-from workers.replay import Replay, Report, replay_recording
-from workers.replay.report import UNLOADED, Difference
-from workers.replay.shards import jobs_for, merge, share_of
-from workers.replay.verifying import RepeatingVerifier
+from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
+from fleetbus_workers.replay import Replay, Report, replay_recording
+from fleetbus_workers.replay.report import UNLOADED, Difference
+from fleetbus_workers.replay.shards import jobs_for, merge, share_of
+from fleetbus_workers.replay.verifying import RepeatingVerifier
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -98,8 +98,8 @@ def test_small_recordings_and_what_only_this_process_has_are_replayed_by_one(mon
         raise NotImplementedError
 
     assert jobs_for(WAREHOUSE, Replay()) == 1
-    monkeypatch.setattr("workers.replay.shards.WORTH_SHARING_BYTES", 1)
-    monkeypatch.setattr("workers.replay.shards._cpus", lambda: 6)
+    monkeypatch.setattr("fleetbus_workers.replay.shards.WORTH_SHARING_BYTES", 1)
+    monkeypatch.setattr("fleetbus_workers.replay.shards._cpus", lambda: 6)
     assert jobs_for(WAREHOUSE, Replay()) == jobs_for(WAREHOUSE, Replay(role="inference")) == 6
     assert jobs_for(WAREHOUSE, Replay(role="learner")) == jobs_for(WAREHOUSE, Replay(environment=environment)) == 1
     assert jobs_for(WAREHOUSE, Replay(speed=1.0)) == 1

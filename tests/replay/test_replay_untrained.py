@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from fleetbus.recording import load_recording
-from schemas import StepTrained, decode, encode
-from workers.learner import batches
-from workers.learner.measures import measure_advantages
-from workers.replay import Report
-from workers.replay.ground import replay_now
+from fleetbus_schemas import StepTrained, decode, encode
+from fleetbus_workers.learner import batches
+from fleetbus_workers.learner.measures import measure_advantages
+from fleetbus_workers.replay import Report
+from fleetbus_workers.replay.ground import replay_now
 
 GUESSING = Path(__file__).parent / "recordings" / "guessing.fbrec"
 
@@ -42,7 +42,7 @@ def test_neither_torch_nor_a_model_is_needed(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-from workers.replay.ground import replay_now
+from fleetbus_workers.replay.ground import replay_now
 report = replay_now({str(GUESSING)!r} and __import__("pathlib").Path({str(GUESSING)!r}), role="learner", until="batches",
                     model="/no/such/folder")
 report.check()
@@ -88,7 +88,7 @@ def test_advantages_that_change_places_are_found_by_their_moment(monkeypatch: py
         seen.append(measure_advantages(sequences))
         return seen[-1]
 
-    monkeypatch.setattr("workers.learner.worker.measure_advantages", measured)
+    monkeypatch.setattr("fleetbus_workers.learner.worker.measure_advantages", measured)
     replayed().check()
     recording = load_recording(GUESSING)
     recording.entries = [with_moment(entry, seen) for entry in recording.entries]
@@ -128,7 +128,7 @@ def test_the_moment_tells_places_apart_that_extremes_and_sizes_do_not() -> None:
 def test_a_step_that_takes_longer_than_the_patience_is_no_hanging_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from workers.replay.untrained import RecordedTrainer
+    from fleetbus_workers.replay.untrained import RecordedTrainer
 
     train = RecordedTrainer.train
 

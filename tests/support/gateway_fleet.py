@@ -18,8 +18,8 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
-from schemas import Subjects, WorkerStarted
-from schemas.message import decode_any
+from fleetbus_schemas import Subjects, WorkerStarted
+from fleetbus_schemas.message import decode_any
 from tests.support.gym_service import Wire, new_boundary
 
 RUN = "gateway"
@@ -38,7 +38,7 @@ class Fleet:
         """A role's process; returns when it has said hello."""
         async with self.bus.read([SUBJECTS.life("*", name)], start=await self.bus.last_sequence() + 1) as reader:
             arguments = [*command, "--nats", self._url, "--run", RUN, "--name", name]
-            self.processes[name] = subprocess.Popen([sys.executable, "-m", "workers.cli", *arguments])  # noqa: ASYNC220
+            self.processes[name] = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", *arguments])  # noqa: ASYNC220
             while True:
                 entry = await reader.receive()
                 try:

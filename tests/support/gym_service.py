@@ -12,10 +12,10 @@ import anyio
 import httpx
 import numpy as np
 
-from workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
-from workers.gateway.gym_service import BaseGymHandler, GymService
-from workers.gateway.serve import serve
-from workers.serving.listening import bind
+from fleetbus_workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
+from fleetbus_workers.gateway.gym_service import BaseGymHandler, GymService
+from fleetbus_workers.gateway.serve import serve
+from fleetbus_workers.serving.listening import bind
 
 
 class Handler(BaseGymHandler):

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import anyio
 
 from fleetbus.config.settings import LimitSettings
-from schemas import EpisodeFinished, Task
+from fleetbus_schemas import EpisodeFinished, Task
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import EngineFailed, Generation, GenerationRequest
-from workers.inference.scripted import ScriptedSampler
 
 TURN_SECONDS = 1.0
 TURNS = 6

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 RUN = "traps"
 SUBJECTS = Subjects(RUN)

@@ -10,10 +10,10 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration, RunSettings
-from schemas import ChatMessage, Observation
-from workers.inference.base import Generation, GenerationRequest, Sampler
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.inference.worker import run_inference
+from fleetbus_schemas import ChatMessage, Observation
+from fleetbus_workers.inference.base import Generation, GenerationRequest, Sampler
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
 
 
 class Held(ScriptedSampler):

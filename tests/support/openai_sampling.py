@@ -8,11 +8,11 @@ from pathlib import Path
 
 import anyio
 
-from schemas import PolicyPublished, SamplingSettings
+from fleetbus_schemas import PolicyPublished, SamplingSettings
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.openai import OpenAISampler
+from fleetbus_workers.inference.reloading import Reloadable
 from tests.support.model_server import STOP, ByteCodec, ModelServer
-from workers.inference.base import GenerationRequest
-from workers.inference.openai import OpenAISampler
-from workers.inference.reloading import Reloadable
 
 PROMPT = [5, 6, 7]
 LIMIT_SECONDS = 50
@@ -63,7 +63,7 @@ class Weights:
     def published(self, version: int, *, step: int = 1, shape: tuple[int, ...] = (2, 3)) -> PolicyPublished:
         import torch
 
-        from workers.weights.file import write_weights
+        from fleetbus_workers.weights.file import write_weights
 
         file = self.folder / f"v{version}.safetensors"
         manifest = write_weights(file, {"a": torch.full(shape, float(version))})

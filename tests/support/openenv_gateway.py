@@ -14,13 +14,13 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings
-from schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
+from fleetbus_workers.gateway.serve import BOUNDS, serve
+from fleetbus_workers.serving.connections import Bounds
+from fleetbus_workers.serving.listening import bind
 from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
-from workers.environment.base import Start, Step, Verdict
-from workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-from workers.gateway.serve import BOUNDS, serve
-from workers.serving.connections import Bounds
-from workers.serving.listening import bind
 
 
 class World:

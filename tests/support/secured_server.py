@@ -15,7 +15,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 from tests.support.small_fleet import LANES, RUN
 
 TRUST = "trust"

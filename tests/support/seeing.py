@@ -22,13 +22,13 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
-from schemas import SamplingSettings
-from workers.images.placed import PlacedImage
-from workers.images.processing import ImageProcessor
-from workers.inference.base import GenerationRequest
-from workers.inference.torch import TorchSampler
-from workers.learner.base import TrainingSequence
-from workers.starter.seeing import CHAT_TEMPLATE, IMAGE, build_seeing_starter, new_tokenizer
+from fleetbus_schemas import SamplingSettings
+from fleetbus_workers.images.placed import PlacedImage
+from fleetbus_workers.images.processing import ImageProcessor
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.starter.seeing import CHAT_TEMPLATE, IMAGE, build_seeing_starter, new_tokenizer
 
 FAMILIES = ("idefics3", "llava")
 

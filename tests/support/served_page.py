@@ -14,10 +14,10 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus_workers.monitor.serve import serve
+from fleetbus_workers.overview.ending import Driver
+from fleetbus_workers.serving.listening import bind
 from tests.support.small_fleet import RUN
-from workers.monitor.serve import serve
-from workers.overview.ending import Driver
-from workers.serving.listening import bind
 
 
 class Page:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from workers.environment.providers.base import Labels, owner_of_this_process
+from fleetbus_workers.environment.providers.base import Labels, owner_of_this_process
 
 GONE = "somewhere_999999999_1"
 """An owner that is on no machine."""

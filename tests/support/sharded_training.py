@@ -17,11 +17,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch.following import LeadingTrainer, follow
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import VOCABULARY, make_sequence
-from workers.learner.base import TrainingSequence
-from workers.learner.torch.following import LeadingTrainer, follow
-from workers.learner.torch.settings import TorchTrainerSettings
-from workers.learner.torch.trainer import TorchTrainer
 
 PROMPT = 12
 CHECKPOINT_AFTER = 2

@@ -32,7 +32,7 @@ from fleetbus.config.settings import (
 from fleetbus.core.claims import Standing
 from fleetbus.episodes import decoded, episode_entry, read_standing
 from fleetbus.ports import Ports
-from schemas import (
+from fleetbus_schemas import (
     Action,
     AttemptStarted,
     ControlAnswered,
@@ -50,17 +50,17 @@ from schemas import (
     decode,
     encode,
 )
-from schemas.message import M
-from workers.environment.base import Environment
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.stages import root_cause
-from workers.environment.worker import run_environment
-from workers.inference.base import Sampler, Template
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.inference.worker import run_inference
-from workers.learner.base import Trainer
-from workers.learner.curriculum import Curriculum
-from workers.learner.worker import run_learner
+from fleetbus_schemas.message import M
+from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.stages import root_cause
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.base import Sampler, Template
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.worker import run_learner
 
 RUN = "small"
 LANES = 4

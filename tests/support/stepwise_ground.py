@@ -11,9 +11,9 @@ import msgspec
 
 from fleetbus.client.sessions import SessionClient, sessions
 from fleetbus.config.settings import EnvironmentSettings
-from schemas import Action, ChatMessage, SessionCall, Task
+from fleetbus_schemas import Action, ChatMessage, SessionCall, Task
+from fleetbus_workers.environment.base import Start, Step, Verdict
 from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
-from workers.environment.base import Start, Step, Verdict
 
 TASK = Task(key="count", prompt="Count.")
 

@@ -12,7 +12,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.core.audit import Audit
 from fleetbus.core.audit_findings import Report
-from schemas import (
+from fleetbus_schemas import (
     Action,
     ActionReference,
     AttemptReleased,
@@ -32,7 +32,7 @@ from schemas import (
     VersionSpan,
     encode,
 )
-from schemas.tokens import extend_history, pack_ids, pack_logprobs, pack_mask
+from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs, pack_mask
 
 SUBJECTS = Subjects("run")
 PROMPT, SAMPLED = 3, 2

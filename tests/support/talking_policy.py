@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
-from schemas import ChatMessage, ToolSpec, VersionSpan
-from workers.inference.base import Generation, GenerationRequest
-from workers.inference.scripted import ScriptedSampler
+from fleetbus_schemas import ChatMessage, ToolSpec, VersionSpan
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler
 
 STOP = 1
 FIRST_BYTE = 2

@@ -8,9 +8,9 @@ from typing import Any
 
 import anyio
 
-from schemas import Action, ToolCall
-from workers.environment.base import Step, Verdict
-from workers.environment.verifier import VerifierTools
+from fleetbus_schemas import Action, ToolCall
+from fleetbus_workers.environment.base import Step, Verdict
+from fleetbus_workers.environment.verifier import VerifierTools
 
 
 def say(text: str, *calls: ToolCall, turn: int = 0) -> Action:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from schemas import SamplingSettings
-from workers.inference.base import Generation, GenerationRequest
-from workers.inference.torch import TorchSampler
-from workers.inference.torch.compact import CompactRunner
-from workers.inference.torch.generic import GenericRunner
+from fleetbus_schemas import SamplingSettings
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.inference.torch.compact import CompactRunner
+from fleetbus_workers.inference.torch.generic import GenericRunner
 
 VOCABULARY = 64
 

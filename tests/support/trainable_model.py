@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
-from workers.learner.base import TrainingSequence
-from workers.learner.torch.trainer import TorchTrainer
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
 VOCABULARY = 64
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 2}

@@ -10,12 +10,12 @@ from typing import Any
 import anyio
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from schemas import Action, EpisodeFinished, Task
+from fleetbus_schemas import Action, EpisodeFinished, Task
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_fleet import LIMITS, SmallFleet, configured, small_fleet
-from workers.environment.base import Start, Step, Verdict
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import GenerationRequest
-from workers.inference.scripted import ScriptedSampler
 
 Trouble = Callable[[], Awaitable[Any]]
 """What happens in a stage instead of the usual; None as its value: the usual after all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetbus.bus.base import Stored
-from schemas import (
+from fleetbus_schemas import (
     AttemptStarted,
     EpisodeFinished,
     EpisodeRequested,
@@ -17,9 +17,9 @@ from schemas import (
     Task,
     encode,
 )
-from workers.overview.follow import LogHealth
-from workers.overview.state import FleetState
-from workers.watchdog import Stall, find_stalls
+from fleetbus_workers.overview.follow import LogHealth
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.watchdog import Stall, find_stalls
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

@@ -18,7 +18,7 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
-from schemas import (
+from fleetbus_schemas import (
     EpisodeFinished,
     EvaluationFinished,
     Exclusion,
@@ -41,15 +41,15 @@ def scripted_command(_configuration_file: Path) -> Callable[[str, str], Sequence
 
 
 def up(arguments: list[str]) -> int:
-    import workers.up.command
-    from workers.cli.program import run_program
+    import fleetbus_workers.up.command
+    from fleetbus_workers.cli.program import run_program
 
-    setattr(workers.up.command, "role_command", scripted_command)  # noqa: B010
+    setattr(fleetbus_workers.up.command, "role_command", scripted_command)  # noqa: B010
     return run_program(["up", *arguments])
 
 
 def role(role: str, name: str, configuration_file: str) -> int:
-    from workers.up.guard import end_with_supervisor
+    from fleetbus_workers.up.guard import end_with_supervisor
 
     end_with_supervisor()
     behaviour = os.environ.get("SCRIPT", "train") if role == "learner" else "wait"

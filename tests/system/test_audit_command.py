@@ -14,8 +14,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
-from schemas import EpisodeRequested, Exclusion, LineageStarted, Message, StepTrained, Subjects, Task, encode
-from workers.cli.program import run_program
+from fleetbus_schemas import EpisodeRequested, Exclusion, LineageStarted, Message, StepTrained, Subjects, Task, encode
+from fleetbus_workers.cli.program import run_program
 
 S = Subjects("books")
 

@@ -11,10 +11,10 @@ import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import RUN, configured, small_fleet
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
 
 STEPS, GROUPS, GROUP_SIZE = 6, 2, 4
 TASKS = [Task(key=f"task-{index}", prompt="play") for index in range(4)]

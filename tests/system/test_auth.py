@@ -16,14 +16,14 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.client.sessions import SessionClient
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
-from schemas import StepTrained, Task, TrainingFinished
-from schemas.message import decode_any
+from fleetbus_schemas import StepTrained, Task, TrainingFinished
+from fleetbus_schemas.message import decode_any
+from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.recorder.worker import run_recorder
 from tests.support.secured_server import SUBJECTS, TRUST, Secured, scan, secured_server
 from tests.support.small_fleet import RUN, configured, small_fleet
-from workers.gateway.openenv_episode import OpenEnvEpisode
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
-from workers.recorder.worker import run_recorder
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ async def stored_and_fetched(secured: Secured, folder: Path) -> None:
 
 async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: Secured) -> None:
     from fleetbus.micro import Microservice
-    from workers.environment.scripted import ScriptedEnvironment
-    from workers.environment.worker import run_environment
+    from fleetbus_workers.environment.scripted import ScriptedEnvironment
+    from fleetbus_workers.environment.worker import run_environment
 
     configuration, drain = configured(run=RunSettings(name=TRUST)), anyio.Event()
     with anyio.fail_after(50):

@@ -15,8 +15,8 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.config.settings import RunSettings
 from fleetbus.errors import NotPermitted
-from schemas import MESSAGES, Heartbeat, MalformedMessage, WorkerFailed, decode
-from schemas.message import decode_any
+from fleetbus_schemas import MESSAGES, Heartbeat, MalformedMessage, WorkerFailed, decode
+from fleetbus_schemas.message import decode_any
 from tests.support.secured_server import LOG, SUBJECTS, TRUST, Secured, scan, secured_server
 from tests.support.small_fleet import configured
 
@@ -146,8 +146,8 @@ async def test_what_a_reader_can_smuggle_into_the_log_is_no_message(secured: Sec
 
 async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: Secured, tmp_path: Path) -> None:
     """An environment worker whose key was mixed up with the recorder's: it may say who it is not, so its own words tell."""
-    from workers.environment.scripted import ScriptedEnvironment
-    from workers.environment.worker import run_environment
+    from fleetbus_workers.environment.scripted import ScriptedEnvironment
+    from fleetbus_workers.environment.worker import run_environment
 
     configuration = configured(run=RunSettings(name=TRUST, folder=str(tmp_path)))
     error: BaseException | None = None

@@ -17,10 +17,10 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.errors import UserError
-from schemas import Heartbeat, encode
+from fleetbus_schemas import Heartbeat, encode
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.up.checks import check_rights
 from tests.support.secured_server import TRUST, Secured, secured_server
-from workers.cli.program import run_program
-from workers.up.checks import check_rights
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ SMALL = [
 
 
 def fleetbus(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "workers.cli", *arguments]
+    return [sys.executable, "-m", "fleetbus_workers.cli", *arguments]
 
 
 def shown_by_ps(pid: int) -> list[bytes]:
@@ -59,5 +59,5 @@ def test_a_run_with_keys_trains_and_its_secrets_stay_in_their_files(tmp_path: Pa
     assert audit.returncode == 0, audit.stdout + audit.stderr
     files = [file for file in (tmp_path / ".fleetbus").rglob("*") if file.is_file()]
     seen += [file.read_bytes() for file in files]
-    assert any(b"workers.cli environment" in text for text in seen)
+    assert any(b"fleetbus_workers.cli environment" in text for text in seen)
     assert [found for text in seen if (found := NKEY_SEED.search(text))] == []

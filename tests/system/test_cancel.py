@@ -15,10 +15,10 @@ from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.cancel import Cancelled, cancel_episode, drain_worker
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
 from fleetbus.episodes import read_standing
-from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.worker import run_environment
 from tests.support.connections import Connect, connections_to
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.worker import run_environment
 
 S = Subjects("run")
 

@@ -14,17 +14,19 @@ import pytest
 
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import find_server, run_server
-from schemas import Subjects, WorkerStarted, decode
-from workers.cli.program import COMMANDS
+from fleetbus_schemas import Subjects, WorkerStarted, decode
+from fleetbus_workers.cli.program import COMMANDS
 
 HEAVY = ("torch", "transformers", "numpy", "mcp", "nats", "rich", "structlog", "matplotlib", "httpx", "asyncio.runners")
 """Nothing of this is needed to show help."""
+
+FLEETBUS = (sys.executable, "-m", "fleetbus_workers.cli")
 
 
 def fleetbus(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("FLEETBUS_")}
     return subprocess.run(
-        [sys.executable, "-m", "workers.cli", *arguments],
+        [*FLEETBUS, *arguments],
         capture_output=True,
         text=True,
         timeout=50,
@@ -37,7 +39,7 @@ def fleetbus(*arguments: str, folder: Path | None = None, **variables: str) -> s
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom workers.cli.program import run_program\n"
+        "import sys\nfrom fleetbus_workers.cli.program import run_program\n"
         f"status = run_program({arguments!r})\n"
         f"print('HEAVY', sorted(set({HEAVY!r}) & set(sys.modules)), status)"
     )
@@ -109,15 +111,15 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 
 def test_the_schema_is_json_that_names_every_message() -> None:
-    import schemas
+    import fleetbus_schemas
 
     result = fleetbus("schema")
     assert result.returncode == 0
-    assert {message.__name__ for message in schemas.MESSAGES} <= set(json.loads(result.stdout)["$defs"])
+    assert {message.__name__ for message in fleetbus_schemas.MESSAGES} <= set(json.loads(result.stdout)["$defs"])
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m workers.cli schema | head -c 10"
+    command = f"{sys.executable} -m fleetbus_workers.cli schema | head -c 10"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=True)
     assert result.stderr == ""
 
@@ -145,10 +147,10 @@ async def test_init_declares_the_streams_of_a_run_and_may_be_repeated(tmp_path: 
 
 def test_a_crash_shows_where_it_happened_and_exits_1(tmp_path: Path) -> None:
     code = (
-        "import sys, workers.cli.schema, schemas.export\n"
+        "import sys, fleetbus_workers.cli.schema, fleetbus_schemas.export\n"
         "def broken(): raise RuntimeError('something is broken')\n"
-        "schemas.export.json_schema = broken\n"
-        "from workers.cli.program import run_program\n"
+        "fleetbus_schemas.export.json_schema = broken\n"
+        "from fleetbus_workers.cli.program import run_program\n"
         "sys.exit(run_program(['schema']))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
@@ -158,11 +160,11 @@ def test_a_crash_shows_where_it_happened_and_exits_1(tmp_path: Path) -> None:
 
 def test_a_user_error_out_of_a_task_group_is_still_one_line() -> None:
     code = (
-        "import sys, schemas.export\n"
+        "import sys, fleetbus_schemas.export\n"
         "from fleetbus.errors import UserError\n"
         "def broken(): raise ExceptionGroup('tasks', [ExceptionGroup('more', [UserError('no such model: name another')])])\n"
-        "schemas.export.json_schema = broken\n"
-        "from workers.cli.program import run_program\n"
+        "fleetbus_schemas.export.json_schema = broken\n"
+        "from fleetbus_workers.cli.program import run_program\n"
         "sys.exit(run_program(['schema']))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
@@ -171,10 +173,10 @@ def test_a_user_error_out_of_a_task_group_is_still_one_line() -> None:
 
 def test_a_role_that_crashes_logs_it_and_exits_1(tmp_path: Path) -> None:
     code = (
-        "import sys, workers.cli.role\n"
+        "import sys, fleetbus_workers.cli.role\n"
         "async def broken(*_): raise RuntimeError('something is broken')\n"
-        "workers.cli.role._serve = broken\n"
-        "from workers.cli.program import run_program\n"
+        "fleetbus_workers.cli.role._serve = broken\n"
+        "from fleetbus_workers.cli.program import run_program\n"
         "sys.exit(run_program(['environment', '--nats', 'nats://127.0.0.1:1', '--log-format', 'json', '--name', 'e1']))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path)
@@ -198,7 +200,7 @@ async def test_a_role_says_that_it_is_ready_drains_on_sigterm_and_exits_0(tmp_pa
     async with run_server(tmp_path / "nats") as server, await anyio.open_file(tmp_path / "log", "wb") as log:
         assert fleetbus("init", "--nats", server.url, "--nats-lanes", "1", folder=tmp_path).returncode == 0
         process = await anyio.open_process(
-            [sys.executable, "-m", "workers.cli", "environment", "--nats", server.url, "--nats-lanes", "1", "--name", "e1"],
+            [*FLEETBUS, "environment", "--nats", server.url, "--nats-lanes", "1", "--name", "e1"],
             cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log.wrapped,
         )  # fmt: skip
         try:

@@ -19,10 +19,10 @@ from fleetbus.bus.nats.server import find_server
 from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.errors import BusError, UserError
-from schemas import Subjects, Task
+from fleetbus_schemas import Subjects, Task
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import LANES, RUN, configured, small_fleet
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -8,12 +8,12 @@ import anyio
 import pytest
 
 from fleetbus.errors import UserError
-from schemas import Action, Task, ToolCall
+from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.base import Environment, EnvironmentFailed
+from fleetbus_workers.environment.sandbox import IsolationUnavailable, find_isolation, isolation
+from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
+from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
 from tests.support.processes import children, until
-from workers.environment.base import Environment, EnvironmentFailed
-from workers.environment.sandbox import IsolationUnavailable, find_isolation, isolation
-from workers.environment.specs import EnvironmentFactory, environment_factory
-from workers.environment.verifier import Verifier, VerifierLimits
 
 VERIFIER = """
 async def verify(env, final_answer, conversation):

@@ -25,19 +25,19 @@ from fleetbus.config.settings import (
     LimitSettings,
     RunSettings,
 )
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.metrics.collect import collect
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.jetstream import ServerView
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.top.view import facts, screen
+from fleetbus_workers.watchdog import Stall, find_notes, find_stalls
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.environment.base import Verdict
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.scripted import ScriptedSampler
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
-from workers.metrics.collect import collect
-from workers.overview.follow import Watch
-from workers.overview.jetstream import ServerView
-from workers.overview.state import FleetState
-from workers.top.view import facts, screen
-from workers.watchdog import Stall, find_notes, find_stalls
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 1}) for index in range(20)]
 GROUPS, SIZE = 8, 4

@@ -12,8 +12,8 @@ import pytest
 
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.load import load_configuration
-from workers.cli import diagnosis
-from workers.cli.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
+from fleetbus_workers.cli import diagnosis
+from fleetbus_workers.cli.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
 
 
 def test_here_it_finds_all_that_up_needs(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_here_it_finds_all_that_up_needs(tmp_path: Path) -> None:
 
 def test_json_tells_whether_the_machine_is_ready_as_the_exit_code_does(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "workers.cli", "doctor", "--json", "--nats", "nats://127.0.0.1:1"],
+        [sys.executable, "-m", "fleetbus_workers.cli", "doctor", "--json", "--nats", "nats://127.0.0.1:1"],
         cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip
     answer = json.loads(result.stdout)

@@ -8,9 +8,9 @@ import anyio
 import pytest
 import trio.testing
 
+from fleetbus_workers.inference.base import Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_fleet import small_fleet
-from workers.inference.base import Generation, GenerationRequest, RequestRefused
-from workers.inference.scripted import ScriptedSampler
 
 
 @pytest.fixture

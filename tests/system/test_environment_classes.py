@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings
-from schemas import Action, Task
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.base import Environment, EnvironmentFailed
+from fleetbus_workers.environment.pool import ProcessPool
+from fleetbus_workers.environment.python_class import class_factory, device_names
+from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
 from tests.support.processes import children, until, until_said
 from tests.support.tool_use import NoGrader
-from workers.environment.base import Environment, EnvironmentFailed
-from workers.environment.pool import ProcessPool
-from workers.environment.python_class import class_factory, device_names
-from workers.environment.specs import EnvironmentFactory, environment_factory
 
 MODULE = '''
 import os
@@ -29,8 +29,8 @@ import signal
 import threading
 import time
 
-from schemas import ChatMessage
-from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_schemas import ChatMessage
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 
 release = threading.Event()
 entered = threading.Event()
@@ -290,8 +290,8 @@ async def test_a_process_that_dies_at_once_is_an_error_and_its_place_stays_usabl
 
 WORKER = """
 import anyio
-from schemas import Action, Task
-from workers.environment.pool import ProcessPool
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.pool import ProcessPool
 
 async def main():
     pool = ProcessPool("own_classes:Plain", processes=1)

@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 from fleetbus.tasks import load_tasks
-from schemas import Action, Task
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.base import Verdict
+from fleetbus_workers.environment.specs import FORMS, environment_factory
 from tests.support.small_fleet import configured, small_fleet
-from workers.environment.base import Verdict
-from workers.environment.specs import FORMS, environment_factory
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "guess.py"

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
-from schemas import Action, Image, Task
-from workers.environment.base import Environment, EnvironmentFailed, Start, Step, Verdict
-from workers.environment.gymnasium_environment import GymnasiumEnvironment
-from workers.environment.gymnasium_text import UnknownAction, action_names, parse_action, plain
-from workers.environment.pictures import Picture
-from workers.environment.specs import environment_factory
+from fleetbus_schemas import Action, Image, Task
+from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.gymnasium_environment import GymnasiumEnvironment
+from fleetbus_workers.environment.gymnasium_text import UnknownAction, action_names, parse_action, plain
+from fleetbus_workers.environment.pictures import Picture
+from fleetbus_workers.environment.specs import environment_factory
 
 STILL = {"kwargs": {"is_slippery": False}}
 

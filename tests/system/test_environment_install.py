@@ -22,10 +22,10 @@ class Blocker:
             raise ModuleNotFoundError(f"{{name}} is not installed here", name=name)
 
 sys.meta_path.insert(0, Blocker())
-import workers.cli.environment
-workers.cli.environment._load_work()
-from workers.environment.verifier import Verifier
-from workers.environment.specs import environment_factory
+import fleetbus_workers.cli.environment
+fleetbus_workers.cli.environment._load_work()
+from fleetbus_workers.environment.verifier import Verifier
+from fleetbus_workers.environment.specs import environment_factory
 environment_factory("warehouse", verifier=Verifier())()
 print("imported")
 """
@@ -40,7 +40,7 @@ def test_the_environment_role_imports_where_torch_is_not_installed() -> None:
 
 
 def test_the_blocker_would_notice_a_role_that_needs_torch() -> None:
-    source = IMPORTS.format(blocked=set(BLOCKED)) + "\nimport workers.learner.torch.trainer"
+    source = IMPORTS.format(blocked=set(BLOCKED)) + "\nimport fleetbus_workers.learner.torch.trainer"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "is not installed here" in done.stderr

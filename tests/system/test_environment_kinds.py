@@ -28,7 +28,11 @@ from fleetbus.config.settings import (
     RunSettings,
 )
 from fleetbus.core.audit_findings import Report
-from schemas import EpisodeFinished, Task
+from fleetbus_schemas import EpisodeFinished, Task
+from fleetbus_workers.environment.by_task import environments_by_task
+from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
+from fleetbus_workers.learner.curriculum import curriculum_from_file
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serving
 from tests.support.openenv_server import OpenEnvDouble, openenv_double
@@ -36,10 +40,6 @@ from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
 from tests.support.talking_policy import TalkingSampler, TalkingTemplate
 from tests.support.tool_use import AlwaysOne
-from workers.environment.by_task import environments_by_task
-from workers.environment.specs import EnvironmentFactory, environment_factory
-from workers.learner.curriculum import curriculum_from_file
-from workers.learner.scripted import ScriptedTrainer
 
 WORLDS = {
     "shelves": "warehouse",

@@ -12,12 +12,10 @@ import pytest
 
 from fleetbus.core.prompts import NO_CALL
 from fleetbus.errors import UserError
-from schemas import Task
-from tests.support.openenv_server import MOVE_SCHEMA, OpenEnvDouble, openenv_double
-from tests.support.tool_use import call, say, seen
-from workers.environment.base import EnvironmentFailed, Start, Verdict
-from workers.environment.openenv import OpenEnvEnvironment, text_field
-from workers.environment.openenv_client import (
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
+from fleetbus_workers.environment.openenv import OpenEnvEnvironment, text_field
+from fleetbus_workers.environment.openenv_client import (
     ActionRefused,
     AtCapacity,
     ConnectionLost,
@@ -26,10 +24,12 @@ from workers.environment.openenv_client import (
     UnknownType,
     open_session,
 )
-from workers.environment.openenv_server import OpenEnvServer, addresses
-from workers.environment.specs import environment_factory
-from workers.environment.text_actions import spoken_action
-from workers.environment.verifier import VerifierTools
+from fleetbus_workers.environment.openenv_server import OpenEnvServer, addresses
+from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.text_actions import spoken_action
+from fleetbus_workers.environment.verifier import VerifierTools
+from tests.support.openenv_server import MOVE_SCHEMA, OpenEnvDouble, openenv_double
+from tests.support.tool_use import call, say, seen
 
 
 class RecordingGrader:
@@ -288,7 +288,7 @@ def test_a_bad_address_is_one_line_without_secrets(url: str) -> None:
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("workers.environment.openenv", "websockets"))]:
+    for name in [name for name in sys.modules if name.startswith(("fleetbus_workers.environment.openenv", "websockets"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "websockets", None)
     with pytest.raises(UserError, match=r"needs websockets.*: pip install 'fleetbus\[openenv\]'"):

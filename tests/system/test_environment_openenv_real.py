@@ -13,15 +13,15 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import EpisodeSettings, InferenceSettings, LimitSettings
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.openenv import OpenEnvEnvironment
+from fleetbus_workers.environment.openenv_client import ConnectionLost, ExecutionFailed, SessionFailed
+from fleetbus_workers.environment.openenv_server import OpenEnvServer
 from tests.support.openenv_process import openenv_python, openenv_server
 from tests.support.small_fleet import configured, small_fleet
 from tests.support.talking_policy import TalkingSampler, TalkingTemplate
 from tests.support.tool_use import call, say
-from workers.environment.base import Start, Step, Verdict
-from workers.environment.openenv import OpenEnvEnvironment
-from workers.environment.openenv_client import ConnectionLost, ExecutionFailed, SessionFailed
-from workers.environment.openenv_server import OpenEnvServer
 
 pytestmark = [
     pytest.mark.openenv,

@@ -12,22 +12,22 @@ import pytest
 from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
-from schemas import Image, Task, Text
-from tests.support.remote_gym_server import RemoteGymDouble, png, remote_gym_double
-from tests.support.tool_use import say
-from workers.environment.base import EnvironmentFailed, Start, Verdict
-from workers.environment.pictures import Picture, with_pictures
-from workers.environment.remote_gym import RemoteGymEnvironment, remote_gym_factory
-from workers.environment.remote_gym_client import (
+from fleetbus_schemas import Image, Task, Text
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
+from fleetbus_workers.environment.pictures import Picture, with_pictures
+from fleetbus_workers.environment.remote_gym import RemoteGymEnvironment, remote_gym_factory
+from fleetbus_workers.environment.remote_gym_client import (
     RemoteEnvironmentError,
     RequestRefused,
     ServerPool,
     ServerUnreachable,
     SessionGone,
 )
-from workers.environment.remote_gym_config import RemoteGymConfig, parse_urls, read_config
-from workers.environment.remote_gym_wire import WireError, decode_response, encode_request, to_picture
-from workers.environment.specs import environment_factory
+from fleetbus_workers.environment.remote_gym_config import RemoteGymConfig, parse_urls, read_config
+from fleetbus_workers.environment.remote_gym_wire import WireError, decode_response, encode_request, to_picture
+from fleetbus_workers.environment.specs import environment_factory
+from tests.support.remote_gym_server import RemoteGymDouble, png, remote_gym_double
+from tests.support.tool_use import say
 
 FAST = {"backoff": 0.01, "max_delay": 0.05, "timeout": 20.0}
 

@@ -20,7 +20,7 @@ from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered
 from fleetbus.floors import safe_floor
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 RUN = "r"
 SUBJECTS = Subjects(RUN)

@@ -11,15 +11,15 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration, InferenceSettings
 from fleetbus.core.pass_at import summarise
 from fleetbus.errors import UserError
-from schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
+from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
+from fleetbus_workers.assembly import engines
+from fleetbus_workers.cli.evaluate import _parse_ks, _roles_heard, _start_missing
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.held_out import newest_version, play
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.replay.ground import memory_bus
 from tests.support.small_fleet import configured, small_fleet
-from workers.assembly import engines
-from workers.cli.evaluate import _parse_ks, _roles_heard, _start_missing
-from workers.cli.program import run_program
-from workers.learner.curriculum import Curriculum
-from workers.learner.held_out import newest_version, play
-from workers.learner.scripted import ScriptedTrainer
-from workers.replay.ground import memory_bus
 
 TASKS = [Task(key=f"held{index}", env="shop", config={"turns": 2}) for index in range(3)]
 

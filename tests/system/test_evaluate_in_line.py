@@ -9,11 +9,11 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import EnvironmentSettings
-from schemas import Action, EpisodeFinished, Task
+from fleetbus_schemas import Action, EpisodeFinished, Task
+from fleetbus_workers.environment.base import Step
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.learner.held_out import MAX_UNCLAIMED, newest_version, play
 from tests.support.small_fleet import LIMITS, SmallFleet, configured, small_fleet
-from workers.environment.base import Step
-from workers.environment.scripted import ScriptedEnvironment
-from workers.learner.held_out import MAX_UNCLAIMED, newest_version, play
 
 EPISODES = 40
 TURN_SECONDS = 2.0

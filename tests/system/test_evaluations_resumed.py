@@ -11,13 +11,13 @@ import trio.testing
 
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.episodes import decoded
-from schemas import CheckpointStored, EvaluationFinished, Message, Task
-from schemas.stored import STORED
+from fleetbus_schemas import CheckpointStored, EvaluationFinished, Message, Task
+from fleetbus_schemas.stored import STORED
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.scripted import ScriptedSampler
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(8)]
 

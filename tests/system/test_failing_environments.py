@@ -11,13 +11,13 @@ import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, NatsSettings, RunSettings
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner import pool, worker
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import LANES, RUN, configured, small_fleet
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.scripted import ScriptedSampler
-from workers.learner import pool, worker
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 OUTAGE_SECONDS = 1200.0

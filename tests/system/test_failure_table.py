@@ -19,7 +19,17 @@ import trio.testing
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, TASK_LEASE_SECONDS
 from fleetbus.episodes import decoded
 from fleetbus.lanes import LaneLost
-from schemas import Action, AttemptStarted, EpisodeFinished, Task, WorkerDraining, WorkerFailed, WorkerStarted, WorkerStopped
+from fleetbus_schemas import (
+    Action,
+    AttemptStarted,
+    EpisodeFinished,
+    Task,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStopped,
+)
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from tests.support.interrupted_fleet import (
     PATIENT,
     TURN_SECONDS,
@@ -31,7 +41,6 @@ from tests.support.interrupted_fleet import (
     slow_sampler,
 )
 from tests.support.small_fleet import SmallFleet, configured, small_fleet
-from workers.environment.scripted import ScriptedEnvironment
 
 ENVIRONMENT_RECOVERY_SECONDS = TASK_LEASE_SECONDS + 2.0
 INFERENCE_RECOVERY_SECONDS = OBSERVATION_LEASE_SECONDS + 2.0

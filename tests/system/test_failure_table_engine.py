@@ -12,16 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fleetbus.config.settings import InferenceSettings
-from schemas import Action, PolicyPublished, SamplingSettings, TensorEntry
-from schemas.tokens import unpack_ids, unpack_logprobs
+from fleetbus_schemas import Action, PolicyPublished, SamplingSettings, TensorEntry
+from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
+from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.warehouse.tasks import warehouse_task
+from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.starter.build import starter_folder
+from fleetbus_workers.weights.file import write_weights
 from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
 from tests.support.tool_use import AlwaysOne
-from workers.environment.specs import environment_factory
-from workers.environment.warehouse.tasks import warehouse_task
-from workers.inference.template import ChatTemplate
-from workers.inference.torch import TorchSampler
-from workers.starter.build import starter_folder
-from workers.weights.file import write_weights
 
 Tensors = dict[str, torch.Tensor]
 SAMPLING = SamplingSettings(seed=3, max_tokens=24)

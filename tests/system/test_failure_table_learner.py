@@ -15,7 +15,7 @@ import trio.testing
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.core.lineage import surviving_steps
 from fleetbus.episodes import decoded
-from schemas import (
+from fleetbus_schemas import (
     CheckpointStored,
     EpisodeRequested,
     EvaluationFinished,
@@ -24,13 +24,13 @@ from schemas import (
     Task,
     TrainingFinished,
 )
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.book import Replaced
+from fleetbus_workers.learner.checkpoints import STATE
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import RUN, Member, SmallFleet, configured, small_fleet
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.scripted import ScriptedSampler
-from workers.learner.book import Replaced
-from workers.learner.checkpoints import STATE
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 ENTRIES = (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished)

@@ -12,13 +12,13 @@ import anyio
 import pytest
 import trio.testing
 
-from schemas import Action, ChatMessage, PolicyPublished, Task
+from fleetbus_schemas import Action, ChatMessage, PolicyPublished, Task
+from fleetbus_workers.environment.base import EnvironmentFailed, Step, Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import WeightsRejected
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.interrupted_fleet import PATIENT, BreakingSampler, at_least_ended, fleet_of, slow_sampler
 from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
-from workers.environment.base import EnvironmentFailed, Step, Verdict
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import WeightsRejected
-from workers.inference.scripted import ScriptedSampler
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.config.settings import LimitSettings
 from fleetbus.episodes import decoded
-from schemas import Observation, Task
+from fleetbus_schemas import Observation, Task
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.inference.scripted import ScriptedSampler
 
 EPISODES = 24
 TURNS = 5

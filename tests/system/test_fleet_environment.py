@@ -8,15 +8,15 @@ import anyio
 import pytest
 
 from fleetbus.errors import UserError
-from schemas import Image, Task, Text
+from fleetbus_schemas import Image, Task, Text
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.pictures import Picture
+from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.verifier import Verifier
 from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
 from tests.support.fleet_platform.instance import SCREEN
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.tool_use import NoGrader, call, seen
-from workers.environment.base import EnvironmentFailed
-from workers.environment.pictures import Picture
-from workers.environment.specs import environment_factory
-from workers.environment.verifier import Verifier
 
 
 @pytest.fixture(autouse=True)

@@ -17,14 +17,14 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, NatsSettings, RunSettings
 from fleetbus.episodes import decoded, episode_entry
-from schemas import EpisodeFinished, EvaluationFinished, StepTrained, Subjects, Task, TrainingFinished
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.worker import run_environment
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.inference.worker import run_inference
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
-from workers.learner.worker import run_learner
+from fleetbus_schemas import EpisodeFinished, EvaluationFinished, StepTrained, Subjects, Task, TrainingFinished
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.learner.worker import run_learner
 
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 

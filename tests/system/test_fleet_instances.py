@@ -8,12 +8,12 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import FleetSettings
+from fleetbus_workers.environment.fleet import host as fleet_host
+from fleetbus_workers.environment.fleet.factory import fleet_factory
 from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.processes import until_said
 from tests.support.tool_use import NoGrader, call, seen
-from workers.environment.fleet import host as fleet_host
-from workers.environment.fleet.factory import fleet_factory
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +125,8 @@ def test_the_key_is_not_sent_to_instances_over_open_networks() -> None:
 CRASHING = """
 import sys, anyio
 from fleetbus.config.settings import Configuration, RunSettings
-from schemas import Task
-from workers.environment.specs import environment_factory
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.specs import environment_factory
 
 async def main():
     configuration = Configuration(run=RunSettings(name="tested"))

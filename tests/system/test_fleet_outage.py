@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from fleetbus.config.settings import Configuration, FleetSettings, InferenceSettings, LimitSettings
-from schemas import EpisodeFinished, Task
+from fleetbus_schemas import EpisodeFinished, Task
+from fleetbus_workers.environment.fleet import host as fleet_host
+from fleetbus_workers.environment.fleet.factory import fleet_factory
+from fleetbus_workers.inference.scripted import ScriptedTemplate
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serving
 from tests.support.small_fleet import SmallFleet, configured, small_fleet
 from tests.support.tool_use import NoGrader
-from workers.environment.fleet import host as fleet_host
-from workers.environment.fleet.factory import fleet_factory
-from workers.inference.scripted import ScriptedTemplate
 
 TASK = Task(key="t", env="shop", prompt="Play.", verifier="def verify(env): return 0.5")
 PATIENT = LimitSettings(open=50, reset=50, tool_call=50, step=50, action=50, verify=50, close=50, episode=100, grace=10)

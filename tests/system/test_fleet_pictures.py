@@ -11,15 +11,15 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.settings import Configuration, RunSettings
-from schemas import Action, Image, Task
+from fleetbus_schemas import Action, Image, Task
+from fleetbus_workers.environment.picture_store import keep_pictures, keep_pictures_of
+from fleetbus_workers.environment.pictures import Picture
+from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.weights.store import objects_of
 from tests.support.fleet_platform.instance import png
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serving
 from tests.support.tool_use import NoGrader
-from workers.environment.picture_store import keep_pictures, keep_pictures_of
-from workers.environment.pictures import Picture
-from workers.environment.specs import environment_factory
-from workers.weights.store import objects_of
 
 TASK = Task(key="click", env="shop", prompt="Click.", modality="computer_use")
 CONFIGURATION = Configuration(run=RunSettings(name="pictures"))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.fleet import host as fleet_host
+from fleetbus_workers.environment.fleet.api import FleetRefused, FleetUnavailable
+from fleetbus_workers.environment.mcp_connection import ServerGone
 from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.tool_use import call, seen
-from workers.environment.base import EnvironmentFailed
-from workers.environment.fleet import host as fleet_host
-from workers.environment.fleet.api import FleetRefused, FleetUnavailable
-from workers.environment.mcp_connection import ServerGone
 
 
 @pytest.fixture(autouse=True)

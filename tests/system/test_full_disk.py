@@ -14,12 +14,12 @@ import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from schemas import Task, TensorEntry
+from fleetbus_schemas import Task, TensorEntry
+from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.weights.file import write_weights
 from tests.support.small_fleet import RUN, configured, small_fleet
-from workers.learner.checkpoints import Checkpoint, write_checkpoint
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
-from workers.weights.file import write_weights
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 

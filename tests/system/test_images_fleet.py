@@ -16,25 +16,35 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, InferenceSettings, NatsSettings, RunSettings
 from fleetbus.core.groups import Group
 from fleetbus.episodes import decoded, episode_entry
-from schemas import Action, EpisodeFinished, EpisodeRequested, Image, PolicyPublished, SamplingSettings, Subjects, Task, encode
+from fleetbus_schemas import (
+    Action,
+    EpisodeFinished,
+    EpisodeRequested,
+    Image,
+    PolicyPublished,
+    SamplingSettings,
+    Subjects,
+    Task,
+    encode,
+)
+from fleetbus_workers.environment.colours import ColoursEnvironment
+from fleetbus_workers.environment.picture_store import keep_pictures_of
+from fleetbus_workers.environment.pictures import KeepPicture, Picture
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.images.processing import ImageProcessor
+from fleetbus_workers.images.reading import image_reader
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+from fleetbus_workers.inference.image_prompts import ImagePrompts
+from fleetbus_workers.inference.image_template import ImageTemplate
+from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.batches import CreditPlan, read_sequences
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
+from fleetbus_workers.starter.build import starter_folder
+from fleetbus_workers.weights.store import objects_of
 from tests.support.seeing import write_seeing_model
-from workers.environment.colours import ColoursEnvironment
-from workers.environment.picture_store import keep_pictures_of
-from workers.environment.pictures import KeepPicture, Picture
-from workers.environment.worker import run_environment
-from workers.images.processing import ImageProcessor
-from workers.images.reading import image_reader
-from workers.inference.base import Generation, GenerationRequest
-from workers.inference.image_prompts import ImagePrompts
-from workers.inference.image_template import ImageTemplate
-from workers.inference.template import ChatTemplate
-from workers.inference.torch import TorchSampler
-from workers.inference.worker import run_inference
-from workers.learner.batches import CreditPlan, read_sequences
-from workers.learner.torch.settings import TorchTrainerSettings
-from workers.learner.torch.trainer import TorchTrainer
-from workers.starter.build import starter_folder
-from workers.weights.store import objects_of
 
 RUN = "seen"
 SUBJECTS = Subjects(RUN)

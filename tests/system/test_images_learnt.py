@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.starter.seeing import build_seeing_starter
+from fleetbus_workers.starter.seeing import build_seeing_starter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -23,7 +23,7 @@ CLOSE = 1e-4
 def test_a_model_that_sees_learns_to_tell_colours(tmp_path: Path) -> None:
     build_seeing_starter(tmp_path / "seeing")
     command = [
-        sys.executable, "-m", "workers.cli", "up", "--model", str(tmp_path / "seeing"), "--tasks", str(TASKS),
+        sys.executable, "-m", "fleetbus_workers.cli", "up", "--model", str(tmp_path / "seeing"), "--tasks", str(TASKS),
         "--environment", "colours", "--environment-images", "--run", "colours", "--run-folder", str(tmp_path / "runs"),
         "--learner-steps", str(STEPS), "--learner-learning-rate", "0.001", "--evaluation-episodes", "128",
     ]  # fmt: skip

@@ -15,13 +15,22 @@ from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus.ports import Ports
-from schemas import CheckpointStored, LineageStarted, Message, PolicyPublished, StepTrained, Subjects, TrainingFinished, encode
+from fleetbus_schemas import (
+    CheckpointStored,
+    LineageStarted,
+    Message,
+    PolicyPublished,
+    StepTrained,
+    Subjects,
+    TrainingFinished,
+    encode,
+)
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.beginning import find_beginning, published_versions
+from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
+from fleetbus_workers.learner.held_out import newest_version
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import small_fleet
-from workers.inference.scripted import ScriptedSampler
-from workers.learner.beginning import find_beginning, published_versions
-from workers.learner.checkpoints import Checkpoint, write_checkpoint
-from workers.learner.held_out import newest_version
-from workers.learner.scripted import ScriptedTrainer
 
 SUBJECTS = Subjects("r")
 

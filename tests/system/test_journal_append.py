@@ -11,10 +11,10 @@ import trio.testing
 from fleetbus.bus.base import Bus
 from fleetbus.core.journal import Journal
 from fleetbus.errors import PublishUnanswered, RequestUnanswered
-from schemas import SessionClaimed, Subjects, Task
-from workers.environment.stages import Superseded
-from workers.environment.stepwise.journal import append, journal_of
-from workers.replay.ground import memory_bus
+from fleetbus_schemas import SessionClaimed, Subjects, Task
+from fleetbus_workers.environment.stages import Superseded
+from fleetbus_workers.environment.stepwise.journal import append, journal_of
+from fleetbus_workers.replay.ground import memory_bus
 
 SUBJECTS = Subjects("run")
 

@@ -18,7 +18,7 @@ from fleetbus.bus.nats.positions import REMEMBERED, Positions
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import SequenceConflict
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 SUBJECTS = Subjects("r")
 EPISODE = SUBJECTS.episode("e")

@@ -15,13 +15,13 @@ from fleetbus.bus.streams import TASK_LEASE_SECONDS, plan_run
 from fleetbus.config.settings import LimitSettings
 from fleetbus.lanes import LEASE_SECONDS, LaneLost, NoLaneFree, claim_lane
 from fleetbus.leases import Leases
-from schemas import Action, Subjects, Task, decode
-from schemas.lifecycle import LaneLease
+from fleetbus_schemas import Action, Subjects, Task, decode
+from fleetbus_schemas.lifecycle import LaneLease
+from fleetbus_workers.environment.base import Step
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.environment.base import Step
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import Generation, GenerationRequest
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 
 LONG_SECONDS = 60.0
 PATIENT = LimitSettings(step=200, action=200, drain=3)

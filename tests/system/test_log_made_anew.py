@@ -13,7 +13,7 @@ from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import BusError, PublishUnanswered, UserError
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 RUN = "r"
 SUBJECTS = Subjects(RUN)

@@ -15,13 +15,13 @@ from fleetbus.bus.objects import ObjectMissing
 from fleetbus.bus.streams import plan_run
 from fleetbus.episodes import decoded
 from fleetbus.ports import Ports
-from schemas import LineageStarted, PolicyPublished, Subjects, TensorEntry
-from workers.learner.book import Chain
-from workers.learner.publication import Publication
-from workers.learner.scripted import ScriptedTrainer
-from workers.weights.fetch import WeightsFetcher
-from workers.weights.file import WeightsRejected
-from workers.weights.store import objects_of
+from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects, TensorEntry
+from fleetbus_workers.learner.book import Chain
+from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.weights.fetch import WeightsFetcher
+from fleetbus_workers.weights.file import WeightsRejected
+from fleetbus_workers.weights.store import objects_of
 
 RUN = "experts"
 SUBJECTS = Subjects(RUN)

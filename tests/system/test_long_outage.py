@@ -14,11 +14,11 @@ from fleetbus.audit import audit_run
 from fleetbus.bus.base import Stored
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.inference.scripted import ScriptedSampler
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
 
 AWAY_SECONDS = 600.0
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]

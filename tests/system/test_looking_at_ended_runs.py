@@ -22,15 +22,15 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import dump_configuration, load_configuration
 from fleetbus.config.run_folder import RunFolder
-from schemas import LineageStarted, StepTrained, Subjects, WorkerStarted, WorkerStopped, encode
-from workers.cli.log_access import driver_of
-from workers.cli.program import run_program
-from workers.cli.sources import asked_address
-from workers.overview import follow
-from workers.overview.ending import Driver
-from workers.overview.follow import Watch
-from workers.overview.state import FleetState
-from workers.up.lock import locked
+from fleetbus_schemas import LineageStarted, StepTrained, Subjects, WorkerStarted, WorkerStopped, encode
+from fleetbus_workers.cli.log_access import driver_of
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.cli.sources import asked_address
+from fleetbus_workers.overview import follow
+from fleetbus_workers.overview.ending import Driver
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.up.lock import locked
 
 RUN = "ended"
 SUBJECTS = Subjects(RUN)
@@ -163,7 +163,17 @@ async def test_the_page_says_at_once_of_an_ended_run_whose_server_is_gone_that_n
 
 async def test_the_metrics_of_a_stopped_run_say_that_it_is_over(folder: RunFolder) -> None:
     pytest.importorskip("prometheus_client")
-    command = [sys.executable, "-m", "workers.cli", "metrics", RUN, "--run-folder", str(folder.path.parent), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "fleetbus_workers.cli",
+        "metrics",
+        RUN,
+        "--run-folder",
+        str(folder.path.parent),
+        "--port",
+        "0",
+    ]
     with anyio.fail_after(50):
         async with await anyio.open_process(command, stderr=subprocess.DEVNULL) as metrics, httpx.AsyncClient() as client:
             assert metrics.stdout is not None

@@ -14,7 +14,7 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
-from workers.cli.program import run_program
+from fleetbus_workers.cli.program import run_program
 
 GUESSING = Path(__file__).parents[1] / "replay" / "recordings" / "guessing.fbrec"
 RUN = "small"
@@ -60,7 +60,7 @@ def test_top_once_shows_a_finished_run(server: Any, capsys: Any) -> None:
 
 
 def test_a_reader_of_top_that_has_enough_is_no_error(server: Any) -> None:
-    command = [sys.executable, "-m", "workers.cli", "top", RUN, "--nats", server.url, "--json"]
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "top", RUN, "--nats", server.url, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None and top.stderr is not None
         assert json.loads(top.stdout.readline())["run"] == RUN

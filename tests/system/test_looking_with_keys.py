@@ -9,15 +9,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from schemas import EpisodeRequested, Task, encode
+from fleetbus_schemas import EpisodeRequested, Task, encode
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.jetstream import look_at_server
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.tracing.fold import LogTraces
+from fleetbus_workers.tracing.otlp_file import FileSink
+from fleetbus_workers.tracing.run import Tracing
 from tests.support.processes import until
 from tests.support.secured_server import SUBJECTS, TRUST, Secured, secured_server
-from workers.overview.follow import Watch
-from workers.overview.jetstream import look_at_server
-from workers.overview.state import FleetState
-from workers.tracing.fold import LogTraces
-from workers.tracing.otlp_file import FileSink
-from workers.tracing.run import Tracing
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ from mcp.server import Server, ServerRequestContext
 from mcp_types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams, TextContent, Tool
 
 from fleetbus.config.settings import EnvironmentSettings, InferenceSettings
-from schemas import Action, Task
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.context_tools import ContextTools
+from fleetbus_workers.environment.mcp_connection import DirectConnection, ToolResult
+from fleetbus_workers.environment.mcp_environment import McpEnvironment
+from fleetbus_workers.inference.scripted import ScriptedTemplate
 from tests.support.small_fleet import configured, small_fleet
 from tests.support.tool_use import AlwaysOne
-from workers.environment.base import EnvironmentFailed
-from workers.environment.context_tools import ContextTools
-from workers.environment.mcp_connection import DirectConnection, ToolResult
-from workers.environment.mcp_environment import McpEnvironment
-from workers.inference.scripted import ScriptedTemplate
 
 ROWS = "\n".join(f"row {number}" for number in range(1, 2001))
 TASK = Task(key="t", prompt="Find row 1234.", verifier="graded")
@@ -88,7 +88,7 @@ async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budg
 
 
 async def test_outputs_of_megabytes_are_looked_through_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.environment.context_tools.LARGE_CHARACTERS", 1000)
+    monkeypatch.setattr("fleetbus_workers.environment.context_tools.LARGE_CHARACTERS", 1000)
     threads: list[int] = []
     real = ContextTools.call
 

@@ -23,14 +23,14 @@ from mcp_types import (
 )
 
 from fleetbus.core.prompts import NO_CALL
-from schemas import Action, Image, Task, Text, ToolCall
+from fleetbus_schemas import Action, Image, Task, Text, ToolCall
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
+from fleetbus_workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
+from fleetbus_workers.environment.mcp_connection import Connection, DirectConnection
+from fleetbus_workers.environment.mcp_environment import McpEnvironment
+from fleetbus_workers.environment.pictures import Picture
+from fleetbus_workers.environment.verifier import VerifierTools
 from tests.support.tool_use import call, say, seen
-from workers.environment.base import EnvironmentFailed, Start, Verdict
-from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
-from workers.environment.mcp_connection import Connection, DirectConnection
-from workers.environment.mcp_environment import McpEnvironment
-from workers.environment.pictures import Picture
-from workers.environment.verifier import VerifierTools
 
 TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_variables={"REGION": "EU"})
 SCHEMA = {"type": "object"}
@@ -160,8 +160,8 @@ async def test_a_failing_call_is_an_observation_and_is_counted(tool: str, text: 
 async def test_images_follow_the_text_by_reference_and_what_is_none_or_too_large_stays_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("workers.environment.mcp_connection.MAX_PICTURES", 2)
-    monkeypatch.setattr("workers.environment.mcp_connection.MAX_PICTURE_BYTES", 9)
+    monkeypatch.setattr("fleetbus_workers.environment.mcp_connection.MAX_PICTURES", 2)
+    monkeypatch.setattr("fleetbus_workers.environment.mcp_connection.MAX_PICTURE_BYTES", 9)
     blocks: list[Any] = [ImageContent(data=data, mime_type="image/jpeg") for data in ("AAAA", "?", "A" * 16, "BBBB", "CCCC")]
 
     async def tools(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:

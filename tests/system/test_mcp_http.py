@@ -15,13 +15,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from fleetbus.config.settings import Configuration, LimitSettings
 from fleetbus.errors import UserError
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.mcp_connection import ServerGone
+from fleetbus_workers.environment.mcp_environment import McpEnvironment
+from fleetbus_workers.environment.specs import environment_factory
 from tests.support.http_server import serving
 from tests.support.tool_use import NoGrader, call, seen
-from workers.environment.base import EnvironmentFailed
-from workers.environment.mcp_connection import ServerGone
-from workers.environment.mcp_environment import McpEnvironment
-from workers.environment.specs import environment_factory
 
 TASK = Task(key="t", prompt="Do it.")
 
@@ -242,7 +242,7 @@ def _old_only(app: Starlette) -> Any:
 
 
 async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.environment.mcp_client.LIVENESS_SECONDS", 0.3)
+    monkeypatch.setattr("fleetbus_workers.environment.mcp_client.LIVENESS_SECONDS", 0.3)
     real = Toolbox("count", "hang").app()
     frozen = anyio.Event()
 

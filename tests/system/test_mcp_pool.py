@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from fleetbus.config.settings import Configuration, LimitSettings
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Step
+from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
 from tests.support.processes import children, until
 from tests.support.tool_use import NoGrader, call
-from workers.environment.base import Environment, EnvironmentFailed, Step
-from workers.environment.specs import EnvironmentFactory, environment_factory
 
 SERVER = """
 import json, os, sys

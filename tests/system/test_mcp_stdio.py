@@ -12,13 +12,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
+from fleetbus_workers.environment.mcp_environment import McpEnvironment
+from fleetbus_workers.environment.specs import environment_factory
 from tests.support.processes import children, until
 from tests.support.tool_use import NoGrader, call, seen
-from workers.environment.base import EnvironmentFailed
-from workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
-from workers.environment.mcp_environment import McpEnvironment
-from workers.environment.specs import environment_factory
 
 TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_variables={"REGION": "EU"})
 

@@ -16,13 +16,13 @@ import trio.testing
 from fleetbus.errors import UserError
 from fleetbus.metrics.names import METRICS, Sample
 from fleetbus.metrics.sinks import open_sinks
-from schemas import CheckpointStored, LineageStarted, StepTrained, Task
+from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task
+from fleetbus_workers.metrics.collect import collect, step_values
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.watchdog import Stall
 from tests.support.small_fleet import configured, small_fleet
-from workers.metrics.collect import collect, step_values
-from workers.overview.follow import Watch
-from workers.overview.jetstream import ConsumerPending, ServerView
-from workers.overview.state import FleetState
-from workers.watchdog import Stall
 
 ROOT = Path(__file__).parents[2]
 VIRTUAL = pytest.mark.parametrize(
@@ -90,7 +90,7 @@ async def test_prometheus_gets_them_over_http() -> None:
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from workers.metrics.exposition import Exposition, served
+    from fleetbus_workers.metrics.exposition import Exposition, served
 
     found, _ = await samples_of_a_fleet()
     exposition = Exposition("my-run")

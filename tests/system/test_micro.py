@@ -11,7 +11,7 @@ import nats
 from fleetbus.bus.nats import connect
 from fleetbus.errors import NoResponders, RequestUnanswered
 from fleetbus.micro import Microservice
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 RUN = "micro"
 WORKERS = (("environment", "env-1"), ("environment", "env-2"), ("inference", "inf-1"))

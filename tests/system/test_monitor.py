@@ -24,7 +24,7 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.episodes import episode_entry
 from fleetbus.errors import UserError
-from schemas import (
+from fleetbus_schemas import (
     EpisodeFinished,
     EpisodeRequested,
     Heartbeat,
@@ -36,22 +36,22 @@ from schemas import (
     WorkerStarted,
     encode,
 )
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
 from tests.support.small_fleet import LANES, RUN, configured
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.worker import run_environment
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.inference.worker import run_inference
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from fleetbus_workers.overview.nats_http import HOW
+from fleetbus_workers.serving.listening import bind
+from fleetbus_workers.watchdog import find_notes, find_stalls
 from tests.support.served_page import empty_run, served
-from workers.overview.nats_http import HOW
-from workers.serving.listening import bind
-from workers.watchdog import find_notes, find_stalls
 
 SUBJECTS = Subjects(RUN)
-PAGE_FILES = [*(Path(__file__).parents[2] / "workers/monitor/page").iterdir()]
+PAGE_FILES = [*(Path(__file__).parents[2] / "workers/fleetbus_workers/monitor/page").iterdir()]
 
 
 async def test_the_page_and_its_files_come_from_here_alone() -> None:
@@ -82,7 +82,7 @@ async def test_a_run_without_anything_is_shown_as_empty() -> None:
 
 
 async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
+    monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
     with anyio.fail_after(50):
         async with empty_run() as (page, bus), page.events() as events:
             assert (await page.get("/api/overview"))["stalls"] == []
@@ -105,8 +105,8 @@ def step_of(number: int, success: float) -> StepTrained:
 async def test_a_run_of_which_nothing_is_learned_is_an_alarm_and_a_solved_one_a_note(
     success: float, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
-    monkeypatch.setattr("workers.monitor.app.find_notes", partial(find_notes, patience_seconds=0.001))
+    monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
+    monkeypatch.setattr("fleetbus_workers.monitor.app.find_notes", partial(find_notes, patience_seconds=0.001))
     with anyio.fail_after(50):
         async with empty_run() as (page, bus), page.events() as events:
             await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="a", worker="l")))
@@ -258,7 +258,7 @@ async def test_the_command_tells_its_address_and_stops_on_sigterm(tmp_path: Path
         async with run_server(tmp_path / "nats") as server:
             async with connect(server.url, run=RUN) as bus:
                 await bus.declare(plan_run(RUN, lanes=2))
-            command = [sys.executable, "-m", "workers.cli", "monitor", RUN, "--nats", server.url, "--port", "0"]
+            command = [sys.executable, "-m", "fleetbus_workers.cli", "monitor", RUN, "--nats", server.url, "--port", "0"]
             environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
             process = await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.STDOUT, env=environment)
             async with process:

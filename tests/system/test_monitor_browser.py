@@ -20,7 +20,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
-from schemas import (
+from fleetbus_schemas import (
     Action,
     AttemptStarted,
     ChatMessage,
@@ -36,10 +36,10 @@ from schemas import (
     WorkerStarted,
     encode,
 )
-from schemas.action import VersionSpan
-from schemas.tokens import pack_ids, pack_logprobs
-from workers.overview.ending import Ending
-from workers.overview.follow import Watch
+from fleetbus_schemas.action import VersionSpan
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.overview.ending import Ending
+from fleetbus_workers.overview.follow import Watch
 
 pytest.importorskip("starlette")
 playwright = pytest.importorskip("playwright.async_api")
@@ -179,8 +179,8 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
 
 
 async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.monitor.app.find_notes", lambda state, now_ns: [f"nothing is left to learn {MARKUP}"])
-    monkeypatch.setattr("workers.monitor.app.find_stalls", lambda *args, **options: [])
+    monkeypatch.setattr("fleetbus_workers.monitor.app.find_notes", lambda state, now_ns: [f"nothing is left to learn {MARKUP}"])
+    monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", lambda *args, **options: [])
     async with opened(10, "light") as (page, address, errors, _):
         await page.goto(address)
         note = page.locator("section[aria-label='Worth knowing'] p")

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from fleetbus.config.settings import Configuration, RunSettings
-from workers.monitor import serve as serving
-from workers.replay.ground import memory_bus
-from workers.serving.connections import OTHER_FILES, Bounds
-from workers.serving.listening import bind
+from fleetbus_workers.monitor import serve as serving
+from fleetbus_workers.replay.ground import memory_bus
+from fleetbus_workers.serving.connections import OTHER_FILES, Bounds
+from fleetbus_workers.serving.listening import bind
 
 PLACES = 8
 

@@ -17,17 +17,17 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
-from schemas import Subjects
+from fleetbus_schemas import Subjects
+from fleetbus_workers.cli.diagnosis import check_nats_http
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.metrics.collect import collect
+from fleetbus_workers.overview.follow import LogHealth
+from fleetbus_workers.overview.jetstream import ServerView, look_at_server
+from fleetbus_workers.overview.nats_http import HOW, NatsServer, checked_address, read_nats_server
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.top.view import SLOW_BYTES, facts, screen
 from tests.support.http_server import serving
 from tests.support.processes import until
-from workers.cli.diagnosis import check_nats_http
-from workers.cli.program import run_program
-from workers.metrics.collect import collect
-from workers.overview.follow import LogHealth
-from workers.overview.jetstream import ServerView, look_at_server
-from workers.overview.nats_http import HOW, NatsServer, checked_address, read_nats_server
-from workers.overview.state import FleetState
-from workers.top.view import SLOW_BYTES, facts, screen
 
 RUN = "r"
 
@@ -71,7 +71,7 @@ async def test_both_ways_of_asking_tell_the_same_of_consumers(
     async def refuse(*_: object, **__: object) -> dict[str, Any]:
         return {}
 
-    monkeypatch.setattr("workers.overview.jetstream._ask", refuse)
+    monkeypatch.setattr("fleetbus_workers.overview.jetstream._ask", refuse)
     over_http = await look_at_server(bus, RUN, server.monitor_url)
     assert asked.consumers == over_http.consumers and asked.pending == 1
     assert over_http.entries is None and over_http.clients == asked.clients
@@ -173,7 +173,7 @@ async def test_doctor_reads_it_and_says_how_where_it_cannot(server: NatsServerPr
 async def test_a_server_of_up_is_found_without_being_told(tmp_path: Path, server: NatsServerProcess) -> None:
     from fleetbus.config.load import load_configuration
     from fleetbus.config.run_folder import run_folder
-    from workers.cli.sources import nats_http_of
+    from fleetbus_workers.cli.sources import nats_http_of
 
     here = load_configuration(flags={"run.folder": str(tmp_path), "run.name": RUN}).configuration
     assert nats_http_of(here, "") is None

@@ -16,7 +16,7 @@ from fleetbus.bus.nats.puller import NatsSubscription
 from fleetbus.bus.nats.reader import NatsReader
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run, tasks_consumer
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 RUN = "r"
 SUBJECTS = Subjects(RUN)

@@ -19,7 +19,7 @@ from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import log_stream, tasks_consumer
 from fleetbus.errors import BusClosed, BusError, NotPermitted, UserError
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 from tests.support.nats_traps import RUN, SUBJECTS, ready_bus
 
 CONSUMER = tasks_consumer("default")

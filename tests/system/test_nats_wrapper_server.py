@@ -16,7 +16,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import find_server, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 
 def _gone(pid: int) -> bool:

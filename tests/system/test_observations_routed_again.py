@@ -11,7 +11,7 @@ import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, observations_consumer, plan_run
-from schemas import Action, AttemptStarted, PolicyPublished, Subjects, decode, encode
+from fleetbus_schemas import Action, AttemptStarted, PolicyPublished, Subjects, decode, encode
 from tests.support.one_engine import Held, first_observation, inference_worker
 
 RUN = "again"

@@ -15,14 +15,23 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
 from fleetbus.episodes import decoded, episode_entry
-from schemas import Action, EpisodeFinished, EpisodeRequested, PolicyPublished, SamplingSettings, Subjects, Task, encode
-from schemas.tokens import unpack_ids
+from fleetbus_schemas import (
+    Action,
+    EpisodeFinished,
+    EpisodeRequested,
+    PolicyPublished,
+    SamplingSettings,
+    Subjects,
+    Task,
+    encode,
+)
+from fleetbus_schemas.tokens import unpack_ids
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.openai import OpenAISampler, pool
+from fleetbus_workers.inference.scripted import ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
 from tests.support.model_server import ByteCodec, ModelServer, answer
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.worker import run_environment
-from workers.inference.openai import OpenAISampler, pool
-from workers.inference.scripted import ScriptedTemplate
-from workers.inference.worker import run_inference
 
 RUN = "served"
 EPISODES = 12

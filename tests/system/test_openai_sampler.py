@@ -10,12 +10,12 @@ import pytest
 
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.errors import UserError
-from schemas import ChatMessage, SamplingSettings, VersionSpan
+from fleetbus_schemas import ChatMessage, SamplingSettings, VersionSpan
+from fleetbus_workers.assembly.engines import opened_engine
+from fleetbus_workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.openai import OpenAISampler, pool
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
 from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, asking, model_servers, opened, until
-from workers.assembly.engines import opened_engine
-from workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
-from workers.inference.openai import OpenAISampler, pool
 
 pytest.importorskip("torch")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from schemas import VersionSpan
+from fleetbus_schemas import VersionSpan
+from fleetbus_workers.inference.openai import pool
+from fleetbus_workers.inference.openai.answer import Answer
+from fleetbus_workers.inference.openai.dialects import Piece
+from fleetbus_workers.weights.file import WeightsRejected
 from tests.support.model_server import answer
 from tests.support.openai_sampling import PROMPT, MakeServer, Weights, asking, model_servers, opened, until
-from workers.inference.openai import pool
-from workers.inference.openai.answer import Answer
-from workers.inference.openai.dialects import Piece
-from workers.weights.file import WeightsRejected
 
 pytest.importorskip("torch")
 

@@ -9,16 +9,16 @@ import anyio
 import pytest
 
 from fleetbus.tasks import dump_tasks, load_dataset
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.pool import ProcessPool
 from tests.support.small_fleet import small_fleet
-from workers.environment.pool import ProcessPool
 
 MODULE = """
 import os
 import signal
 
-from schemas import ChatMessage
-from workers.environment.base import Start, Step, Verdict
+from fleetbus_schemas import ChatMessage
+from fleetbus_workers.environment.base import Start, Step, Verdict
 
 
 class Mine:

@@ -14,8 +14,8 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
+from fleetbus_workers.up.lock import locked
 from tests.support.processes import until, until_said
-from workers.up.lock import locked
 
 RUN = "stopped"
 
@@ -27,7 +27,7 @@ async def test_the_server_of_a_command_that_is_killed_ends_with_it(sent: signal.
     async with run_server(store) as server, connect(server.url, run=RUN, role="test") as bus:
         await bus.declare(plan_run(RUN, lanes=1, max_bytes=0))
 
-    command = [sys.executable, "-m", "workers.cli", "top", RUN, "--json"]
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "top", RUN, "--json"]
     async with await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as top:
         await until_said(top.stdout, b'"run":"stopped"')
         own = psutil.Process(int((store / "owner").read_text().split()[1]))
@@ -44,7 +44,7 @@ async def test_a_run_whose_up_was_killed_is_served_from_its_files(tmp_path: Path
     (folder / "lock").write_text("1")
 
     def audit() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "workers.cli", "audit", RUN]
+        command = [sys.executable, "-m", "fleetbus_workers.cli", "audit", RUN]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
 
     done = await anyio.to_thread.run_sync(audit)

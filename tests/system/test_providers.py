@@ -14,14 +14,14 @@ import pytest
 
 from fleetbus.config.settings import Configuration, LimitSettings, RunSettings
 from fleetbus.errors import UserError
-from schemas import Action, Task, ToolCall
+from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.providers.base import is_abandoned, label_value, owner_of_this_process, wait_until_ready
+from fleetbus_workers.environment.providers.process import ProcessProvider
+from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
 from tests.support.processes import children, until, until_said
 from tests.support.server_labels import GONE, labels
 from tests.support.tool_use import NoGrader
-from workers.environment.base import EnvironmentFailed
-from workers.environment.providers.base import is_abandoned, label_value, owner_of_this_process, wait_until_ready
-from workers.environment.providers.process import ProcessProvider
-from workers.environment.specs import EnvironmentFactory, environment_factory
 
 SERVER = Path(__file__).parents[1] / "support" / "served_environment.py"
 
@@ -85,8 +85,8 @@ async def test_servers_that_were_not_stopped_are_stopped_with_the_worker() -> No
 
 WORKER = """
 import anyio, sys
-from workers.environment.providers.base import *
-from workers.environment.providers.process import ProcessProvider
+from fleetbus_workers.environment.providers.base import *
+from fleetbus_workers.environment.providers.process import ProcessProvider
 
 async def main():
     provider = ProcessProvider(f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}")

@@ -9,10 +9,10 @@ import anyio
 import httpx
 import pytest
 
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.providers.base import Server, owner_of_this_process, wait_until_ready
 from tests.support.processes import until
 from tests.support.server_labels import labels
-from workers.environment.base import EnvironmentFailed
-from workers.environment.providers.base import Server, owner_of_this_process, wait_until_ready
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def engine() -> Any:
 
 @pytest.fixture
 async def containers(engine: Any) -> AsyncIterator[Any]:
-    from workers.environment.providers.docker import DockerProvider
+    from fleetbus_workers.environment.providers.docker import DockerProvider
 
     provider = DockerProvider(
         "python:3.11-slim", port=8000, command=("python", "-m", "http.server", "8000"), memory_bytes=256 << 20
@@ -65,7 +65,7 @@ async def test_a_container_is_started_within_limits_on_loopback_and_removed(engi
 @pytest.mark.docker
 @pytest.mark.timeout(300)
 async def test_a_container_that_cannot_run_is_told_and_removed(engine: Any) -> None:
-    from workers.environment.providers.docker import DockerProvider
+    from fleetbus_workers.environment.providers.docker import DockerProvider
 
     for image, command, words in (
         ("fleetbus-no-such-image", (), "there is no image|did not start"),

@@ -12,11 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.providers.base import Labels
+from fleetbus_workers.environment.providers.kubernetes import KubernetesProvider
 from tests.support.processes import until
 from tests.support.server_labels import GONE, labels
-from workers.environment.base import EnvironmentFailed
-from workers.environment.providers.base import Labels
-from workers.environment.providers.kubernetes import KubernetesProvider
 
 
 class Cluster(BaseHTTPRequestHandler):

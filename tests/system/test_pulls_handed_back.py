@@ -15,7 +15,7 @@ from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import ConsumerPlan, plan_run
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 SUBJECTS = Subjects("r")
 COUNT = 5

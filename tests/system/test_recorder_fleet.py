@@ -27,16 +27,16 @@ from fleetbus.config.settings import (
 )
 from fleetbus.episodes import episode_entry
 from fleetbus.errors import UserError
-from schemas import EpisodeFinished, Subjects, Task
+from fleetbus_schemas import EpisodeFinished, Subjects, Task
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.learner.worker import run_learner
+from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from tests.support.connections import Connect, connections_to
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.worker import run_environment
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from workers.inference.worker import run_inference
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
-from workers.learner.worker import run_learner
-from workers.recorder.worker import RecorderSettings, run_recorder
 
 LOG_BYTES = 1 << 20
 STEPS, GROUPS, GROUP_SIZE, TURNS = 12, 2, 4, 12

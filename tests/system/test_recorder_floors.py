@@ -14,7 +14,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import observations_consumer, plan_run, tasks_consumer
 from fleetbus.floors import safe_floor
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 S = Subjects("run")
 END = 1 << 40

@@ -17,9 +17,9 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
-from schemas import PolicyPublished, Subjects, encode
+from fleetbus_schemas import PolicyPublished, Subjects, encode
+from fleetbus_workers.cli.program import run_program
 from tests.support.processes import until_said
-from workers.cli.program import run_program
 
 HERE = Path(__file__).parents[1] / "replay"
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -76,7 +76,7 @@ async def fill_pictures(url: str, folder: Path) -> None:
     import hashlib
 
     from fleetbus.bus.objects import weights_bucket
-    from schemas import ChatMessage, Image, Observation
+    from fleetbus_schemas import ChatMessage, Image, Observation
 
     file = folder / "picture"
     file.write_bytes(b"a picture")
@@ -143,7 +143,18 @@ def test_a_log_is_followed_until_sigterm_and_what_it_names_by_then_is_added(serv
         async with connect(server, run=run, role="test") as bus:
             await bus.declare(plan_run(run, lanes=1, max_bytes=0))
             await bus.publish(subjects.episode("before"), b"x")
-            command = [sys.executable, "-m", "workers.cli", "record", run, "--nats", server, "--follow", "-o", str(file)]
+            command = [
+                sys.executable,
+                "-m",
+                "fleetbus_workers.cli",
+                "record",
+                run,
+                "--nats",
+                server,
+                "--follow",
+                "-o",
+                str(file),
+            ]
             command += ["--weights"]
             process = await anyio.open_process(command, stderr=subprocess.PIPE)
             try:
@@ -174,8 +185,8 @@ def test_secrets_of_the_environment_do_not_reach_the_file(
     monkeypatch.setenv("MY_SERVICE_TOKEN", "very-private-value")
 
     async def prepare() -> None:
-        from schemas import Task
-        from schemas.episode import EpisodeRequested
+        from fleetbus_schemas import Task
+        from fleetbus_schemas.episode import EpisodeRequested
 
         async with connect(server, run=run, role="test") as bus:
             await bus.declare(plan_run(run, lanes=1, max_bytes=0))

@@ -10,10 +10,10 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_fleet import RUN, configured, small_fleet
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 

@@ -11,10 +11,10 @@ import trio.testing
 from fleetbus.audit import audit_run
 from fleetbus.client.rollouts import rollouts
 from fleetbus.client.sessions import SessionFailed, sessions
-from schemas import Action, SessionAnswer, Task
+from fleetbus_schemas import Action, SessionAnswer, Task
+from fleetbus_workers.environment.base import EnvironmentFailed, Step
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from tests.support.small_fleet import small_fleet
-from workers.environment.base import EnvironmentFailed, Step
-from workers.environment.scripted import ScriptedEnvironment
 
 TASKS = [Task(key=f"t{number}", prompt=f"play {number}") for number in range(6)]
 

@@ -18,13 +18,13 @@ from fleetbus.bus.memory_faults import NO_DELIVERY_FAULT, DeliveryFault, Faults
 from fleetbus.bus.streams import actions_consumer, observations_consumer
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.episodes import decoded
-from schemas import Action, Observation, Task
-from schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_schemas import Action, Observation, Task
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.environment.base import Step
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_fleet import SmallFleet, configured, small_fleet
-from workers.environment.base import Step
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import Generation, GenerationRequest
-from workers.inference.scripted import ScriptedSampler
 
 LATE = LimitSettings().late
 PATIENT = LimitSettings(action=60, drain=10)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.cli.program import run_program
+from fleetbus_workers.cli.program import run_program
 
 Said = Callable[..., str]
 

@@ -16,8 +16,7 @@ import anyio
 import psutil
 import pytest
 
-from tests.support.processes import children, until, until_said
-from workers.environment.sandbox import (
+from fleetbus_workers.environment.sandbox import (
     Isolation,
     IsolationUnavailable,
     Ran,
@@ -25,10 +24,11 @@ from workers.environment.sandbox import (
     SandboxSession,
     find_isolation,
 )
-from workers.environment.sandbox.inside import confine
-from workers.environment.sandbox.isolation import KINDS, Kind
-from workers.environment.sandbox.memory import MemoryWatch
-from workers.environment.sandbox.session import SandboxFailed
+from fleetbus_workers.environment.sandbox.inside import confine
+from fleetbus_workers.environment.sandbox.isolation import KINDS, Kind
+from fleetbus_workers.environment.sandbox.memory import MemoryWatch
+from fleetbus_workers.environment.sandbox.session import SandboxFailed
+from tests.support.processes import children, until, until_said
 
 LIMITS = SandboxLimits(
     seconds=20.0,
@@ -274,8 +274,8 @@ async def test_cancelled_code_is_ended_and_leaves_no_process(session: SandboxSes
 
 WORKER = """
 import anyio
-from workers.environment.sandbox import SandboxLimits, SandboxSession, find_isolation
-from workers.environment.sandbox.memory import MemoryWatch
+from fleetbus_workers.environment.sandbox import SandboxLimits, SandboxSession, find_isolation
+from fleetbus_workers.environment.sandbox.memory import MemoryWatch
 
 async def main():
     session = SandboxSession(await find_isolation(("{kind}",)), SandboxLimits(), MemoryWatch())
@@ -307,7 +307,7 @@ async def test_programs_below_the_folder_that_is_empty_inside_are_seen(
     isolation: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkout or a virtual environment may lie below /tmp."""
-    from workers.environment.sandbox import isolation as module
+    from fleetbus_workers.environment.sandbox import isolation as module
 
     with tempfile.TemporaryDirectory(dir="/tmp") as checkout:
         os.chmod(checkout, 0o755)
@@ -318,7 +318,7 @@ async def test_programs_below_the_folder_that_is_empty_inside_are_seen(
 
 def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe looks for leaks itself: a bubblewrap that shares everything is not believed."""
-    from workers.environment.sandbox import isolation as module
+    from fleetbus_workers.environment.sandbox import isolation as module
 
     if sys.platform != "linux":
         pytest.skip("Linux only")

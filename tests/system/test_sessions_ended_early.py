@@ -9,7 +9,7 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import LimitSettings
-from schemas import Task
+from fleetbus_schemas import Task
 from tests.support.small_fleet import small_fleet
 from tests.support.troubled_sessions import (
     BEFORE_THE_VERDICT,

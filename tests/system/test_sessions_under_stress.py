@@ -13,7 +13,9 @@ import msgspec
 import pytest
 import trio.testing
 
-from schemas import ChatMessage, Text
+from fleetbus_schemas import ChatMessage, Text
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from tests.support.small_fleet import LIMITS, small_fleet
 from tests.support.troubled_sessions import (
     BEFORE_THE_VERDICT,
@@ -27,8 +29,6 @@ from tests.support.troubled_sessions import (
     played,
     raising,
 )
-from workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from workers.environment.scripted import ScriptedEnvironment
 
 
 @pytest.fixture

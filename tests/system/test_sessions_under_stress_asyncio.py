@@ -6,10 +6,10 @@ import asyncio
 
 import anyio
 
-from schemas import Action, Task
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.base import Step
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from tests.support.small_fleet import small_fleet
-from workers.environment.base import Step
-from workers.environment.scripted import ScriptedEnvironment
 
 
 class LeakyEnvironment(ScriptedEnvironment):

@@ -10,13 +10,13 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import InferenceSettings
-from schemas import ChatMessage, EpisodeFinished, ToolSpec, VersionSpan
+from fleetbus_schemas import ChatMessage, EpisodeFinished, ToolSpec, VersionSpan
+from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.warehouse.tasks import warehouse_task
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from tests.support.small_fleet import configured, small_fleet
 from tests.support.tool_use import AlwaysOne
-from workers.environment.specs import environment_factory
-from workers.environment.warehouse.tasks import warehouse_task
-from workers.inference.base import Generation, GenerationRequest
-from workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 
 FIRST_BYTE = 2
 """Ids below are the template's own."""

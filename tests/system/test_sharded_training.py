@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import make_model
-from workers.learner.torch.settings import TorchTrainerSettings
-from workers.learner.torch.trainer import TorchTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -125,7 +125,7 @@ def server(tmp_path: Path) -> Iterator[NatsServerProcess]:
 def test_a_learner_under_torchrun_trains_a_fleet_to_its_end(tmp_path: Path, server: NatsServerProcess) -> None:
     """Two processes share the starter policy; only the first of them is an actor on the bus."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    program, options = [sys.executable, "-m", "workers.cli"], {"env": environment, "cwd": tmp_path}
+    program, options = [sys.executable, "-m", "fleetbus_workers.cli"], {"env": environment, "cwd": tmp_path}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
     steps = ["--steps", "2", "--learner-groups", "2", "--learner-group-size", "4", "--evaluation-episodes", "0"]
     common = ["--nats", server.url, "--run", "sharded"]
@@ -133,7 +133,7 @@ def test_a_learner_under_torchrun_trains_a_fleet_to_its_end(tmp_path: Path, serv
     run([*program, "init", *common])
     workers = [subprocess.Popen([*program, role, *common], **options) for role in ("environment", "inference")]  # type: ignore[call-overload]
     try:
-        run([*torchrun, "workers.cli", "learner", *common, *steps])
+        run([*torchrun, "fleetbus_workers.cli", "learner", *common, *steps])
         run([*program, "audit", "sharded", "--nats", server.url])
     finally:
         for worker in workers:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from workers.cli.program import run_program
-from workers.simulation.many import run_seeds
-from workers.simulation.run import run_seed
-from workers.simulation.scenario import Scenario
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.simulation.many import run_seeds
+from fleetbus_workers.simulation.run import run_seed
+from fleetbus_workers.simulation.scenario import Scenario
 
 ORDINARY_SEEDS = range(40)
 ALL_SEEDS = range(1000)
 
-FLEETBUS = (sys.executable, "-m", "workers.cli")
+FLEETBUS = (sys.executable, "-m", "fleetbus_workers.cli")
 
 
 def failures(seeds: range) -> dict[int, str]:
@@ -82,7 +82,7 @@ def test_the_command_tells_what_happened_and_writes_the_trace(tmp_path: Path, ca
 def test_the_command_prints_the_failing_seeds_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("workers.simulation.world.MOST_EPISODES", 1)
+    monkeypatch.setattr("fleetbus_workers.simulation.world.MOST_EPISODES", 1)
     assert run_program(["sim", "--seeds", "0-1", "--processes", "1"]) == 1
     printed = capsys.readouterr().out
     assert "seed 0 FAILED" in printed

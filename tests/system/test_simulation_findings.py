@@ -18,7 +18,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.ports import Ports
 from fleetbus.requests import Requests
-from schemas import (
+from fleetbus_schemas import (
     Action,
     ActionReference,
     AttemptStarted,
@@ -31,14 +31,14 @@ from schemas import (
     decode,
     encode,
 )
+from fleetbus_workers.inference.base import WeightsRejected
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.batches import MissingActions, read_actions
+from fleetbus_workers.learner.book import Chain, Replaced
+from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.one_engine import Held, first_observation, inference_worker
 from tests.support.small_fleet import inline
-from workers.inference.base import WeightsRejected
-from workers.inference.scripted import ScriptedSampler
-from workers.learner.batches import MissingActions, read_actions
-from workers.learner.book import Chain, Replaced
-from workers.learner.publication import Publication
-from workers.learner.scripted import ScriptedTrainer
 
 RUN = "findings"
 PORTS = Ports(offload=inline)

@@ -17,23 +17,23 @@ import pytest
 
 import fleetbus.episodes
 import fleetbus.slots
-import workers.environment.attempts as attempts
-import workers.environment.exchange as exchange
-import workers.environment.session as session
-import workers.inference.answers as answers
-import workers.inference.histories as histories
-import workers.inference.worker as inference
-import workers.learner.batches as batches
-import workers.learner.beginning as beginning
-import workers.learner.book as book
-import workers.learner.pool as pool
-import workers.learner.publication as publication
-import workers.learner.worker as learner
+import fleetbus_workers.environment.attempts as attempts
+import fleetbus_workers.environment.exchange as exchange
+import fleetbus_workers.environment.session as session
+import fleetbus_workers.inference.answers as answers
+import fleetbus_workers.inference.histories as histories
+import fleetbus_workers.inference.worker as inference
+import fleetbus_workers.learner.batches as batches
+import fleetbus_workers.learner.beginning as beginning
+import fleetbus_workers.learner.book as book
+import fleetbus_workers.learner.pool as pool
+import fleetbus_workers.learner.publication as publication
+import fleetbus_workers.learner.worker as learner
 from fleetbus.core.claims import Standing
 from fleetbus.leases import Leases
-from schemas import Action, AttemptStarted, EpisodeFinished, encode
-from workers.environment.stages import EpisodeEnded, Stages
-from workers.simulation.run import run_seed
+from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
+from fleetbus_workers.environment.stages import EpisodeEnded, Stages
+from fleetbus_workers.simulation.run import run_seed
 
 pytestmark = pytest.mark.slow
 

@@ -18,11 +18,11 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus.metrics.sinks import open_sinks
-from schemas import LineageStarted, Message, StepTrained, Subjects, encode
-from workers.metrics.collect import collect, step_values
-from workers.overview.follow import LogHealth
-from workers.overview.jetstream import ServerView
-from workers.overview.state import FleetState
+from fleetbus_schemas import LineageStarted, Message, StepTrained, Subjects, encode
+from fleetbus_workers.metrics.collect import collect, step_values
+from fleetbus_workers.overview.follow import LogHealth
+from fleetbus_workers.overview.jetstream import ServerView
+from fleetbus_workers.overview.state import FleetState
 
 SUBJECTS = Subjects("r")
 METRICS = {

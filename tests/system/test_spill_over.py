@@ -9,10 +9,10 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from schemas import Heartbeat, Subjects, Task
+from fleetbus_schemas import Heartbeat, Subjects, Task
+from fleetbus_workers.environment.routes import Routes
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_fleet import configured, small_fleet
-from workers.environment.routes import Routes
-from workers.inference.scripted import ScriptedSampler
 
 
 @pytest.fixture

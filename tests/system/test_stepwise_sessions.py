@@ -11,7 +11,7 @@ import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.client.sessions import Session, SessionFailed
-from schemas import MAX_MESSAGE_BYTES, SessionCall
+from fleetbus_schemas import MAX_MESSAGE_BYTES, SessionCall
 from tests.support.small_fleet import SmallFleet
 from tests.support.stepwise_ground import TASK, World, ground, said
 

@@ -10,7 +10,7 @@ import pytest
 import trio.testing
 
 from fleetbus.client.sessions import SessionFailed, SessionUnavailable
-from schemas import SessionAnswer, SessionCall, decode, encode
+from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
 from tests.support.stepwise_ground import TASK, World, ground, said
 
 

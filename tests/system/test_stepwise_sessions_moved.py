@@ -9,9 +9,9 @@ import pytest
 import trio.testing
 
 from fleetbus.client.sessions import SessionFailed, sessions
-from schemas import SessionCall
+from fleetbus_schemas import SessionCall
+from fleetbus_workers.environment.stepwise.journal import journal_of
 from tests.support.stepwise_ground import TASK, World, ground, said
-from workers.environment.stepwise.journal import journal_of
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fleetbus.tasks import dump_tasks, load_tasks
-from schemas import Task
-from workers.cli.program import run_program
+from fleetbus_schemas import Task
+from fleetbus_workers.cli.program import run_program
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,17 +11,17 @@ import pytest
 import trio.testing
 from rich.console import Console
 
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.jetstream import ServerView, look_at_server
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.top.view import facts, screen
+from fleetbus_workers.watchdog import find_stalls
 from tests.support.small_fleet import LIMITS, RUN, SmallFleet, configured, small_fleet
-from workers.environment.base import Verdict
-from workers.environment.scripted import ScriptedEnvironment
-from workers.inference.base import GenerationRequest
-from workers.inference.scripted import ScriptedSampler
-from workers.overview.follow import Watch
-from workers.overview.jetstream import ServerView, look_at_server
-from workers.overview.state import FleetState
-from workers.top.view import facts, screen
-from workers.watchdog import find_stalls
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]

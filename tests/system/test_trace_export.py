@@ -20,14 +20,14 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
-from schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.tracing.fold import LogTraces
+from fleetbus_workers.tracing.otlp_file import FileSink
+from fleetbus_workers.tracing.run import Tracing
+from fleetbus_workers.tracing.span import SpansRefused
 from tests.support.otlp_receiver import Receiver, spans_in_file
 from tests.support.processes import until, until_said
-from workers.cli.program import run_program
-from workers.tracing.fold import LogTraces
-from workers.tracing.otlp_file import FileSink
-from workers.tracing.run import Tracing
-from workers.tracing.span import SpansRefused
 
 ROOT = Path(__file__).parents[2]
 GUESSING = ROOT / "tests" / "replay" / "recordings" / "guessing.fbrec"
@@ -140,7 +140,7 @@ def test_a_receiver_that_refuses_or_is_not_there_is_one_line(
 
 def test_without_the_exporter_the_command_says_what_to_install(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    monkeypatch.delitem(sys.modules, "workers.tracing.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "fleetbus_workers.tracing.otlp", raising=False)
     assert "pip install 'fleetbus[otel]'" in said(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
 
 
@@ -204,8 +204,8 @@ class Hesitant(FileSink):
 async def test_a_log_that_grows_is_followed_and_a_receiver_that_was_away_misses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.tracing.run.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("workers.tracing.run.FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr("fleetbus_workers.tracing.run.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("fleetbus_workers.tracing.run.FLUSH_SECONDS", 0.01)
     file, stop = tmp_path / "spans.jsonl", anyio.Event()
     sink = Hesitant(file)
     async with MemoryServer().connect(RUN) as bus, anyio.create_task_group() as tasks:
@@ -240,7 +240,18 @@ async def test_the_command_follows_a_real_log_until_it_is_told_to_stop(tmp_path:
     async with run_server(tmp_path / "store") as server, connect(server.url, run=RUN, role="test") as bus:
         await bus.declare(plan_run(RUN, lanes=2, max_bytes=0))
         await fill(bus, 0, 100)
-        command = [sys.executable, "-m", "workers.cli", "trace", RUN, "--nats", server.url, "--jsonl", str(file), "--follow"]
+        command = [
+            sys.executable,
+            "-m",
+            "fleetbus_workers.cli",
+            "trace",
+            RUN,
+            "--nats",
+            server.url,
+            "--jsonl",
+            str(file),
+            "--follow",
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         async with await anyio.open_process(command, cwd=tmp_path, stderr=subprocess.STDOUT, env=environment) as process:
             await until(lambda: file.exists() and file.stat().st_size > 0)

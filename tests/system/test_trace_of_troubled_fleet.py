@@ -9,11 +9,11 @@ import anyio
 import pytest
 import trio.testing
 
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.tracing.fold import LogTraces
+from fleetbus_workers.tracing.span import Span
 from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from workers.inference.scripted import ScriptedSampler
-from workers.tracing.fold import LogTraces
-from workers.tracing.span import Span
 
 EPISODES = 12
 

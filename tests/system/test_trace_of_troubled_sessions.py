@@ -12,11 +12,11 @@ import trio.testing
 
 from fleetbus.client.sessions import Session, SessionFailed
 from fleetbus.core.trace_ids import session_trace_id
+from fleetbus_workers.environment.stepwise.journal import journal_of
+from fleetbus_workers.tracing.fold import LogTraces
+from fleetbus_workers.tracing.span import Span
 from tests.support.small_fleet import RUN
 from tests.support.stepwise_ground import TASK, Ground, World, ground
-from workers.environment.stepwise.journal import journal_of
-from workers.tracing.fold import LogTraces
-from workers.tracing.span import Span
 
 
 @pytest.fixture

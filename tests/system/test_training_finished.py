@@ -15,7 +15,7 @@ from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.episodes import decoded
 from fleetbus.ports import Ports
-from schemas import (
+from fleetbus_schemas import (
     ActionReference,
     CheckpointStored,
     EpisodeFinished,
@@ -27,12 +27,12 @@ from schemas import (
     TrainingFinished,
     encode,
 )
-from schemas.stored import STORED
+from fleetbus_schemas.stored import STORED
+from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.learner.worker import run_learner
 from tests.support.small_fleet import inline
-from workers.learner.checkpoints import Checkpoint, write_checkpoint
-from workers.learner.curriculum import Curriculum
-from workers.learner.scripted import ScriptedTrainer
-from workers.learner.worker import run_learner
 
 RUN = "ends"
 SUBJECTS = Subjects(RUN)

@@ -14,10 +14,10 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
-from schemas import LineageStarted, Subjects, encode
-from workers.cli.role import run_role
-from workers.exit_status import CRASHED, FINISHED
-from workers.learner.book import Chain
+from fleetbus_schemas import LineageStarted, Subjects, encode
+from fleetbus_workers.cli.role import run_role
+from fleetbus_workers.exit_status import CRASHED, FINISHED
+from fleetbus_workers.learner.book import Chain
 
 
 async def replaced(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:

@@ -218,7 +218,7 @@ async def test_a_learner_that_crashed_once_is_started_again_and_finishes(tmp_pat
     assert summary_of(ran.run / "summary.json")["finished"] is True
 
 
-@pytest.mark.parametrize("victim", ["-js", "workers.up.server"])
+@pytest.mark.parametrize("victim", ["-js", "fleetbus_workers.up.server"])
 async def test_a_killed_server_comes_back_at_the_same_address_and_workers_go_on(tmp_path: Path, victim: str) -> None:
     async with up(tmp_path, script="wait") as running:
         await running.everything_runs()

@@ -14,9 +14,9 @@ import anyio
 import psutil
 import pytest
 
-from workers.up.fleet import Fleet, WorkerGaveUp
-from workers.up.process import ProcessPlan
-from workers.up.server import end_stray_server
+from fleetbus_workers.up.fleet import Fleet, WorkerGaveUp
+from fleetbus_workers.up.process import ProcessPlan
+from fleetbus_workers.up.server import end_stray_server
 
 ROLE = """
 import os, signal, sys, time
@@ -143,7 +143,7 @@ async def test_a_killed_worker_is_started_again_under_the_next_number(tmp_path: 
 async def test_a_worker_that_keeps_crashing_fails_the_run_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.up.restarts.FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr("fleetbus_workers.up.restarts.FIRST_DELAY_SECONDS", 0.001)
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "crash"), stage.plan("inference", "serve", 20.0))
     with anyio.fail_after(50):
@@ -171,7 +171,7 @@ async def test_a_worker_that_refuses_its_configuration_is_not_started_again(tmp_
 async def test_a_worker_that_crashes_while_the_server_is_away_is_started_again_until_it_can_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.up.restarts.LONGEST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr("fleetbus_workers.up.restarts.LONGEST_DELAY_SECONDS", 0.01)
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "server away"))
     with anyio.fail_after(50):
@@ -226,7 +226,7 @@ async def test_cancelling_the_fleet_leaves_nothing_behind(tmp_path: Path) -> Non
 async def test_a_server_whose_holder_was_killed_is_stopped(tmp_path: Path) -> None:
     store = tmp_path / "nats"
     holder = await anyio.open_process(
-        [sys.executable, "-m", "workers.up.server", str(store), "0", str(tmp_path / "server.json")],
+        [sys.executable, "-m", "fleetbus_workers.up.server", str(store), "0", str(tmp_path / "server.json")],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:

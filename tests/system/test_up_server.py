@@ -11,8 +11,8 @@ import anyio
 import msgspec
 import pytest
 
-from workers.up import server
-from workers.up.server import FULL, Address, hold_server
+from fleetbus_workers.up import server
+from fleetbus_workers.up.server import FULL, Address, hold_server
 
 
 def address(file: Path) -> Address:

@@ -12,9 +12,9 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus_workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
+from fleetbus_workers.environment.verifier import Verifier
 from tests.support.grading import LIMITS, Tools, grade
-from workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
-from workers.environment.verifier import Verifier
 
 
 @pytest.fixture(params=["asyncio", "trio"])

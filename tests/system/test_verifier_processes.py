@@ -11,10 +11,10 @@ import anyio
 import psutil
 import pytest
 
+from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.verifier.sandbox import MAX_STARTS
 from tests.support.grading import LIMITS, Tools, grade
 from tests.support.processes import children, until, until_said
-from workers.environment.verifier import Verifier, VerifierLimits
-from workers.environment.verifier.sandbox import MAX_STARTS
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -117,8 +117,8 @@ async def test_nothing_is_left_behind_at_the_end() -> None:
 
 WORKER = """
 import anyio, sys
-from workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
-from workers.environment.verifier import Verifier
+from fleetbus_workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
+from fleetbus_workers.environment.verifier import Verifier
 
 class Tools:
     async def call_tool(self, name, arguments):

@@ -8,10 +8,10 @@ import anyio
 import pytest
 import trio.testing
 
-from schemas import PolicyPublished, Task
+from fleetbus_schemas import PolicyPublished, Task
+from fleetbus_workers.inference.base import WeightsRejected
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_fleet import SmallFleet, small_fleet
-from workers.inference.base import WeightsRejected
-from workers.inference.scripted import ScriptedSampler
 
 LOADING_SECONDS = 2.0
 

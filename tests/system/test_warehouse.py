@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from mcp import Client
 
+from fleetbus_workers.environment.mcp_connection import DirectConnection, ToolResult
+from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.verifier import Verifier
+from fleetbus_workers.environment.warehouse.items import FIELDS, NAMES, TOOLS, draw_warehouse
+from fleetbus_workers.environment.warehouse.server import make_server
+from fleetbus_workers.environment.warehouse.tasks import warehouse_task
 from tests.support.tool_use import say, tool_call
-from workers.environment.mcp_connection import DirectConnection, ToolResult
-from workers.environment.specs import environment_factory
-from workers.environment.verifier import Verifier
-from workers.environment.warehouse.items import FIELDS, NAMES, TOOLS, draw_warehouse
-from workers.environment.warehouse.server import make_server
-from workers.environment.warehouse.tasks import warehouse_task
 
 SEED = 7
 WAREHOUSE = draw_warehouse(SEED)

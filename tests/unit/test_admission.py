@@ -11,10 +11,10 @@ from anyio import wait_all_tasks_blocked
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.ledger import Ledger
 from fleetbus.requests import Requests
-from schemas import ActionReference, EpisodeFinished, EpisodeRequested, Task
-from workers.learner.admission import Admission
-from workers.learner.curriculum import Curriculum
-from workers.learner.pool import GroupPool
+from fleetbus_schemas import ActionReference, EpisodeFinished, EpisodeRequested, Task
+from fleetbus_workers.learner.admission import Admission
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.pool import GroupPool
 
 
 class RecordedRequests(Requests):

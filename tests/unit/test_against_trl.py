@@ -30,7 +30,7 @@ from fleetbus.core.shaping import overlong_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STARTER = Path(__file__).resolve().parents[2] / "workers/starter/policy"
+STARTER = Path(__file__).resolve().parents[2] / "workers/fleetbus_workers/starter/policy"
 REWARDS = [1.0, 0.0, 0.0, 0.25, 0.5, 1.0, 0.75, 1.0]
 GROUPS = np.array([0] * 4 + [1] * 4)
 LENGTH = 5

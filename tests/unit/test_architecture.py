@@ -54,7 +54,7 @@ def test_the_readme_begins_with_two_commands_of_one_line_each() -> None:
 
 
 def test_every_command_and_flag_in_the_readme_exists() -> None:
-    from workers.cli.program import COMMANDS, program
+    from fleetbus_workers.cli.program import COMMANDS, program
 
     lines = (ROOT / "README.md").read_text().splitlines()
     text = "\n".join(line for line in lines if "benchmarks/" not in line)  # those have flags of their own

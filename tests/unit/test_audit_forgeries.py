@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fleetbus.core.audit_findings import KINDS
-from schemas import AttemptReleased
+from fleetbus_schemas import AttemptReleased
 from tests.support.story import SUBJECTS, Story, audited, begun, kinds
 
 

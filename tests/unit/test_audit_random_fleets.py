@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import Split
+from fleetbus_schemas import Split
 from tests.support.story import begun, folded
 
 

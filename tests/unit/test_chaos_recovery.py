@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.chaos_fleet import Struck
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, percentiles
-from schemas import (
+from fleetbus_schemas import (
     Action,
     AttemptReleased,
     AttemptStarted,

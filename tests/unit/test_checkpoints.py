@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas import TensorEntry
-from workers.learner.checkpoints import STATE, Checkpoint, prune, read_checkpoint, write_checkpoint
-from workers.learner.scripted import ScriptedTrainer
+from fleetbus_schemas import TensorEntry
+from fleetbus_workers.learner.checkpoints import STATE, Checkpoint, prune, read_checkpoint, write_checkpoint
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 
 def written(folder: Path, lineage: str, step: int, trainer: ScriptedTrainer | None = None) -> Path:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.claims import EpisodeEntry, Standing, fold_episode
-from schemas import AttemptReleased, AttemptStarted, EpisodeFinished
+from fleetbus_schemas import AttemptReleased, AttemptStarted, EpisodeFinished
 
 
 def claim(attempt: int, *, nonce: str = "", worker: str = "a") -> AttemptStarted:

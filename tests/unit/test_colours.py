@@ -9,12 +9,12 @@ import pytest
 from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
-from schemas import Action, ChatMessage, Image, Task, Text
+from fleetbus_schemas import Action, ChatMessage, Image, Task, Text
+from fleetbus_workers.environment.colours import COLOURS, PLACES, SIZE, ColoursEnvironment, draw
+from fleetbus_workers.environment.pictures import Picture
+from fleetbus_workers.environment.specs import environment_factory
 from tests.support.seeing import name_of
 from tests.support.tool_use import NoGrader
-from workers.environment.colours import COLOURS, PLACES, SIZE, ColoursEnvironment, draw
-from workers.environment.pictures import Picture
-from workers.environment.specs import environment_factory
 
 
 @pytest.fixture

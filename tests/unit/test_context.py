@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbus.core.context import LINE_CHARACTERS, page_of, search_lines, search_messages, status_line
-from workers.environment.context_tools import NAMES, ContextTools
+from fleetbus_workers.environment.context_tools import NAMES, ContextTools
 
 OUTPUT = "\n".join(f"row {number} of the table" for number in range(1, 1001))
 

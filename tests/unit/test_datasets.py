@@ -18,7 +18,7 @@ from fleetbus.datasets import read_files, shown, split_version
 from fleetbus.errors import UserError
 from fleetbus.tasks import check_dataset, check_verifiers, dump_tasks, load_dataset, load_tasks, task_entry
 from fleetbus.tasks_output import write_split
-from schemas import Task
+from fleetbus_schemas import Task
 
 
 def tasks(*keys: str, env: str = "") -> list[Task]:

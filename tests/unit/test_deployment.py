@@ -13,7 +13,7 @@ from fleetbus.auth.permissions import USERS
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import load_configuration
 from fleetbus.config.settings import EnvironmentSettings
-from workers.cli.program import COMMANDS
+from fleetbus_workers.cli.program import COMMANDS
 
 yaml = pytest.importorskip("yaml")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fleetbus.bus.memory import MemoryServer
-from schemas import TrainingFinished, WorkerFailed, WorkerStarted, WorkerStopped
+from fleetbus_schemas import TrainingFinished, WorkerFailed, WorkerStarted, WorkerStopped
+from fleetbus_workers.overview.ending import Driver, Ending, judge_ending
+from fleetbus_workers.overview.follow import ALIVE, RESUME_SECONDS, Watch
+from fleetbus_workers.overview.going_on import up_command
 from tests.support.watched_run import SECOND, START, SUBJECTS, Run
-from workers.overview.ending import Driver, Ending, judge_ending
-from workers.overview.follow import ALIVE, RESUME_SECONDS, Watch
-from workers.overview.going_on import up_command
 
 ELSEWHERE = Driver()
 NOT_DRIVEN = Driver(is_driving=lambda: False, command="fleetbus up --run r")

@@ -12,9 +12,9 @@ import pytest
 
 from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings
 from fleetbus.errors import UserError
-from workers.assembly.engines import check_packages
-from workers.up.checks import check_engine
-from workers.up.plans import with_python
+from fleetbus_workers.assembly.engines import check_packages
+from fleetbus_workers.up.checks import check_engine
+from fleetbus_workers.up.plans import with_python
 
 
 def configured(trainer: str = "torch", **inference: Any) -> Configuration:

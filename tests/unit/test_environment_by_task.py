@@ -9,13 +9,13 @@ import pytest
 
 from fleetbus.config.load import load_configuration
 from fleetbus.errors import UserError
-from schemas import Task
-from workers.cli.options import load_settings
-from workers.environment.base import EnvironmentFailed, MakesByTask
-from workers.environment.by_task import EnvironmentsByTask, check_tasks_served, environments_by_task, specs_by_key
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.specs import EnvironmentFactory, environment_factory
-from workers.up.checks import check_environment
+from fleetbus_schemas import Task
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.environment.base import EnvironmentFailed, MakesByTask
+from fleetbus_workers.environment.by_task import EnvironmentsByTask, check_tasks_served, environments_by_task, specs_by_key
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
+from fleetbus_workers.up.checks import check_environment
 
 
 def make_factory(spec: str) -> EnvironmentFactory:

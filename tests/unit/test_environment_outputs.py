@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from schemas import ChatMessage
-from workers.environment.outputs import checked_messages, clipped, plain_number, plain_values
+from fleetbus_schemas import ChatMessage
+from fleetbus_workers.environment.outputs import checked_messages, clipped, plain_number, plain_values
 
 
 def test_numbers_and_arrays_of_other_libraries_become_plain_values() -> None:

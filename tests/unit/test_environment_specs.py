@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from fleetbus.errors import UserError
-from schemas import Action, Task
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.base import Verdict
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.specs import environment_factory
 from tests.support.tool_use import NoGrader
-from workers.environment.base import Verdict
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.specs import environment_factory
 
 MODULE = """
-from workers.environment.scripted import ScriptedEnvironment
-from workers.environment.warehouse.server import make_server
+from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.warehouse.server import make_server
 
 class Mine(ScriptedEnvironment):
     pass
@@ -49,7 +49,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("warehouse", True),
         ("scripted", True),
         ("mcp:spec_module:serve", True),
-        ("mcp:workers.environment.warehouse.server:serve_task", False),
+        ("mcp:fleetbus_workers.environment.warehouse.server:serve_task", False),
         (f"stdio:{sys.executable} -m mcp_server_time", False),
         ("spec_module:Mine", True),
     ],
@@ -112,7 +112,7 @@ def test_a_mistake_gets_one_line(spec: str, words: str) -> None:
 
 def test_a_scripted_environment_needs_no_mcp_and_nothing_here_needs_torch() -> None:
     code = (
-        "import sys; from workers.environment.specs import environment_factory as f; f('scripted', verifier=None); "
+        "import sys; from fleetbus_workers.environment.specs import environment_factory as f; f('scripted', verifier=None); "
         "assert 'mcp' not in sys.modules; f('warehouse', verifier=None); assert 'mcp' in sys.modules; "
         "assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
     )

@@ -15,7 +15,7 @@ from fleetbus.recording import load_recording
 from fleetbus.recording.export import END_SECONDS, Export
 from fleetbus.recording.format import RecordingHeader, message_schema
 from fleetbus.recording.writer import create_recording
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 RUN = "followed"
 SUBJECTS = Subjects(RUN)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.cli.program import run_program
+from fleetbus_workers.cli.program import run_program
 
 
 @pytest.fixture(autouse=True)

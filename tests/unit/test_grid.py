@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbus.core.grid import DEFAULT_SCREEN, GRID, grid_tool, screen_size, to_pixels
-from schemas import ToolSpec
+from fleetbus_schemas import ToolSpec
 
 
 @pytest.mark.parametrize(

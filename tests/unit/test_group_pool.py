@@ -7,10 +7,10 @@ from typing import Literal
 import pytest
 
 from fleetbus.core.ledger import Ledger
-from schemas import MAX_MESSAGE_BYTES, ActionReference, EpisodeFinished, Exclusion, Outcome, StepTrained, encode
-from workers.learner import pool
-from workers.learner.measures import measure_groups
-from workers.learner.pool import GroupPool
+from fleetbus_schemas import MAX_MESSAGE_BYTES, ActionReference, EpisodeFinished, Exclusion, Outcome, StepTrained, encode
+from fleetbus_workers.learner import pool
+from fleetbus_workers.learner.measures import measure_groups
+from fleetbus_workers.learner.pool import GroupPool
 
 
 class World:

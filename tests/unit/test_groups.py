@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.groups import Group
-from schemas import ActionReference, EpisodeFinished, Exclusion, Outcome
+from fleetbus_schemas import ActionReference, EpisodeFinished, Exclusion, Outcome
 
 OUTCOMES: tuple[Outcome, ...] = (
     "completed",

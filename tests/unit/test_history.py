@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.history import Turn, fold_history, history_hash, history_ids, history_images, loss_mask
-from schemas import Action, ActionReference, AttemptStarted, ShownImage
-from schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
+from fleetbus_schemas import Action, ActionReference, AttemptStarted, ShownImage
+from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 
 
 def claim(attempt: int, resumed_at: int = 0) -> AttemptStarted:

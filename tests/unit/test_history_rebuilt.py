@@ -13,9 +13,9 @@ import trio.testing
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, ShownImage, Subjects, encode
-from schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
-from workers.inference.histories import REBUILD_PAUSE_SECONDS, Histories, History, HistoryMismatch, StaleObservation
+from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, ShownImage, Subjects, encode
+from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
+from fleetbus_workers.inference.histories import REBUILD_PAUSE_SECONDS, Histories, History, HistoryMismatch, StaleObservation
 
 RUN = "h"
 SUBJECTS = Subjects(RUN)

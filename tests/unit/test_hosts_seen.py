@@ -13,7 +13,7 @@ import trio.testing
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.client.workers import FORGOTTEN_SECONDS, HostsSeen
-from schemas import Heartbeat, Subjects, encode
+from fleetbus_schemas import Heartbeat, Subjects, encode
 
 SUBJECTS = Subjects("r")
 

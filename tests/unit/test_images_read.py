@@ -9,12 +9,12 @@ import pytest
 
 from fleetbus.core.groups import Group
 from fleetbus.errors import BusError
-from schemas import Action, ActionReference, EpisodeFinished, ShownImage
-from schemas.tokens import pack_ids
+from fleetbus_schemas import Action, ActionReference, EpisodeFinished, ShownImage
+from fleetbus_schemas.tokens import pack_ids
+from fleetbus_workers.images.reading import ImageMissing, ImageReader, ImageUnread
+from fleetbus_workers.learner import images as learner_images
+from fleetbus_workers.learner.images import read_images, shown_images
 from tests.support.bucket import Bucket
-from workers.images.reading import ImageMissing, ImageReader, ImageUnread
-from workers.learner import images as learner_images
-from workers.learner.images import read_images, shown_images
 
 DATA = [bytes([number]) * 100 for number in range(4)]
 NAMES = [hashlib.sha256(data).hexdigest() for data in DATA]

@@ -15,16 +15,16 @@ from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fleetbus.errors import UserError
-from schemas import ChatMessage, Image, Text
+from fleetbus_schemas import ChatMessage, Image, Text
+from fleetbus_workers.images.embedding import ImageMismatch, coded, embedded, features
+from fleetbus_workers.images.processing import ImageProcessor, expanded
+from fleetbus_workers.images.reading import ImageMissing, ImageReader, ImageUnreadable
+from fleetbus_workers.images.trial import check_image_model
+from fleetbus_workers.inference.image_prompts import ImagePrompts
+from fleetbus_workers.inference.image_template import ImageTemplate
+from fleetbus_workers.starter.build import starter_folder
 from tests.support.bucket import Bucket
 from tests.support.seeing import FAMILIES, Opened, name_of, opened_families, picture, show
-from workers.images.embedding import ImageMismatch, coded, embedded, features
-from workers.images.processing import ImageProcessor, expanded
-from workers.images.reading import ImageMissing, ImageReader, ImageUnreadable
-from workers.images.trial import check_image_model
-from workers.inference.image_prompts import ImagePrompts
-from workers.inference.image_template import ImageTemplate
-from workers.starter.build import starter_folder
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,7 +102,7 @@ async def test_an_image_that_is_gone_or_is_none_is_told_apart(opened: Opened) ->
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_unpacked(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.images.processing.MAX_PIXELS", 100)
+    monkeypatch.setattr("fleetbus_workers.images.processing.MAX_PIXELS", 100)
     with pytest.raises(ImageUnreadable, match="20x16 pixels, more than 100"):
         opened("idefics3")[1].see("0" * 64, picture(7))
 

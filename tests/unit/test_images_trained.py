@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from fleetbus.errors import UserError
-from schemas import PolicyPublished
+from fleetbus_schemas import PolicyPublished
+from fleetbus_workers.images.placed import PlacedImage
+from fleetbus_workers.images.processing import ImageProcessor
+from fleetbus_workers.inference.base import RequestRefused
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch.batches import cut
+from fleetbus_workers.learner.torch.images import TrainedImages
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
+from fleetbus_workers.starter.build import starter_folder
 from tests.support.seeing import FAMILIES, Opened, ask, opened_families, picture, play, show
-from workers.images.placed import PlacedImage
-from workers.images.processing import ImageProcessor
-from workers.inference.base import RequestRefused
-from workers.inference.torch import TorchSampler
-from workers.learner.base import TrainingSequence
-from workers.learner.torch.batches import cut
-from workers.learner.torch.images import TrainedImages
-from workers.learner.torch.settings import TorchTrainerSettings
-from workers.learner.torch.trainer import TorchTrainer
-from workers.starter.build import starter_folder
 
 pytestmark = pytest.mark.timeout(300)
 

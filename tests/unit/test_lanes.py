@@ -14,7 +14,7 @@ from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, claim_lane
 from fleetbus.presence import Presence, present
-from schemas import Heartbeat, LaneLease, Subjects, encode
+from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
 
 SUBJECTS = Subjects("r")
 

@@ -15,8 +15,8 @@ from fleetbus.config.settings import (
 )
 from fleetbus.core.groups import Group
 from fleetbus.errors import UserError
-from schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
-from workers.learner.batches import CreditPlan, _sequence, advantages_by_turn
+from fleetbus_schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
+from fleetbus_workers.learner.batches import CreditPlan, _sequence, advantages_by_turn
 
 
 def finished(

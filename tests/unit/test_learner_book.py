@@ -12,8 +12,8 @@ from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.episodes import decoded
-from schemas import CheckpointStored, StepTrained, Subjects
-from workers.learner.book import Chain, Replaced
+from fleetbus_schemas import CheckpointStored, StepTrained, Subjects
+from fleetbus_workers.learner.book import Chain, Replaced
 
 TRAIN = Subjects("r").train("default")
 

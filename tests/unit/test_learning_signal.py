@@ -7,8 +7,8 @@ import random
 import pytest
 
 from fleetbus.core.learning_signal import MANY_GROUPS, Judgement, LearningSignal
-from schemas import LineageStarted, StepTrained
-from schemas.training import Exclusion
+from fleetbus_schemas import LineageStarted, StepTrained
+from fleetbus_schemas.training import Exclusion
 
 SECOND = 1_000_000_000
 GROUPS, SIZE = 16, 8

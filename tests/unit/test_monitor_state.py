@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetbus.bus.base import Stored
-from schemas import (
+from fleetbus_schemas import (
     Action,
     AttemptStarted,
     EpisodeFinished,
@@ -24,11 +24,11 @@ from schemas import (
     WorkerStopped,
     encode,
 )
-from schemas.tokens import pack_ids, pack_logprobs
-from workers.monitor.timeline import timeline
-from workers.monitor.words import load_words
-from workers.overview.roster import KEPT_SECONDS, SILENT_AFTER_SECONDS, Roster
-from workers.overview.state import KEPT_EPISODES, FleetState
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.monitor.timeline import timeline
+from fleetbus_workers.monitor.words import load_words
+from fleetbus_workers.overview.roster import KEPT_SECONDS, SILENT_AFTER_SECONDS, Roster
+from fleetbus_workers.overview.state import KEPT_EPISODES, FleetState
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fleetbus.errors import UserError
-from workers.cli.program import run_program
-from workers.exit_status import REFUSED
-from workers.serving.listening import bind
-from workers.up.checks import check_answers
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.exit_status import REFUSED
+from fleetbus_workers.serving.listening import bind
+from fleetbus_workers.up.checks import check_answers
 
 Refused = Callable[..., str]
 

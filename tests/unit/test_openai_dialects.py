@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.inference.openai.dialects import Completions, Dialect, Generate, Unreadable
+from fleetbus_workers.inference.openai.dialects import Completions, Dialect, Generate, Unreadable
 
 
 def answered(dialect: Dialect, logprob: str) -> dict[str, Any]:

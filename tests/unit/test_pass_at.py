@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.pass_at import by_environment, pass_at, summarise
-from schemas import EpisodeFinished, Outcome
+from fleetbus_schemas import EpisodeFinished, Outcome
 
 
 @settings(deadline=None, max_examples=60)

@@ -20,7 +20,7 @@ from fleetbus.core.prompts import (
     tool_result_text,
     unknown_tool,
 )
-from schemas import ToolSpec
+from fleetbus_schemas import ToolSpec
 
 TOOLS = (
     ToolSpec(name="find", description="Find it.", parameters={"type": "object", "properties": {"name": {"type": "string"}}}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetbus.core.retention import Retention
-from schemas import (
+from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,
     EpisodeRequested,

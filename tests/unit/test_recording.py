@@ -17,8 +17,8 @@ from fleetbus.recording.export import Export, is_selected, restore_files
 from fleetbus.recording.format import MAGIC, encode_start, message_schema
 from fleetbus.recording.redaction import Redactor, environment_secrets, is_wiped
 from fleetbus.recording.writer import FRAME_ENTRIES, create_recording
-from schemas import Action, ChatMessage, EpisodeFinished, EpisodeRequested, Message, Observation, Task, decode, encode
-from schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, EpisodeRequested, Message, Observation, Task, decode, encode
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs
 
 HEADER = RecordingHeader(run="r", messages=message_schema(), configuration={"learner": {"steps": 3}})
 

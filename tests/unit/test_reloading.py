@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from schemas import PolicyPublished
-from workers.inference.reloading import Reloadable
-from workers.weights.file import WeightsRejected, write_weights
+from fleetbus_schemas import PolicyPublished
+from fleetbus_workers.inference.reloading import Reloadable
+from fleetbus_workers.weights.file import WeightsRejected, write_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 

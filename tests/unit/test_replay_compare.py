@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import (
+from fleetbus_schemas import (
     Action,
     ActionReference,
     ChatMessage,
@@ -20,9 +20,9 @@ from schemas import (
     ToolSpec,
     VersionSpan,
 )
-from schemas.tokens import pack_ids, pack_logprobs
-from workers.replay.compare import VOLATILE, first_difference
-from workers.replay.report import Difference, Report
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.replay.compare import VOLATILE, first_difference
+from fleetbus_workers.replay.report import Difference, Report
 
 ACTION = Action(
     episode_id="e",
@@ -122,10 +122,10 @@ def test_another_type_of_message_is_a_difference() -> None:
 
 
 def test_every_volatile_field_exists() -> None:
-    import schemas
+    import fleetbus_schemas
 
     for kind, fields in VOLATILE.items():
-        known = getattr(schemas, kind).__struct_fields__
+        known = getattr(fleetbus_schemas, kind).__struct_fields__
         assert {field.partition(".")[0] for field in fields} <= set(known)
 
 

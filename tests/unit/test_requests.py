@@ -17,7 +17,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
 from fleetbus.episodes import read_standing
 from fleetbus.requests import Requests
-from schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 
 SUBJECTS = Subjects("r")
 LIMITS = LimitSettings(episode=60, grace=10)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from workers.up.restarts import CRASHES_ALLOWED, LONGEST_DELAY_SECONDS, REFUSED_PATIENCE_SECONDS, WINDOW_SECONDS, RestartBudget
+from fleetbus_workers.up.restarts import (
+    CRASHES_ALLOWED,
+    LONGEST_DELAY_SECONDS,
+    REFUSED_PATIENCE_SECONDS,
+    WINDOW_SECONDS,
+    RestartBudget,
+)
 
 
 def test_delays_double_until_there_were_too_many_crashes() -> None:

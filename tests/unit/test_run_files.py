@@ -10,7 +10,7 @@ import pytest
 from fleetbus.archive_writer import open_archive
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from workers.up.identity import check_identity, identity_of, write_identity
+from fleetbus_workers.up.identity import check_identity, identity_of, write_identity
 
 
 def test_a_run_whose_identity_cannot_be_read_is_refused_and_says_what_to_do(tmp_path: Path) -> None:

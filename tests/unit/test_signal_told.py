@@ -9,13 +9,13 @@ import pytest
 import structlog
 
 from fleetbus.config.run_folder import RunFolder
-from schemas import LineageStarted, StepTrained
-from workers.cli.program import run_program
-from workers.learner.signal_log import SignalLog
-from workers.overview.progress import Progress
-from workers.up.book import Book, Summary
-from workers.up.display import PlainDisplay
-from workers.up.summary import load_summary, report_lines, write_summary
+from fleetbus_schemas import LineageStarted, StepTrained
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.learner.signal_log import SignalLog
+from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.up.book import Book, Summary
+from fleetbus_workers.up.display import PlainDisplay
+from fleetbus_workers.up.summary import load_summary, report_lines, write_summary
 
 SECOND = 1_000_000_000
 

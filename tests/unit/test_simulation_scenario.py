@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from workers.simulation.scenario import ROLES, HappeningKind, Mischief, NoiseRates, draw_scenario
+from fleetbus_workers.simulation.scenario import ROLES, HappeningKind, Mischief, NoiseRates, draw_scenario
 
 SEEDS = range(200)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.splits import key_hash, split_tasks
-from schemas import Task
+from fleetbus_schemas import Task
 
 
 def make_tasks(count: int, env: str = "a") -> list[Task]:

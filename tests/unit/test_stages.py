@@ -8,7 +8,7 @@ import anyio
 import pytest
 import trio.testing
 
-from workers.environment.stages import EpisodeEnded, Stages, Superseded, printable, root_cause
+from fleetbus_workers.environment.stages import EpisodeEnded, Stages, Superseded, printable, root_cause
 
 
 @pytest.fixture

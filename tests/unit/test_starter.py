@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from workers.environment.warehouse.items import draw_warehouse
-from workers.environment.warehouse.tasks import HELD_OUT_BASE, held_out_tasks
-from workers.inference.template import ChatTemplate
-from workers.learner.torch.forward import can_share, head_is_plain
-from workers.starter.build import TEST_SEED, StarterSettings, build_starter, starter_folder
-from workers.starter.conversation import TURN_LIMIT, play, play_many
-from workers.starter.rehearsal import react, rehearse, success
-from workers.starter.tokenizer import encode_with_mask, render, train_tokenizer
-from workers.starter.warm_start import COPY_LENGTH, copy_sequences
+from fleetbus_workers.environment.warehouse.items import draw_warehouse
+from fleetbus_workers.environment.warehouse.tasks import HELD_OUT_BASE, held_out_tasks
+from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.learner.torch.forward import can_share, head_is_plain
+from fleetbus_workers.starter.build import TEST_SEED, StarterSettings, build_starter, starter_folder
+from fleetbus_workers.starter.conversation import TURN_LIMIT, play, play_many
+from fleetbus_workers.starter.rehearsal import react, rehearse, success
+from fleetbus_workers.starter.tokenizer import encode_with_mask, render, train_tokenizer
+from fleetbus_workers.starter.warm_start import COPY_LENGTH, copy_sequences
 
 FILES = {
     "config.json",

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.bus.streams import RunPlan, plan_run
-from schemas import ANY_LANE, BadName, Subjects
-from schemas.subjects import check_name
+from fleetbus_schemas import ANY_LANE, BadName, Subjects
+from fleetbus_schemas.subjects import check_name
 
 S = Subjects("r1")
 OTHER_RUNS = (Subjects("r"), Subjects("r2"), Subjects("r1-x"))

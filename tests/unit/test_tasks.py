@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fleetbus.errors import UserError
 from fleetbus.tasks import dump_tasks, load_tasks
-from schemas import Task
-from workers.environment.warehouse.tasks import train_tasks
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.warehouse.tasks import train_tasks
 
 ENTRY = {"key": "t1", "prompt": "Do it."}
 

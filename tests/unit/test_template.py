@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from fleetbus.errors import UserError
-from schemas import ChatMessage, Image, Text, ToolSpec
-from workers.inference.template import ChatTemplate
+from fleetbus_schemas import ChatMessage, Image, Text, ToolSpec
+from fleetbus_workers.inference.template import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from fleetbus.errors import UserError
-from schemas import ChatMessage
-from workers.inference.template import ChatTemplate
+from fleetbus_schemas import ChatMessage
+from fleetbus_workers.inference.template import ChatTemplate
 
 _QWEN3_TURNS = """
 {%- set ns = namespace(last=-1) %}

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from workers.learner.base import TrainingSequence
-from workers.learner.tinker_batches import Measured, datum_arrays
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.tinker_batches import Measured, datum_arrays
 
 
 def sequence(advantage: float = 2.0, *, version: int = 4) -> TrainingSequence:

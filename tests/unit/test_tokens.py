@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.tokens import (
+from fleetbus_schemas.tokens import (
     EMPTY_HISTORY,
     TOKEN_BYTES,
     extend_history,

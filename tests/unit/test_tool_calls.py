@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
-from schemas import Action, ToolCall, encode
+from fleetbus_schemas import Action, ToolCall, encode
 
 CALL = '{"name": "f", "arguments": {"x": 1}}'
 F1: tuple[str, Any] = ("f", {"x": 1})

@@ -7,14 +7,14 @@ import io
 import pytest
 from rich.console import Console
 
-from schemas import Heartbeat, WorkerRole
-from workers.overview.ending import Ending
-from workers.overview.follow import LogHealth
-from workers.overview.jetstream import ConsumerPending, ServerView
-from workers.overview.nats_http import Client, Cut
-from workers.overview.state import FleetState
-from workers.top.view import SLOW_BYTES, facts, screen, size
-from workers.watchdog import Stall
+from fleetbus_schemas import Heartbeat, WorkerRole
+from fleetbus_workers.overview.ending import Ending
+from fleetbus_workers.overview.follow import LogHealth
+from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
+from fleetbus_workers.overview.nats_http import Client, Cut
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.top.view import SLOW_BYTES, facts, screen, size
+from fleetbus_workers.watchdog import Stall
 
 NOW = 1_000.0
 SERVER = ServerView(

@@ -8,6 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig, LlamaConfig
 
 from fleetbus.errors import UserError
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch.batches import micro_batches, shared_prefix
+from fleetbus_workers.learner.torch.forward import can_share, head_is_plain
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import (
     CONFIGS,
     LAYERS,
@@ -20,11 +25,6 @@ from tests.support.trainable_model import (
     model_logprobs,
     one_thread,
 )
-from workers.learner.base import TrainingSequence
-from workers.learner.torch.batches import micro_batches, shared_prefix
-from workers.learner.torch.forward import can_share, head_is_plain
-from workers.learner.torch.settings import TorchTrainerSettings
-from workers.learner.torch.trainer import TorchTrainer
 
 PREFIX = 24
 

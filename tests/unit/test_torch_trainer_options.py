@@ -15,6 +15,13 @@ from transformers import AutoModelForCausalLM
 from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
 from fleetbus.core.corrections import kl_k1, kl_penalty
 from fleetbus.errors import UserError
+from fleetbus_workers.assembly.trainers import trainer_settings
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch.batches import cut, micro_batches, packed, padded
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.learner.torch.trainer import TorchTrainer
+from fleetbus_workers.weights.delta import smaller
+from fleetbus_workers.weights.file import read_weights
 from tests.support.trainable_model import (
     CONFIGS,
     VOCABULARY,
@@ -25,13 +32,6 @@ from tests.support.trainable_model import (
     model_logprobs,
     one_thread,
 )
-from workers.assembly.trainers import trainer_settings
-from workers.learner.base import TrainingSequence
-from workers.learner.torch.batches import cut, micro_batches, packed, padded
-from workers.learner.torch.settings import TorchTrainerSettings
-from workers.learner.torch.trainer import TorchTrainer
-from workers.weights.delta import smaller
-from workers.weights.file import read_weights
 
 PROMPT = 20
 

@@ -11,7 +11,7 @@ import pytest
 from fleetbus.bus.base import Stored
 from fleetbus.core.trace_ids import is_sampled, span_id, trace_id, traceparent, turn_path
 from fleetbus.recording import load_recording
-from schemas import (
+from fleetbus_schemas import (
     Action,
     AttemptReleased,
     AttemptStarted,
@@ -26,11 +26,11 @@ from schemas import (
     ToolCall,
     encode,
 )
-from schemas.tokens import pack_ids
-from schemas.training import Exclusion
-from workers.tracing.fold import LogTraces
-from workers.tracing.otlp_file import request as otlp_request
-from workers.tracing.span import Span
+from fleetbus_schemas.tokens import pack_ids
+from fleetbus_schemas.training import Exclusion
+from fleetbus_workers.tracing.fold import LogTraces
+from fleetbus_workers.tracing.otlp_file import request as otlp_request
+from fleetbus_workers.tracing.span import Span
 
 RECORDINGS = Path(__file__).parents[1] / "replay" / "recordings"
 SUBJECTS = Subjects("r")

@@ -7,7 +7,7 @@ import pytest
 
 from fleetbus.bus.base import Stored
 from fleetbus.core.trace_ids import call_path, session_trace_id, span_id, trace_id, traceparent
-from schemas import (
+from fleetbus_schemas import (
     ChatMessage,
     Message,
     SessionAnswer,
@@ -20,10 +20,10 @@ from schemas import (
     ToolCall,
     encode,
 )
-from schemas.session import SessionCallKind, SessionEnd
-from workers.tracing.fold import LogTraces
-from workers.tracing.otlp_file import request as otlp_request
-from workers.tracing.span import Span
+from fleetbus_schemas.session import SessionCallKind, SessionEnd
+from fleetbus_workers.tracing.fold import LogTraces
+from fleetbus_workers.tracing.otlp_file import request as otlp_request
+from fleetbus_workers.tracing.span import Span
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

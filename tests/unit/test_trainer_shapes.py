@@ -9,7 +9,7 @@ import pytest
 
 from fleetbus.client.rollouts import Episode
 from fleetbus.client.shapes import for_trl, for_verl
-from schemas import Task
+from fleetbus_schemas import Task
 
 
 def episode(reward: float | None = 1.0, *, ids: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) -> Episode:
@@ -62,7 +62,7 @@ def test_trl_s_own_trainer_takes_a_step_on_them(tmp_path: Path) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from workers.starter.build import starter_folder
+    from fleetbus_workers.starter.build import starter_folder
 
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
         return for_trl([episode(float(index % 2), ids=(1, 2, 3, 4, 5, 6 + index)) for index in range(len(prompts))])

@@ -9,9 +9,9 @@ import pytest
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, RunSettings
-from workers.up.command import with_absolute_paths
-from workers.up.identity import identity_of
-from workers.up.plans import role_variables
+from fleetbus_workers.up.command import with_absolute_paths
+from fleetbus_workers.up.identity import identity_of
+from fleetbus_workers.up.plans import role_variables
 
 URL = "https://ada:s3cret@host/tasks.json@v0.2"
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from fleetbus.config.run_folder import RunFolder
-from schemas import (
+from fleetbus_schemas import (
     EpisodeFinished,
     EvaluationFinished,
     Exclusion,
@@ -25,12 +25,20 @@ from schemas import (
     TrainingFinished,
     WorkerFailed,
 )
-from workers.overview.progress import SILENT_AFTER_SECONDS, Progress
-from workers.overview.wording import duration, evaluation_line, failures, in_flight, rounded, short_step_line, step_line
-from workers.up.book import Book, Summary
-from workers.up.display import PlainDisplay, live_picture
-from workers.up.picture import draw_rewards, smoothed
-from workers.up.summary import report_lines
+from fleetbus_workers.overview.progress import SILENT_AFTER_SECONDS, Progress
+from fleetbus_workers.overview.wording import (
+    duration,
+    evaluation_line,
+    failures,
+    in_flight,
+    rounded,
+    short_step_line,
+    step_line,
+)
+from fleetbus_workers.up.book import Book, Summary
+from fleetbus_workers.up.display import PlainDisplay, live_picture
+from fleetbus_workers.up.picture import draw_rewards, smoothed
+from fleetbus_workers.up.summary import report_lines
 
 SECOND_NS = 1_000_000_000
 

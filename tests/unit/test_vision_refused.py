@@ -15,9 +15,9 @@ from fleetbus.config.settings import (
     RunSettings,
 )
 from fleetbus.errors import UserError
-from schemas import Task
-from workers.assembly.vision import check_vision, local_tasks
-from workers.up.checks import check_everything, check_images
+from fleetbus_schemas import Task
+from fleetbus_workers.assembly.vision import check_vision, local_tasks
+from fleetbus_workers.up.checks import check_everything, check_images
 
 CLICKS = [Task(key=f"click-{number}", modality="browser_use") for number in range(5)]
 FRAMES = Task(key="lake", config={"frames": True})

@@ -8,12 +8,12 @@ import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from schemas import PolicyPublished, StepTrained, TrainingFinished, WorkerStopped, encode
+from fleetbus_schemas import PolicyPublished, StepTrained, TrainingFinished, WorkerStopped, encode
+from fleetbus_workers.environment.stages import Stages
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, find_notes, find_stalls
 from tests.support.watched_run import SECOND, START, SUBJECTS, Run
-from workers.environment.stages import Stages
-from workers.overview.follow import Watch
-from workers.overview.state import FleetState
-from workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, find_notes, find_stalls
 
 
 def test_a_run_that_works_rests_or_has_not_begun_is_not_stuck() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from schemas import TensorEntry
-from workers.weights.file import WeightsRejected, check_names, read_weights, unique_tensors, write_weights
+from fleetbus_schemas import TensorEntry
+from fleetbus_workers.weights.file import WeightsRejected, check_names, read_weights, unique_tensors, write_weights
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

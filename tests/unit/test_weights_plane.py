@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.errors import UserError
-from schemas import PolicyPublished, TensorEntry
-from workers.weights.delta import apply_delta, base_of, smaller, write_delta
-from workers.weights.fetch import WeightsFetcher
-from workers.weights.file import WeightsRejected, read_weights, write_weights
-from workers.weights.store import FolderStore, FsspecStore, open_store
+from fleetbus_schemas import PolicyPublished, TensorEntry
+from fleetbus_workers.weights.delta import apply_delta, base_of, smaller, write_delta
+from fleetbus_workers.weights.fetch import WeightsFetcher
+from fleetbus_workers.weights.file import WeightsRejected, read_weights, write_weights
+from fleetbus_workers.weights.store import FolderStore, FsspecStore, open_store
 
 Tensors = dict[str, torch.Tensor]
 

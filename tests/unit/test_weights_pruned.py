@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workers.learner.publication import prune_versions
+from fleetbus_workers.learner.publication import prune_versions
 
 
 def names(folder: Path) -> list[str]:

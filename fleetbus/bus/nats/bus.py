@@ -31,7 +31,7 @@ from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
 from fleetbus.config.load import without_credentials
 from fleetbus.errors import BusError, RequestUnanswered, UserError
-from schemas import Subjects
+from fleetbus_schemas import Subjects
 
 log = logging.getLogger(__name__)
 

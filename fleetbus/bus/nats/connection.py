@@ -26,7 +26,7 @@ from fleetbus.bus.nats.wire import WireClient
 from fleetbus.config.load import without_credentials
 from fleetbus.errors import BusClosed, NotPermitted, UserError
 from fleetbus.together import flat_task_group
-from schemas import MAX_MESSAGE_BYTES
+from fleetbus_schemas import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from schemas import Message, encode
-from schemas.export import json_schema
+from fleetbus_schemas import Message, encode
+from fleetbus_schemas.export import json_schema
 
 HERE = Path(__file__).parent
 

@@ -10,14 +10,14 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import Configuration, FleetSettings, LimitSettings, RunSettings
-from schemas import Task
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import Start
+from fleetbus_workers.environment.fleet import host as fleet_host
+from fleetbus_workers.environment.fleet.factory import fleet_factory
+from fleetbus_workers.environment.mcp_environment import McpEnvironment
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import LocalServer, serving
 from tests.support.tool_use import NoGrader
-from workers.environment.base import Start
-from workers.environment.fleet import host as fleet_host
-from workers.environment.fleet.factory import fleet_factory
-from workers.environment.mcp_environment import McpEnvironment
 
 VERIFIER = """
 async def verify(env, final_answer=None, conversation=None):
@@ -78,4 +78,4 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RUNNER_AUTH_TOKEN", raising=False)
     monkeypatch.setattr(fleet_host, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(fleet_host, "LONGEST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("workers.environment.fleet.grader.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("fleetbus_workers.environment.fleet.grader.FIRST_PAUSE_SECONDS", 0.01)

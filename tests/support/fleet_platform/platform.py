@@ -23,8 +23,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+from fleetbus_workers.environment.verifier import Verifier
 from tests.support.fleet_platform.instance import Shop, served
-from workers.environment.verifier import Verifier
 
 KEY = "sk-test-0123456789"
 TIME = "2026-01-01T00:00:00Z"

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fleetbus_workers.inference.base import Generation
+from fleetbus_workers.inference.torch import TorchSampler, compact, kernel
 from tests.support.torch_engine import (
     FAMILIES,
     SYSTEM,
@@ -21,8 +23,6 @@ from tests.support.torch_engine import (
     some_ids,
     write_model,
 )
-from workers.inference.base import Generation
-from workers.inference.torch import TorchSampler, compact, kernel
 
 
 @pytest.mark.parametrize("slots", [1, 7, 32])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.inference.torch.choosing import UNIFORM_BITS, choose
+from fleetbus_workers.inference.torch.choosing import UNIFORM_BITS, choose
 
 GRID = 2000
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.2, 0.1])

@@ -11,6 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fleetbus.errors import UserError
+from fleetbus_workers.inference.base import EngineFailed
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.inference.torch.engine import Engine
+from fleetbus_workers.inference.torch.turn import Errand
 from tests.support.torch_engine import (
     SMALL,
     SYSTEM,
@@ -22,10 +26,6 @@ from tests.support.torch_engine import (
     slowed,
     some_ids,
 )
-from workers.inference.base import EngineFailed
-from workers.inference.torch import TorchSampler
-from workers.inference.torch.engine import Engine
-from workers.inference.torch.turn import Errand
 
 
 async def test_cancelling_a_turn_frees_its_slot(folder: Path) -> None:

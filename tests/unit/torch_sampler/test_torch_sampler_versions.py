@@ -10,7 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from schemas import PolicyPublished, VersionSpan
+from fleetbus_schemas import PolicyPublished, VersionSpan
+from fleetbus_workers.inference.base import Generation, WeightsRejected
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.weights.file import write_weights
 from tests.support.torch_engine import (
     SYSTEM,
     ask,
@@ -22,9 +25,6 @@ from tests.support.torch_engine import (
     slowed,
     write_model,
 )
-from workers.inference.base import Generation, WeightsRejected
-from workers.inference.torch import TorchSampler
-from workers.weights.file import write_weights
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,143 @@
+"""One episode: what is asked for, who runs it, how it ended."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from fleetbus_schemas.message import Message
+
+Split = Literal["train", "eval"]
+"""``train`` episodes enter the books of training, ``eval`` episodes never do."""
+
+Outcome = Literal["completed", "truncated", "env_failed", "verifier_unknown", "timeout", "lost", "cancelled", "stale"]
+"""How an episode ended. Only `GRADED` outcomes carry a reward and enter advantages."""
+
+GRADED: frozenset[str] = frozenset({"completed", "truncated"})
+"""Outcomes that the policy is responsible for: it finished, or it used up its turns or tokens."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an environment is to be opened with; one entry of a tasks file (Fleet JSON names in parentheses).
+
+    ``key`` (``key``/``task_key``), ``env`` (``env_key``/``env_id``), ``version`` (``env_version``/``version``),
+    ``verifier`` is Python source (``verifier_code``/``verifier_func``), ``config`` is whatever else the environment reads,
+    ``dataset_version`` what the dataset is called that the task was read from (``v0.2``, or a hash of its bytes).
+    """
+
+    key: str
+    env: str = ""
+    prompt: str = ""
+    version: str = ""
+    modality: str = "tool_use"
+    env_variables: dict[str, Any] = msgspec.field(default_factory=dict)
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+    seed: int | None = None
+    verifier: str | None = None
+    dataset_version: str = ""
+
+
+class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the policy is sampled. ``temperature`` 0 is greedy; ``max_tokens`` bounds one turn; ``stop`` are token strings
+    that end a turn besides the model's end-of-turn token; ``seed`` makes the episode's sampling repeatable."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+class EpisodeRequested(Message, frozen=True, kw_only=True):
+    """Learner (or any client) → environment pool, on ``task.<pool>.<episode>``, expecting sequence 0 there.
+
+    ``group_size`` episodes share the group id (0: unknown). ``deadline_ns`` is server time (Unix nanoseconds): the episode
+    has an outcome by then, whatever happens.
+    """
+
+    episode_id: str
+    group_id: str
+    sample_index: int
+    split: Split
+    task: Task
+    policy: str
+    pinned_version: int | None = None
+    sampling: SamplingSettings = SamplingSettings()
+    max_turns: int = 50
+    max_tokens: int = 30_720
+    deadline_ns: int
+    lineage: str = ""
+    policy_version: int = 0
+    group_size: int = 0
+
+
+ClaimReason = Literal["fresh", "handed_back", "taken_over"]
+
+
+class AttemptStarted(Message, frozen=True, kw_only=True):
+    """Environment worker → ``episode.<episode>``, expecting the last entry there: the claim, and the fencing token.
+
+    ``nonce`` tells one's own claim from another's when the answer to the publish was lost. ``resumed_at_turn`` is the first
+    turn that this attempt plays itself; earlier turns were re-applied from the log (replayable environments).
+    """
+
+    episode_id: str
+    attempt: int
+    worker: str
+    nonce: str
+    lane: str
+    reason: ClaimReason = "fresh"
+    resumed_at_turn: int = 0
+    request_sequence: int = 0
+
+
+class AttemptReleased(Message, frozen=True, kw_only=True):
+    """Environment worker → ``episode.<episode>``, expecting its own claim: a goodbye, so that the hand-back of a draining
+    worker does not count as a take-over."""
+
+    episode_id: str
+    attempt: int
+    worker: str
+    next_turn: int = 0
+
+
+class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where in the log an Action of the trained history stands, and on which environment lane's subject."""
+
+    sequence: int
+    lane: str
+    turn: int
+
+
+class EpisodeFinished(Message, frozen=True, kw_only=True):
+    """Environment worker (or the requester, for a timeout) → learner, on ``episode.<episode>``, expecting its own claim.
+
+    ``reward`` is None unless ``outcome`` is graded. ``actions`` are the Actions of the trained history in turn order; their
+    token arrays live there and only there. ``loss_mask`` has one packed bit per token of prompt delta 0, sampled 0,
+    prompt delta 1, ... (``tokens`` bits). ``timings`` are seconds by stage.
+    """
+
+    episode_id: str
+    group_id: str
+    attempt: int
+    outcome: Outcome
+    worker: str
+    split: Split = "train"
+    task_key: str = ""
+    env: str = ""
+    request_sequence: int = 0
+    error_class: str = ""
+    error: str = ""
+    reward: float | None = None
+    turn_rewards: tuple[float, ...] = ()
+    turns: int = 0
+    actions: tuple[ActionReference, ...] = ()
+    tokens: int = 0
+    loss_mask: bytes = b""
+    timings: dict[str, float] = msgspec.field(default_factory=dict)
+    tool_calls: int = 0
+    tool_errors: int = 0
+    attempts: int = 1
+    policy_versions: tuple[int, ...] = ()
+    dataset_version: str = ""

@@ -1,0 +1,95 @@
+"""Workers come, go and say how they are. On ``life.<role>.<worker>``, except heartbeats, which the log does not keep."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from fleetbus_schemas.message import Message
+
+WorkerRole = Literal["environment", "inference", "learner", "recorder", "gateway", "monitor"]
+
+
+class WorkerStarted(Message, frozen=True, kw_only=True):
+    """Every worker → log, when it is ready to work."""
+
+    role: WorkerRole
+    worker: str
+    slots: int = 0
+    lane: str = ""
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+
+
+class WorkerDraining(Message, frozen=True, kw_only=True):
+    """Every worker → log: takes no new work, finishes or hands back what it has."""
+
+    role: WorkerRole
+    worker: str
+    in_flight: int = 0
+
+
+class WorkerStopped(Message, frozen=True, kw_only=True):
+    """Every worker → log: the goodbye of a clean stop."""
+
+    role: WorkerRole
+    worker: str
+
+
+class WorkerFailed(Message, frozen=True, kw_only=True):
+    """Every worker → log: the last word of one that stops because of an error."""
+
+    role: WorkerRole
+    worker: str
+    error_class: str
+    error: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Every worker → whoever listens, on ``fbhb.<run>.<role>.<worker>``; a core message, not stored.
+
+    ``policy_version`` is what an inference worker samples from or a learner published last; ``counters`` only ever grow.
+    An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions.
+    """
+
+    role: WorkerRole
+    worker: str
+    slots: int = 0
+    in_flight: int = 0
+    policy_version: int = -1
+    lane: str = ""
+    draining: bool = False
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+    session_slots: int = 0
+    sessions: int = 0
+
+
+class LaneLease(Message, frozen=True, kw_only=True):
+    """Who holds a lane: stored on ``fblane.<run>.<role>.<lane>`` by compare-and-set, renewed with the heartbeat.
+
+    An empty ``worker`` means free. Valid for `lease_seconds` of server time after it was stored.
+    """
+
+    worker: str
+    nonce: str
+    lease_seconds: float
+
+
+class ControlRequested(Message, frozen=True, kw_only=True):
+    """Operator or requester → workers, on ``fbctl.<run>.<role>.<worker|all>``."""
+
+    command: Literal["drain", "cancel", "ping"]
+    episodes: tuple[str, ...] = ()
+
+
+class ControlAnswered(Message, frozen=True, kw_only=True):
+    """The answer to `ControlRequested`: which worker did what. ``busy_with`` is what it holds: episodes and step-wise sessions
+    in an environment worker, ``episode.attempt.turn`` in an inference worker."""
+
+    worker: str
+    role: WorkerRole
+    done: bool
+    detail: str = ""
+    busy_with: tuple[str, ...] = ()

@@ -1,0 +1,33 @@
+"""What the environment saw, on its way to the policy."""
+
+from __future__ import annotations
+
+from fleetbus_schemas.chat import ChatMessage, ToolSpec
+from fleetbus_schemas.episode import SamplingSettings
+from fleetbus_schemas.message import Message
+
+
+class Observation(Message, frozen=True, kw_only=True):
+    """Environment worker → inference worker, on ``obs.<policy>.<lane>.<episode>``.
+
+    ``messages`` are only the chat messages since the last action (on turn 0: the whole prompt); ``tools`` only on turn 0.
+    ``history_hash`` is the token history before this turn (`fleetbus_schemas.tokens.extend_history`). The answer goes to
+    ``act.<environment_lane>.<episode>`` and expects ``action_sequence`` as the last sequence there.
+    ``hop`` counts re-routings of one turn; handlers key on (episode, attempt, turn).
+    """
+
+    episode_id: str
+    attempt: int
+    turn: int
+    hop: int = 0
+    policy: str
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    sampling: SamplingSettings = SamplingSettings()
+    tokens_left: int
+    pinned_version: int | None = None
+    history_hash: bytes = b""
+    environment_lane: str
+    action_sequence: int = 0
+    request_sequence: int = 0
+    deadline_ns: int

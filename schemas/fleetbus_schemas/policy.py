@@ -1,0 +1,32 @@
+"""A version of the policy: where its weights are and how to check them. Never the weights themselves."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetbus_schemas.message import Message
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One tensor of a weights file: its name, shape, dtype (safetensors spelling, e.g. ``F32``) and SHA-256 (hex)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+
+
+class PolicyPublished(Message, frozen=True, kw_only=True):
+    """Learner → inference workers, on ``policy.<name>``, expecting the last entry there. Versions never repeat.
+
+    A manifest too long to travel is empty here and ``manifest_object`` the SHA-256 (hex) of its JSON in the object bucket.
+    """
+
+    policy: str
+    version: int
+    lineage: str
+    step: int
+    uri: str
+    manifest: tuple[TensorEntry, ...]
+    size_bytes: int
+    manifest_object: str = ""

@@ -1,0 +1,96 @@
+"""Step-wise sessions: a client drives one environment call by call. Calls and answers travel by request/reply on
+``fbrpc.<run>.<worker>.<session>``; what was done is journalled on ``session.<session>`` before the answer goes out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from fleetbus_schemas.chat import ChatMessage, ToolCall, ToolSpec
+from fleetbus_schemas.episode import Task
+from fleetbus_schemas.message import Message
+
+SessionCallKind = Literal["open", "reset", "step", "state", "verify", "close"]
+
+SessionRefusal = Literal["", "no_slot", "draining", "busy", "gap", "conflict", "unknown", "closed", "moved", "log"]
+"""Why a call was not executed. ``no_slot``, ``draining``, ``busy``, ``moved``, ``log``: ask again, perhaps elsewhere; the
+others are the caller's mistake."""
+
+SessionEnd = Literal["closed", "idle", "total", "env_failed", "timeout", "lost", "orphaned"]
+
+
+class SessionCall(Message, frozen=True, kw_only=True):
+    """Client → environment worker. ``key`` names the logical call: whoever repeats it gets the stored answer.
+
+    ``number`` is the position of the call in the session, from 0 (-1: whatever comes next). ``task`` goes with ``open``;
+    ``seed`` with ``reset`` (None: the task's own); ``text`` and ``tool_calls`` with ``step`` (calls are parsed from the text
+    if none are given). ``wait_seconds`` is how long the caller is willing to queue for a slot.
+    """
+
+    session: str
+    call: SessionCallKind
+    key: str
+    number: int = -1
+    task: Task | None = None
+    seed: int | None = None
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    wait_seconds: float = 0.0
+
+
+class SessionAnswer(Message, frozen=True, kw_only=True):
+    """Environment worker → client. ``refusal``: not executed. ``end``: the session is over, ``error`` says why.
+
+    ``reward`` is the step's own (0 if the environment grades at the end) or the verdict (None: there is none, ``reason``
+    says why). ``state`` is the environment's view for ``state``, and what else it told for ``reset`` and ``step``.
+    """
+
+    session: str
+    key: str
+    number: int = -1
+    refusal: SessionRefusal = ""
+    end: SessionEnd | None = None
+    error_class: str = ""
+    error: str = ""
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+    reward: float | None = None
+    reason: str = ""
+    terminated: bool = False
+    truncated: bool = False
+    tool_calls: int = 0
+    tool_errors: int = 0
+    state: dict[str, Any] = msgspec.field(default_factory=dict)
+    worker: str = ""
+
+
+class SessionClaimed(Message, frozen=True, kw_only=True):
+    """Environment worker → ``session.<session>``, expecting the last entry there: the claim, and the fencing token."""
+
+    session: str
+    attempt: int
+    worker: str
+    nonce: str
+    task: Task
+
+
+class SessionRecorded(Message, frozen=True, kw_only=True):
+    """Environment worker → ``session.<session>``, expecting its own last entry: one call that was executed, and its answer."""
+
+    session: str
+    call: SessionCall
+    answer: SessionAnswer
+    seconds: float = 0.0
+
+
+class SessionEnded(Message, frozen=True, kw_only=True):
+    """Environment worker → ``session.<session>``, expecting the last entry there: the tombstone. ``key`` names the call that
+    ended it, if one did."""
+
+    session: str
+    end: SessionEnd
+    key: str = ""
+    error_class: str = ""
+    error: str = ""
+    worker: str = ""

@@ -1,0 +1,78 @@
+"""The learner's book: what was trained, and from where it can go on. All on ``train.<name>``, each expecting the last."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetbus_schemas.message import Message
+
+
+class LineageStarted(Message, frozen=True, kw_only=True):
+    """A learner begins or takes over: everything that ``parent`` trained after ``parent_step`` is void.
+
+    Stored on ``train.<name>`` and, to fence the learner before, on ``policy.<name>`` too. ``nonce`` tells one's own entry.
+
+    ``floor`` is the log position of the lowest request that is not settled at ``parent_step``.
+    """
+
+    lineage: str
+    worker: str
+    parent: str = ""
+    parent_step: int = 0
+    floor: int = 0
+    seed: int = 0
+    nonce: str = ""
+
+
+class Exclusion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An episode that was settled without being trained, and why: its outcome, or a reason of the learner's."""
+
+    episode_id: str
+    reason: str
+
+
+class StepTrained(Message, frozen=True, kw_only=True):
+    """One optimizer step: the episodes that it consumed, those settled without training since the step before, and what
+    was measured. ``version`` is the policy version that it produced."""
+
+    lineage: str
+    step: int
+    version: int
+    episodes: tuple[str, ...]
+    excluded: tuple[Exclusion, ...] = ()
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class CheckpointStored(Message, frozen=True, kw_only=True):
+    """A checkpoint that resume may start from: ``file`` is complete and synced when this is published, ``sha256`` (hex)
+    that of its index."""
+
+    lineage: str
+    step: int
+    version: int
+    file: str
+    floor: int
+    sha256: str = ""
+
+
+class EvaluationFinished(Message, frozen=True, kw_only=True):
+    """Held-out tasks played with one policy version. ``success`` is the share of graded episodes with reward 1 or more."""
+
+    lineage: str
+    step: int
+    version: int
+    name: str
+    episodes: int
+    graded: int
+    success: float
+    mean_reward: float
+    temperature: float
+
+
+class TrainingFinished(Message, frozen=True, kw_only=True):
+    """The lineage reached its last step; no further steps follow unless a later run asks for more."""
+
+    lineage: str
+    step: int
+    version: int
+    excluded: tuple[Exclusion, ...] = ()

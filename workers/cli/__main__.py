@@ -1,5 +1,0 @@
-"""``python -m workers.cli``: how `fleetbus up` starts its role processes."""
-
-from workers.cli import main
-
-main()

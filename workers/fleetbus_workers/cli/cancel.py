@@ -1,0 +1,81 @@
+"""``fleetbus cancel EPISODE...``: end episodes as cancelled, wherever they run. 0: all are over; 1: not all; 2: bad input."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import open_run, reach_options
+from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.role import made_up_name
+from fleetbus_workers.exit_status import REFUSED
+
+if TYPE_CHECKING:
+    from fleetbus.cancel import Cancelled
+    from fleetbus.config.settings import Configuration
+
+AT_A_TIME = 16
+ALL_OVER, NOT_ALL = 0, 1
+
+
+@click.command("cancel")
+@click.argument("episodes", nargs=-1, required=True, metavar="EPISODE...")
+@click.option("--run", "run__name", metavar="NAME", help="Name of the run")
+@click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
+@reach_options
+def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
+    """End episodes as cancelled: by the worker that runs them, or in the log if nobody does. They are never trained.
+
+    Exit status 0: all of them are over now; 1: some are not; 2: some were never requested.
+    """
+    configuration = load_settings(values).configuration
+    wanted = list(dict.fromkeys(checked_name("episode", episode) for episode in episodes))
+    work = partial(_cancel, configuration, wanted)
+    done = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    _print(done, as_json)
+    states = {each.state for each in done}
+    if "unknown" in states:
+        return REFUSED
+    return ALL_OVER if states <= {"cancelled", "over"} else NOT_ALL
+
+
+async def _cancel(configuration: Configuration, episodes: Sequence[str]) -> list[Cancelled]:
+    from fleetbus.cancel import cancel_episode
+    from fleetbus_schemas import Subjects
+
+    subjects, author = Subjects(configuration.run.name), made_up_name("cancel")
+    found: dict[str, Cancelled] = {}
+    limiter = anyio.CapacityLimiter(AT_A_TIME)
+
+    async def cancel(episode: str) -> None:
+        async with limiter:
+            close_seconds = configuration.limits.close + 5
+            found[episode] = await cancel_episode(bus, subjects, episode, author=author, close_seconds=close_seconds)
+
+    async with open_run(configuration, "cancel") as bus, anyio.create_task_group() as group:
+        for episode in episodes:
+            group.start_soon(cancel, episode)
+    return [found[episode] for episode in episodes]
+
+
+def _print(done: Sequence[Cancelled], as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(done), indent=2).decode())
+        return
+    for each in done:
+        sentence = {
+            "cancelled": f"cancelled by {each.worker}",
+            "over": f"was over already: {each.outcome}",
+            "closing": f"stopped by {each.worker}, which is still closing its environment",
+            "open": "not cancelled: it changed hands meanwhile, try again",
+            "unknown": "was never requested",
+        }[each.state]
+        print(f"{each.episode_id}: {sentence}")

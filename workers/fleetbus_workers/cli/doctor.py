@@ -1,0 +1,45 @@
+"""``fleetbus doctor``: is this machine ready, and if not, what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
+from fleetbus_workers.cli.sources import nats_http_of, nats_http_option
+from fleetbus_workers.exit_status import CRASHED, FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus_workers.cli.diagnosis import Finding
+
+_MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
+
+
+@click.command("doctor", cls=SettingsCommand)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON")
+@nats_http_option
+@settings_options("run", "nats")
+def command(as_json: bool, nats_http: str, **values: Any) -> int:
+    """Check whether `fleetbus up` can work here: packages, nats-server, clocks, cores, memory, disk.
+
+    Exits with 0 if it can (warnings do not count) and with 1 if it cannot. With --nats that server is asked instead of
+    starting one.
+    """
+    from fleetbus_workers.cli.diagnosis import diagnose
+
+    configuration = load_settings(values).configuration
+    findings = diagnose(configuration, nats_http_of(configuration, nats_http))
+    ready = all(finding.state != "failed" for finding in findings)
+    _show(findings, ready, as_json)
+    return FINISHED if ready else CRASHED
+
+
+def _show(findings: list[Finding], ready: bool, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode({"ready": ready, "findings": findings}), indent=2).decode())
+        return
+    for finding in findings:
+        print(f"{_MARKS[finding.state]}  {finding.name}: {finding.detail}")

@@ -1,0 +1,67 @@
+"""``fleetbus drain WORKER...``: let workers finish or hand back what they have. 0: all drain; 1: some hang; 2: unknown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import open_run, reach_options
+from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.exit_status import REFUSED
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+
+DRAINS, HANGS = 0, 1
+
+
+@click.command("drain")
+@click.argument("workers", nargs=-1, required=True, metavar="WORKER...")
+@click.option("--run", "run__name", metavar="NAME", help="Name of the run")
+@click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
+@reach_options
+def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
+    """Let workers finish or hand back what they have, and stop: as SIGTERM does, from anywhere.
+
+    Exit status 0: all of them drain; 1: some do not answer; 2: some are not there.
+    """
+    configuration = load_settings(values).configuration
+    wanted = list(dict.fromkeys(checked_name("worker", worker) for worker in workers))
+    states = anyio.run(partial(_drain, configuration, wanted), backend_options={"use_uvloop": os.name != "nt"})
+    _print(states, as_json)
+    if "unknown" in states.values():
+        return REFUSED
+    return HANGS if "unanswered" in states.values() else DRAINS
+
+
+async def _drain(configuration: Configuration, workers: Sequence[str]) -> dict[str, str]:
+    from fleetbus.cancel import drain_worker
+    from fleetbus.errors import RequestUnanswered
+    from fleetbus_schemas import Subjects
+
+    states: dict[str, str] = {}
+    async with open_run(configuration, "drain") as bus:
+        for worker in workers:
+            try:
+                role = await drain_worker(bus, Subjects(configuration.run.name), worker)
+                states[worker] = role or "unknown"
+            except RequestUnanswered:
+                states[worker] = "unanswered"
+    return states
+
+
+def _print(states: dict[str, str], as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.encode(states).decode())
+        return
+    for worker, state in states.items():
+        sentence = {"unknown": "no worker of that name is there", "unanswered": "does not answer"}
+        print(f"{worker}: {sentence.get(state, f'{state} worker, drains')}")

@@ -1,0 +1,55 @@
+"""``fleetbus environment``: one environment worker."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.options import SettingsCommand, settings_options
+from fleetbus_workers.cli.role import Work, role_options, run_role
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+
+def _load_work() -> Work:
+    from fleetbus_workers.environment.by_task import environments_by_task
+    from fleetbus_workers.environment.picture_store import keep_pictures_of
+    from fleetbus_workers.environment.specs import environment_factory
+    from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
+    from fleetbus_workers.environment.worker import run_environment
+
+    async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        verifier = Verifier(
+            VerifierLimits(seconds=configuration.limits.verify), required=configuration.environment.sandbox == "required"
+        )
+        observation_bytes = configuration.environment.observation_bytes
+        style = configuration.environment.prompt
+        make_factory = partial(
+            environment_factory,
+            verifier=verifier,
+            observation_bytes=observation_bytes,
+            prompt=None if style == "auto" else style,
+            configuration=configuration,
+            keep=keep_pictures_of(bus, configuration) if configuration.environment.images else None,
+        )
+        factory = environments_by_task(configuration.run.environment, make_factory)
+        async with verifier.running(), factory.running():
+            await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
+
+    return work
+
+
+@click.command("environment", cls=SettingsCommand)
+@role_options
+@settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
+def command(**values: Any) -> int:
+    """An environment worker: takes requested episodes, plays them with whatever policy answers, grades them.
+
+    Install with `pip install 'fleetbus[environment]'`; needs no torch. SIGTERM or Ctrl-C: finish or hand back, then exit.
+    """
+    return run_role("environment", _load_work, values)

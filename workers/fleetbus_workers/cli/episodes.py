@@ -1,0 +1,168 @@
+"""``fleetbus episodes RUN|FILE [EPISODE]``: episodes listed and filtered, or one of them read turn by turn."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import archive_option, reach_options
+from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.exit_status import FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+    from fleetbus.recording.episodes import EpisodeRow, Transcript
+
+SHOWN = 50
+
+
+@click.command("episodes")
+@click.argument("source", required=False, metavar="[RUN|FILE]")
+@click.argument("episode", required=False, metavar="[EPISODE]")
+@click.option("--outcome", metavar="NAME", help="Only this outcome; `open` for those without one")
+@click.option("--error", metavar="TEXT", help="Only episodes whose error class contains this")
+@click.option("--split", type=click.Choice(["train", "eval"]), help="Only this split")
+@click.option("--task", metavar="TEXT", help="Only task keys that contain this")
+@click.option("--group", metavar="ID", help="Only this group")
+@click.option("--min-reward", type=float, metavar="X", help="Only rewards of X or more")
+@click.option("--max-reward", type=float, metavar="X", help="Only rewards of X or less")
+@click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
+@click.option("--limit", type=int, default=SHOWN, show_default=True, help="Most rows; 0: all")
+@click.option("--tokens", is_flag=True, help="Of one episode also token ids, log-probabilities and versions")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+@archive_option()
+@reach_options
+def command(
+    source: str | None, episode: str | None, archive: Path | None, tokens: bool, as_json: bool, limit: int, **values: Any
+) -> int:
+    """List the episodes of a run or of a recording, newest last; with an EPISODE show what was said in it.
+
+    Exit status 0: shown, also if nothing matches; 2: bad input, or no such episode.
+    """
+    from fleetbus_workers.cli.sources import is_recording
+
+    _check_outcome(values["outcome"])
+    names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
+    filters = {name: values.pop(name) for name in names}
+    given = {} if is_recording(source) else {"run__name": source}
+    configuration = load_settings({**values, **given}).configuration
+    backend = {"use_uvloop": os.name != "nt"}
+    if episode is not None:
+        transcript = anyio.run(partial(_read, source, configuration, archive, episode), backend_options=backend)
+        _print_transcript(transcript, episode, tokens=tokens, as_json=as_json)
+        return FINISHED
+    rows = anyio.run(partial(_list, source, configuration, archive), backend_options=backend)
+    chosen = [row for row in rows if _matches(row, **filters)]
+    shown = chosen[-limit:] if limit > 0 else chosen
+    _print_json(shown) if as_json else _print_rows(shown, len(chosen), len(rows))
+    return FINISHED
+
+
+def _check_outcome(name: str | None) -> None:
+    from fleetbus.errors import UserError
+    from fleetbus_schemas import Outcome
+
+    known = ("open", *get_args(Outcome))
+    if name is not None and name not in known:
+        raise UserError(f"no outcome {name!r}: it is one of {', '.join(known)}")
+
+
+async def _list(source: str | None, configuration: Configuration, archive: Path | None) -> list[EpisodeRow]:
+    from fleetbus.recording.episodes import EpisodeIndex
+    from fleetbus_workers.cli.sources import open_source
+
+    index = EpisodeIndex()
+    async with open_source(source, configuration, archive) as opened:
+        subjects = opened.subjects
+        async for entry in opened.entries([subjects.tasks(), subjects.episodes]):
+            index.add(entry)
+        _warn(opened.torn)
+    return list(index.rows.values())
+
+
+async def _read(source: str | None, configuration: Configuration, archive: Path | None, episode: str) -> Transcript:
+    from fleetbus.errors import UserError
+    from fleetbus.recording.episodes import episode_subjects, read_transcript
+    from fleetbus_workers.cli.sources import open_source
+
+    checked_name("episode", episode)
+    async with open_source(source, configuration, archive) as opened:
+        entries = [entry async for entry in opened.entries(episode_subjects(opened.subjects, episode))]
+        _warn(opened.torn)
+    if not entries:
+        raise UserError(f"there is no episode {episode} in {source or configuration.run.name}: `fleetbus episodes` lists them")
+    return read_transcript(entries)
+
+
+def _matches(
+    row: EpisodeRow,
+    *,
+    outcome: str | None,
+    error: str | None,
+    split: str | None,
+    task: str | None,
+    group: str | None,
+    min_reward: float | None,
+    max_reward: float | None,
+    tool_errors: bool,
+) -> bool:
+    if outcome is not None and (row.outcome or "open") != outcome:
+        return False
+    if (min_reward is not None or max_reward is not None) and row.reward is None:
+        return False
+    return (
+        (error is None or error in row.error_class)
+        and (split is None or row.split == split)
+        and (task is None or task in row.task_key)
+        and (group is None or row.group_id == group)
+        and (min_reward is None or (row.reward or 0.0) >= min_reward)
+        and (max_reward is None or (row.reward or 0.0) <= max_reward)
+        and (not tool_errors or row.tool_errors > 0)
+    )
+
+
+def _warn(torn: str) -> None:
+    if torn:
+        click.echo(f"fleetbus: {torn}", err=True)
+
+
+def _print_json(content: Any) -> None:
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+
+
+def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
+    from rich.table import Table
+
+    from fleetbus_workers.cli.tables import print_table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("episode", "task", "outcome"):
+        table.add_column(name, overflow="fold")
+    for name in ("reward", "turns", "tokens", "time", "version"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        outcome = f"{row.outcome or 'open'} {row.error_class}".strip()
+        reward = "" if row.reward is None else f"{row.reward:g}"
+        seconds = "" if row.seconds is None else f"{row.seconds:.2f} s"
+        versions = ",".join(map(str, row.policy_versions))
+        table.add_row(row.episode_id, row.task_key, outcome, reward, str(row.turns), str(row.tokens), seconds, versions)
+    print_table(table)
+    hidden = f", the last {len(rows)} shown (--limit 0: all)" if len(rows) < matching else ""
+    print(f"{matching:,} of {total:,} episodes{hidden}")
+
+
+def _print_transcript(transcript: Transcript, episode: str, *, tokens: bool, as_json: bool) -> None:
+    from fleetbus_workers.cli.transcript import as_facts, print_transcript
+
+    if as_json:
+        _print_json(as_facts(transcript, tokens=tokens))
+    else:
+        print_transcript(transcript, episode, tokens=tokens)

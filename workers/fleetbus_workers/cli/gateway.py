@@ -1,0 +1,161 @@
+"""``fleetbus gateway``: environments of the bus behind the protocols of other trainers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus.errors import UserError
+from fleetbus_workers.cli.options import SECONDS, SECONDS_OR_NONE, SettingsCommand, settings_options
+from fleetbus_workers.cli.role import Work, role_options, run_role
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.client.sessions import SessionClient
+    from fleetbus.config.settings import Configuration
+    from fleetbus_workers.gateway.images import LoadImage
+
+    Entered = Callable[[], AbstractAsyncContextManager[SessionClient]]
+
+
+@click.group("gateway")
+def command() -> None:
+    """Environments of the bus behind the protocols of other trainers, whose clients stay as they are."""
+
+
+@command.command("gym", cls=SettingsCommand)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@click.option(
+    "--max-inflight", envvar="GYM_MAX_INFLIGHT", type=click.IntRange(0), default=0, help="Calls at a time; 0: no limit"
+)
+@click.option(
+    "--admit-timeout",
+    envvar="GYM_ADMIT_TIMEOUT",
+    type=SECONDS_OR_NONE,
+    default=5.0,
+    help="Seconds a call waits for its turn",
+)
+@click.option("--max-sessions", type=click.IntRange(0), default=0, help="Sessions at a time; 0: as many as workers have slots")
+@click.option("--session-timeout", type=SECONDS, default=3600.0, help="Seconds without a call until a session is closed")
+@click.option("--image-format", envvar="GYM_IMAGE_FORMAT", default="PNG", show_default=True, help="PNG, JPEG, WEBP, ...")
+@click.option(
+    "--image-mime", envvar="GYM_IMAGE_MIME", default="", help="How images are labelled; the format's own type if not given"
+)
+@click.option("--image-quality", type=click.IntRange(0, 100), default=0, help="For JPEG and WEBP; 0: Pillow's default")
+@role_options
+@settings_options("run", "nats", "log")
+def gym(host: str, port: int, **values: Any) -> int:
+    """The remote-gym protocol (multipart over HTTP): GymImageEnvClient and its like play on the bus's environments.
+
+    A client's retries are executed once, whatever dies in between: worker, gateway or connection. Clients have to send
+    what the variable GYM_API_KEY holds, if it is set.
+    """
+    names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
+    given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
+    image = [values.pop(f"image_{name}") for name in ("format", "mime", "quality")]
+    from fleetbus_workers.serving.listening import is_loopback
+
+    if not is_loopback(host) and not given["api_key"]:
+        raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
+    return run_role("gateway", partial(_load_gym, host, port, given, image), values)
+
+
+@command.command("openenv", cls=SettingsCommand)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@click.option(
+    "--capacity-timeout", type=SECONDS_OR_NONE, default=30.0, show_default=True, help="Seconds a reset waits for a slot"
+)
+@click.option("--session-timeout", type=SECONDS, default=1800.0, help="Seconds without a call until a named session is closed")
+@click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to come back")
+@click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine: the protocol has no key")
+@role_options
+@settings_options("run", "nats", "log")
+def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
+    """The OpenEnv protocol (WebSocket /ws): EnvClient and its like play on the bus's environments.
+
+    Over capacity a reset waits instead of failing; a bad action harms nothing; a client that is gone frees its slot. With
+    the base URL http://HOST:PORT/sessions/NAME an episode outlives connections, and the gateway.
+    """
+    given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
+    from fleetbus_workers.serving.listening import is_loopback
+
+    if not is_loopback(host) and not open_to_others:
+        raise UserError(f"--host {host} is open to others and the protocol has no key: add --open-to-others if that is meant")
+    return run_role("gateway", partial(_load_openenv, host, port, given), values)
+
+
+def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any]) -> Work:
+    from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
+    from fleetbus_workers.gateway.gym_calls import GymCalls
+    from fleetbus_workers.gateway.image_format import image_format
+    from fleetbus_workers.gateway.images import load_from
+    from fleetbus_workers.weights.store import objects_of
+
+    settings = GymSettings(**given)
+    try:
+        images = image_format(*image)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+    def application(entered: Entered) -> Any:
+        @asynccontextmanager
+        async def calls() -> AsyncIterator[GymCalls]:
+            async with entered() as client:
+                objects = objects_of(client.bus, client.subjects.run)
+                yield GymCalls(
+                    client,
+                    call_seconds=settings.call_seconds,
+                    max_sessions=settings.max_sessions,
+                    load=load_from(objects) if objects else None,
+                    images=images,
+                )
+
+        return GymGateway(calls, settings).application()
+
+    return _serving(host, port, application)
+
+
+def _load_openenv(host: str, port: int, given: dict[str, Any]) -> Work:
+    from fleetbus_workers.gateway.images import load_from
+    from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
+    from fleetbus_workers.weights.store import objects_of
+
+    settings = OpenEnvSettings(**given)
+
+    def loading(client: SessionClient) -> LoadImage | None:
+        objects = objects_of(client.bus, client.subjects.run)
+        return load_from(objects) if objects else None
+
+    return _serving(host, port, lambda entered: OpenEnvGateway(entered, settings, loading=loading).application())
+
+
+def _serving(host: str, port: int, application: Callable[[Entered], Any]) -> Work:
+    """A role that serves an application over the sessions of the run; the port is taken before anything else happens."""
+    import structlog
+
+    from fleetbus.client.sessions import sessions
+    from fleetbus.presence import Presence, present
+    from fleetbus_schemas import Heartbeat, Subjects
+    from fleetbus_workers.gateway.serve import serve
+    from fleetbus_workers.serving.listening import bind, shown_host
+
+    listener = bind(host, port)
+
+    async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        subjects = Subjects(configuration.run.name)
+        presence = Presence(
+            bus, subjects, role="gateway", worker=name, beat=lambda: Heartbeat(role="gateway", worker=name), lane=None
+        )
+        async with present(presence, bus, None, slots=0):
+            structlog.get_logger().info("listening", url=f"http://{shown_host(host)}:{listener.getsockname()[1]}")
+            await serve(application(lambda: sessions(bus, subjects)), listener, drain)
+
+    return work

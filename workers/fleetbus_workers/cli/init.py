@@ -1,0 +1,48 @@
+"""``fleetbus init``: declare a run's streams and consumers on a server that is not ours."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
+from fleetbus_workers.cli.role import made_up_name, server_url
+
+if TYPE_CHECKING:
+    from fleetbus.bus.streams import RunPlan
+    from fleetbus.config.settings import Configuration
+
+
+@click.command("init", cls=SettingsCommand)
+@click.option("--json", "as_json", is_flag=True, help="Print what was declared as JSON")
+@settings_options("run", "nats")
+def command(as_json: bool, **values: Any) -> None:
+    """Declare a run's streams and consumers on a NATS server. Repeating it is harmless; `fleetbus up` does it itself."""
+    configuration = load_settings(values).configuration
+    plan = anyio.run(_declare, configuration, backend_options={"use_uvloop": os.name != "nt"})
+    _show(plan, as_json)
+
+
+async def _declare(configuration: Configuration) -> RunPlan:
+    from fleetbus.auth.access import access_for
+    from fleetbus.bus.nats import connect
+    from fleetbus_workers.up.plans import stream_plan
+
+    plan = stream_plan(configuration)
+    url = server_url(configuration)
+    access = access_for("init", configuration.nats.auth)
+    async with connect(url, run=configuration.run.name, role="init", worker=made_up_name("init"), **access) as bus:
+        await bus.declare(plan)
+    return plan
+
+
+def _show(plan: RunPlan, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.encode(plan).decode())
+    else:
+        print(f"run {plan.run}: streams {plan.log.name} and {plan.lanes.name}, {len(plan.consumers)} consumers")

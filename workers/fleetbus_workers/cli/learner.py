@@ -1,0 +1,107 @@
+"""``fleetbus learner``: the learner with its trainer and its tasks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import click
+
+from fleetbus_workers.cli.options import SettingsCommand, settings_options
+from fleetbus_workers.cli.role import Work, role_options, run_role
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+    from fleetbus_workers.learner.curriculum import Curriculum
+
+WAREHOUSE_TASKS = 4096
+"""Training tasks of the default environment: more than a run of the default length plays."""
+
+
+def _load_work() -> Work:
+    from fleetbus.config.run_folder import run_folder
+    from fleetbus_workers.assembly.engines import check_packages
+    from fleetbus_workers.assembly.model import model_folder
+    from fleetbus_workers.assembly.trainers import trainer_settings
+    from fleetbus_workers.assembly.vision import check_vision
+    from fleetbus_workers.learner.worker import run_learner
+
+    async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        curriculum = await anyio.to_thread.run_sync(_curriculum, configuration)
+        check_vision(configuration, curriculum.tasks if configuration.run.tasks else (), role="learner")
+        if configuration.learner.trainer == "tinker":
+            await _train_on_tinker(bus, configuration, name, drain, curriculum)
+            return
+        check_packages("torch")
+        from fleetbus_workers.learner.torch.following import LeadingTrainer, follow
+        from fleetbus_workers.learner.torch.trainer import TorchTrainer
+
+        folder, settings = model_folder(configuration.run), trainer_settings(configuration)
+        trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, folder, settings=settings))
+        if trainer.shards.rank:  # torchrun started several, and the first one leads
+            await anyio.to_thread.run_sync(follow, trainer)
+            return
+        leading = LeadingTrainer(trainer) if trainer.shards.world > 1 else None
+        for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
+            files.mkdir(parents=True, exist_ok=True)
+        try:
+            await run_learner(
+                bus, configuration=configuration, name=name, drain=drain, trainer=leading or trainer, curriculum=curriculum
+            )
+        finally:
+            if leading is not None:
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(leading.close)
+
+    return work
+
+
+async def _train_on_tinker(
+    bus: Bus, configuration: Configuration, name: str, drain: anyio.Event, curriculum: Curriculum
+) -> None:
+    from fleetbus.config.run_folder import run_folder
+    from fleetbus_workers.assembly.engines import check_packages
+    from fleetbus_workers.assembly.model import model_folder
+    from fleetbus_workers.learner.tinker import TinkerTrainer
+    from fleetbus_workers.learner.worker import run_learner
+    from fleetbus_workers.tinker_service import service_client
+
+    check_packages("tinker")
+    folder, settings = model_folder(configuration.run), configuration.tinker
+    client = await anyio.to_thread.run_sync(service_client, settings)
+    trainer = TinkerTrainer(
+        client, folder, base_model=settings.base_model or str(folder), settings=settings, learner=configuration.learner
+    )
+    for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
+        files.mkdir(parents=True, exist_ok=True)
+    await run_learner(bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum)
+
+
+def _curriculum(configuration: Configuration) -> Curriculum:
+    """The tasks of the file that was named, or those of the warehouse."""
+    from fleetbus_workers.environment.warehouse.tasks import held_out_tasks, train_tasks
+    from fleetbus_workers.learner.curriculum import Curriculum, curriculum_from_file
+
+    run = configuration.run
+    if run.tasks:
+        return curriculum_from_file(run.tasks, seed=run.seed)
+    held_out = held_out_tasks(configuration.evaluation.episodes)
+    return Curriculum(train_tasks(WAREHOUSE_TASKS, seed=run.seed), held_out, seed=run.seed)
+
+
+@click.command("learner", cls=SettingsCommand)
+@role_options
+@settings_options(
+    "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "episode", "evaluation", "limits", "log"
+)
+def command(**values: Any) -> int:
+    """The learner: requests episodes, trains on what comes back, publishes the policy, stores checkpoints.
+
+    Install with `pip install 'fleetbus[torch]'`. It goes on from the run's last checkpoint. One per run: a second one takes
+    over from the first. SIGTERM or Ctrl-C: store a checkpoint, then exit. A model too large for one process is sharded over
+    several: `torchrun --nproc-per-node N -m -- fleetbus_workers.cli learner ...`.
+    """
+    return run_role("learner", _load_work, values)

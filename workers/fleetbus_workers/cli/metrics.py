@@ -1,0 +1,140 @@
+"""``fleetbus metrics [RUN]``: a run's metrics for Prometheus, and per step to JSON lines, TensorBoard or Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import click
+
+from fleetbus_workers.cli.log_access import driver_of, open_run, reach_options
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.sources import asked_address, nats_http_option
+from fleetbus_workers.exit_status import FINISHED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anyio.abc import TaskStatus
+
+    from fleetbus.config.settings import Configuration
+    from fleetbus.metrics.sinks import Sink
+
+DEFAULT_PORT = 9464
+EVERY_SECONDS = 1.0
+CLOSE_SECONDS = 60.0
+
+
+@click.command("metrics")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option(
+    "--port", type=click.IntRange(-1, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any, -1: none [9464]"
+)
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on")
+@click.option("--jsonl", type=click.Path(path_type=Path, dir_okay=False), help="Append a JSON object per training step")
+@click.option("--tensorboard", type=click.Path(path_type=Path, file_okay=False), help="Write TensorBoard scalars per step")
+@click.option("--wandb", metavar="PROJECT", default="", help="Log to a Weights & Biases project per step")
+@click.option("--until-finished", is_flag=True, help="End when the training has finished")
+@nats_http_option
+@reach_options
+def command(run: str | None, port: int, until_finished: bool, **values: Any) -> int:
+    """Export the metrics of a run until Ctrl-C: names as in fleetbus/metrics/names.py, a dashboard in docs/grafana/.
+
+    Prometheus asks http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
+    """
+    from fleetbus.errors import UserError
+
+    chosen = {name: values.pop(name) for name in ("host", "jsonl", "tensorboard", "wandb", "nats_http")}
+    configuration = load_settings({**values, "run__name": run}).configuration
+    if port >= 0:
+        try:
+            import prometheus_client  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise UserError("prometheus_client is not installed: pip install 'fleetbus[metrics]'") from error
+    chosen["nats_http"] = asked_address(configuration, chosen["nats_http"])
+    work = partial(_export, configuration, port=port, until_finished=until_finished, **chosen)
+    anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    return FINISHED
+
+
+async def _export(
+    configuration: Configuration,
+    *,
+    port: int,
+    host: str,
+    jsonl: Path | None,
+    tensorboard: Path | None,
+    wandb: str,
+    nats_http: Callable[[], str | None],
+    until_finished: bool,
+) -> None:
+    from fleetbus.metrics.sinks import open_sinks
+    from fleetbus_schemas import Subjects
+    from fleetbus_workers.metrics.collect import collect, step_values
+    from fleetbus_workers.overview.follow import Watch
+    from fleetbus_workers.overview.jetstream import look_at_server
+    from fleetbus_workers.overview.state import FleetState
+    from fleetbus_workers.watchdog import find_stalls
+
+    run, state = configuration.run.name, FleetState(configuration.learner.steps)
+    opening = open_sinks(run=run, jsonl=jsonl, tensorboard=tensorboard, wandb=wandb)
+    async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
+        await tasks.start(_obey, tasks.cancel_scope)
+        with ExitStack() as stack:
+            publish = _exposition(stack, run, host, port)
+            sinks = await tasks.start(_held, opening)
+            watch = Watch(bus, Subjects(run), state, driver_of(configuration))
+            tasks.start_soon(watch.run)
+            written: set[tuple[str, int]] = set()
+            while True:
+                await anyio.sleep(EVERY_SECONDS)
+                server = await look_at_server(bus, run, nats_http())
+                now, now_ns = anyio.current_time(), bus.now_ns()
+                ending, may_be_stuck = watch.ending(now), watch.may_be_stuck(now)
+                share = configuration.nats.admission
+                stalls = find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share) if may_be_stuck else []
+                publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
+                for step, time_seconds, values in step_values(state, written):
+                    await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
+                if until_finished and state.finished and not watch.is_behind(now):
+                    break
+        tasks.cancel_scope.cancel()
+
+
+async def _held(opening: AbstractContextManager[Sink], *, task_status: TaskStatus[Sink] = anyio.TASK_STATUS_IGNORED) -> None:
+    """Keep sinks open until cancelled. They open and close in a thread, because W&B takes seconds for both."""
+    sinks = await anyio.to_thread.run_sync(opening.__enter__)
+    try:
+        task_status.started(sinks)
+        await anyio.sleep_forever()
+    finally:
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True) as closing:
+            await anyio.to_thread.run_sync(partial(opening.__exit__, None, None, None), abandon_on_cancel=True)
+        if closing.cancelled_caught:
+            print(f"fleetbus: not everything was sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
+
+
+def _exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:
+    if port < 0:
+        return lambda samples: None
+    from fleetbus_workers.metrics.exposition import Exposition, served
+
+    exposition = Exposition(run)
+    found = stack.enter_context(served(exposition, host, port))
+    print(f"run {run}: http://{host}:{found}/metrics", flush=True)
+    return exposition.update
+
+
+async def _obey(scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            scope.cancel()
+            return

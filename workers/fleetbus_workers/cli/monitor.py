@@ -1,0 +1,77 @@
+"""``fleetbus monitor [RUN]``: one web page about a run, on a port of this machine. It only reads; a run does not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import driver_of, open_run, reach_options
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.sources import asked_address, nats_http_option
+from fleetbus_workers.exit_status import FINISHED
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from fleetbus.config.settings import Configuration
+
+DEFAULT_PORT = 8450
+
+
+@click.command("monitor")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--port", type=click.IntRange(0, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any [8450]")
+@click.option(
+    "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; anything but loopback is for all to see"
+)
+@nats_http_option
+@reach_options
+def command(run: str | None, port: int, host: str, nats_http: str, **values: Any) -> int:
+    """Serve a web page about a run: workers, curves, groups, episodes token by token, the log.
+
+    Live while the run goes on; of a run that is over, its files are served as long as the page is. Ctrl-C ends it. Needs
+    `pip install 'fleetbus[monitor]'`, and no network besides the run's.
+    """
+    from fleetbus.errors import UserError
+
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'fleetbus[monitor]'") from error
+    from fleetbus_workers.serving.listening import bind
+
+    configuration = load_settings({**values, "run__name": run}).configuration
+    address = asked_address(configuration, nats_http)
+    with bind(host, port) as bound:
+        anyio.run(partial(_serve, configuration, host, bound, address), backend_options={"use_uvloop": os.name != "nt"})
+    return FINISHED
+
+
+async def _serve(configuration: Configuration, host: str, bound: socket.socket, nats_http: Callable[[], str | None]) -> None:
+    from fleetbus.logs import configure_logs
+    from fleetbus_workers.monitor.serve import serve
+
+    configure_logs(configuration.log, run=configuration.run.name, role="monitor")
+    stop = anyio.Event()
+
+    def told(address: str) -> None:
+        print(f"run {configuration.run.name}: {address}", flush=True)
+
+    async def obey() -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                stop.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(obey)
+        async with open_run(configuration, "monitor", own_server=True) as bus:
+            driver = driver_of(configuration)
+            await serve(bus, configuration, host=host, bound=bound, stop=stop, told=told, nats_http=nats_http, driver=driver)
+        tasks.cancel_scope.cancel()

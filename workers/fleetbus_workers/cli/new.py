@@ -1,0 +1,52 @@
+"""``fleetbus new environment NAME``: a working environment in one file, its test, and tasks to play."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import shlex
+from pathlib import Path
+
+import click
+
+
+@click.group("new")
+def command() -> None:
+    """Write the beginnings of something of one's own."""
+
+
+@command.command("environment")
+@click.argument("name")
+@click.option("--sync", is_flag=True, help="Ordinary functions, for code that blocks; the worker runs them in threads")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Where to write [.]")
+def environment(name: str, sync: bool, folder: Path) -> int:
+    """Write NAME.py (an environment that plays a guessing game), test_NAME.py and NAME_tasks.json.
+
+    NAME is in lower case, as Python modules are. Nothing that exists is overwritten.
+    """
+    from fleetbus.errors import UserError
+    from fleetbus_workers.cli.new_environment import files_of
+
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise UserError(f"{name!r} is no name of a module; use lower-case letters, digits and _, as in my_game")
+    files = {folder / file: text for file, text in files_of(name, asynchronous=not sync).items()}
+    present = [str(path) for path in files if path.exists()]
+    if present:
+        raise UserError(f"already there: {', '.join(present)}; choose another name or --folder")
+    if importlib.util.find_spec(name):
+        raise UserError(f"Python has a module {name} already, which yours would hide; choose another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}); choose another folder with --folder") from error
+    kind = "".join(part.capitalize() for part in name.split("_"))
+    for path in files:
+        print(f"wrote {path}")
+    print(f"test it:  python -m pytest {folder / f'test_{name}.py'}")
+    there = "" if folder == Path(".") else f"cd {shlex.quote(str(folder))} && "
+    print(f"train it: {there}fleetbus up --environment {name}:{kind} --tasks {name}_tasks.json")
+    return 0

@@ -1,0 +1,158 @@
+"""The program: which commands there are, and how every way of ending becomes one exit code and at most one line.
+
+0 finished or drained · 1 crashed (with a traceback) · 2 bad input (one line, no traceback) · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import click
+
+from fleetbus.errors import TakenOver, UserError
+from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
+
+
+class Entry(NamedTuple):
+    """A command that is not imported yet: ``module`` has a `click.Command` called ``command``."""
+
+    section: str
+    module: str
+    summary: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "up": Entry("Train", "fleetbus_workers.cli.up", "Everything on this machine: train the default task, or yours"),
+    "environment": Entry("One role", "fleetbus_workers.cli.environment", "An environment worker: plays episodes"),
+    "inference": Entry("One role", "fleetbus_workers.cli.inference", "An inference worker: samples the policy"),
+    "learner": Entry("One role", "fleetbus_workers.cli.learner", "The learner: requests episodes and trains"),
+    "evaluate": Entry(
+        "Train", "fleetbus_workers.cli.evaluate", "Play held-out tasks with a run's policy: pass@k, per environment"
+    ),
+    "recorder": Entry(
+        "One role", "fleetbus_workers.cli.recorder", "The recorder: archives the log and keeps it below its limit"
+    ),
+    "gateway": Entry("One role", "fleetbus_workers.cli.gateway", "Environments for other trainers: remote-gym, OpenEnv"),
+    "init": Entry("Set up", "fleetbus_workers.cli.init", "Declare a run's streams on a NATS server"),
+    "auth": Entry("Set up", "fleetbus_workers.cli.auth", "Keys per role, TLS and a server configuration with least rights"),
+    "tasks": Entry("Set up", "fleetbus_workers.cli.tasks", "Check tasks, and split them into training and held-out ones"),
+    "new": Entry("Set up", "fleetbus_workers.cli.new", "Write a working environment of one's own, with its test"),
+    "starter": Entry("Set up", "fleetbus_workers.cli.starter", "Build the starter policy, or say where it is"),
+    "top": Entry("Look", "fleetbus_workers.cli.top", "A run as a live table: workers, rates, reward, what is stuck"),
+    "metrics": Entry("Look", "fleetbus_workers.cli.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
+    "trace": Entry("Look", "fleetbus_workers.cli.trace", "Episodes as OpenTelemetry traces, derived from the log"),
+    "sessions": Entry("Look", "fleetbus_workers.cli.sessions", "What every worker holds right now, oldest first"),
+    "runs": Entry("Look", "fleetbus_workers.cli.runs", "The runs on this machine: list them, remove them"),
+    "monitor": Entry("Look", "fleetbus_workers.cli.monitor", "A web page about a run: workers, curves, groups, episodes"),
+    "doctor": Entry("Look", "fleetbus_workers.cli.doctor", "Check whether this machine is ready"),
+    "audit": Entry("Look", "fleetbus_workers.cli.audit", "Balance the books of a run from its log alone"),
+    "sim": Entry("Look", "fleetbus_workers.cli.sim", "Simulate a fleet under seeded faults and check its invariants"),
+    "record": Entry("Replay", "fleetbus_workers.cli.record", "Export the log of a run as one file"),
+    "episodes": Entry("Replay", "fleetbus_workers.cli.episodes", "List, filter and read the episodes of a run or a recording"),
+    "replay": Entry(
+        "Replay", "fleetbus_workers.cli.replay", "Play a recording against one worker and compare what it publishes"
+    ),
+    "cancel": Entry("Act", "fleetbus_workers.cli.cancel", "End episodes as cancelled, wherever they run"),
+    "drain": Entry("Act", "fleetbus_workers.cli.drain", "Let workers finish or hand back what they have, and stop"),
+    "schema": Entry("Look", "fleetbus_workers.cli.schema", "JSON Schema of every message"),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by `COMMANDS` and imports only the one that is called."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[name].module).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = arguments[0]
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "the commands are " + ", ".join(COMMANDS)
+            raise click.UsageError(f"no command {name!r}; {hint}")
+        return super().resolve_command(context, arguments)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):
+            rows = [(name, entry.summary) for name, entry in COMMANDS.items() if entry.section == section]
+            with formatter.section(section):
+                formatter.write_dl(rows)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="fleetbus", message="%(prog)s %(version)s")
+def program() -> None:
+    """Reinforcement learning of LLM agents on remote environments, over one durable NATS log."""
+
+
+def run_program(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        result = program.main(args=list(arguments), prog_name="fleetbus", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return REFUSED
+    except click.UsageError as error:
+        where = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+        return _refuse(error.format_message().rstrip(".") + where)
+    except click.ClickException as error:
+        return _refuse(error.format_message())
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error)
+    return result if isinstance(result, int) else FINISHED
+
+
+def is_bad_input(error: BaseException) -> bool:
+    """True if the error is a `UserError`, or a group out of a task group that holds nothing else."""
+    return all(isinstance(leaf, UserError) for leaf in _leaves(error))
+
+
+def is_taken_over(error: BaseException) -> bool:
+    """True if the worker stops because another has its place, whatever else went wrong while it stopped."""
+    return any(isinstance(leaf, TakenOver) for leaf in _leaves(error))
+
+
+def _report(error: Exception) -> int:
+    """Bad input is one line; anything else is a crash and shows where it happened, except an output that nobody reads."""
+    if is_bad_input(error):
+        return _refuse(str(next(_leaves(error))))
+    if all(isinstance(leaf, BrokenPipeError) for leaf in _leaves(error)):
+        return _leave_quietly()
+    traceback.print_exception(error, file=sys.stderr)
+    return CRASHED
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _refuse(reason: str) -> int:
+    print(f"fleetbus: {' '.join(reason.split())}", file=sys.stderr)
+    return REFUSED
+
+
+def _leave_quietly() -> int:
+    """Whoever read our output has enough (``fleetbus schema | head``): the interpreter's last flush must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CRASHED

@@ -1,0 +1,297 @@
+"""``fleetbus record RUN -o FILE``: a run's log as one file, all of it or followed live, without the secrets in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import archive_option, reach_options
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.exit_status import FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Stored
+    from fleetbus.config.settings import Configuration
+    from fleetbus.recording.export import Export
+    from fleetbus.recording.format import RecordingHeader
+    from fleetbus.recording.writer import RecordingWriter
+    from fleetbus_workers.cli.sources import Source
+
+FOLLOWER_NICE = 15
+"""Added to the niceness of a process that follows a run, where it cannot be told to use idle time alone."""
+
+OBJECT_SECONDS = 30.0
+"""Longest wait for one object of the bucket; what does not come is told as missing."""
+
+
+@click.command("record")
+@click.argument("source", required=False, metavar="[RUN|FILE]")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write (.fbrec)")
+@click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C or SIGTERM")
+@click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be given several times")
+@click.option("--weights", is_flag=True, help="Put the published weights files that still exist into the file, too")
+@click.option(
+    "--objects/--no-objects", default=True, show_default=True, help="Put the images that messages refer to into the file, too"
+)
+@click.option(
+    "--max-objects",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    metavar="MIB",
+    help="Most MiB of objects; those first mentioned come first",
+)
+@click.option("--keep-secrets", is_flag=True, help="Do not redact; the file then holds whatever the log holds")
+@click.option("--force", is_flag=True, help="Replace the output file if there is one")
+@archive_option("; without a server it is recorded alone")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+@reach_options
+def command(
+    source: str | None, output: Path, follow: bool, archive: Path | None, force: bool, as_json: bool, **values: Any
+) -> int:
+    """Export the log of a run, or part of a recording, as one self-describing file.
+
+    API keys, passwords and the like are replaced by [redacted]; an object in which one can be read is left out, but nobody
+    looks at pictures. `fleetbus episodes FILE` shows what is in it, `fleetbus replay
+    FILE` plays it against a worker. Exit status 0: written; 2: bad input, and nothing was written.
+    """
+    from fleetbus.errors import UserError
+    from fleetbus_workers.cli.sources import is_recording
+
+    choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets", "objects", "max_objects")}
+    if follow and is_recording(source):
+        raise UserError("--follow needs a run that is reachable, not a file")
+    given = {} if is_recording(source) else {"run__name": source}
+    configuration = load_settings({**values, **given}).configuration
+    if follow:
+        _give_way()  # before there are threads: those keep what they were made with
+    work = partial(_record, source, configuration, output, archive=archive, follow=follow, overwrite=force, **choices)
+    facts = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    _print(facts, output, as_json)
+    return FINISHED
+
+
+def _give_way() -> None:
+    """Take no time that the run's own workers could use: the log keeps what was not read yet."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        if hasattr(os, "nice"):
+            os.nice(FOLLOWER_NICE)
+
+
+async def _record(
+    source: str | None,
+    configuration: Configuration,
+    output: Path,
+    *,
+    archive: Path | None,
+    follow: bool,
+    overwrite: bool,
+    episodes: tuple[str, ...],
+    weights: bool,
+    keep_secrets: bool,
+    objects: bool,
+    max_objects: int,
+) -> dict[str, Any]:
+    import msgspec
+
+    from fleetbus.config.run_folder import run_folder
+    from fleetbus.errors import UserError
+    from fleetbus.recording.export import Export
+    from fleetbus.recording.objects import add_objects
+    from fleetbus.recording.redaction import Redactor, environment_secrets
+    from fleetbus.recording.writer import create_recording
+    from fleetbus_workers.cli.sources import open_source
+
+    redactor = None if keep_secrets else Redactor(environment_secrets(os.environ))
+    async with open_source(source, configuration, archive) as entries_of:
+        if follow and entries_of.bus is None:
+            raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
+        if entries_of.file is not None and _is_same_file(entries_of.file, output):
+            raise UserError(f"{output} is the recording that is read: give another --output")
+        header = _header(entries_of, configuration, episodes, redactor is not None)
+        with create_recording(output, header, overwrite=overwrite) as writer:
+            export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
+            last = _Last()
+            await export.copy(last.noting(entries_of.entries()), progress=_progress(writer))
+            if follow:
+                await _follow(export, entries_of, writer, last.sequence + 1)
+            folder = run_folder(configuration.run).weights
+            files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder) if weights else 0
+            names = export.references.names if objects else {}
+            async with _fetching(entries_of) as fetch:
+                added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
+            writer.flush()
+    return {
+        "file": str(output),
+        "run": entries_of.subjects.run,
+        "entries": writer.entries,
+        "bytes": writer.size_bytes,
+        "last_sequence": writer.last_sequence,
+        "redacted": redactor is not None,
+        "redacted_entries": redactor.redacted if redactor else 0,
+        "weights_files": files,
+        "weights_missing": len(export.published) - files if weights else 0,
+        "objects": {**msgspec.structs.asdict(added), "named": len(export.references.names)},
+        "torn_source": entries_of.torn,
+    }
+
+
+@asynccontextmanager
+async def _fetching(source: Source) -> AsyncIterator[Callable[[str], Awaitable[bytes | None]]]:
+    """A function that reads objects where the entries came from; None for those that are not there, or do not come in time."""
+    import tempfile
+
+    from fleetbus.bus.objects import ObjectMissing
+    from fleetbus.errors import BusError
+    from fleetbus_workers.weights.store import objects_of
+
+    store = objects_of(source.bus, source.subjects.run) if source.bus is not None else None
+    with tempfile.TemporaryDirectory(prefix="fleetbus-record-") as place:
+        file = anyio.Path(place) / "object"
+
+        async def fetch(name: str) -> bytes | None:
+            if store is None:
+                return source.objects.get(name)
+            try:
+                with anyio.fail_after(OBJECT_SECONDS):
+                    await store.get(name, Path(file))
+                return await file.read_bytes()
+            except (ObjectMissing, BusError, OSError):  # OSError has TimeoutError below it
+                return None
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await file.unlink(missing_ok=True)
+
+        yield fetch
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+class _Last:
+    """Notes the last sequence while entries pass by."""
+
+    sequence = 0
+
+    async def noting(self, entries: AsyncIterator[Stored]) -> AsyncIterator[Stored]:
+        async for entry in entries:
+            self.sequence = entry.sequence
+            yield entry
+
+
+def _header(source: Source, configuration: Configuration, episodes: tuple[str, ...], redacted: bool) -> RecordingHeader:
+    import time
+
+    import msgspec
+
+    from fleetbus.config.load import dump_configuration
+    from fleetbus.config.run_folder import run_folder
+    from fleetbus.recording.format import RecordingHeader, message_schema
+    from fleetbus.recording.reader import read_header
+    from fleetbus.recording.writer import fleetbus_version
+
+    if source.file is not None:
+        earlier = read_header(source.file)
+        return msgspec.structs.replace(earlier, selected=episodes or earlier.selected, redacted=redacted or earlier.redacted)
+    known = run_folder(configuration.run).configuration.is_file()
+    return RecordingHeader(
+        run=source.subjects.run,
+        fleetbus=fleetbus_version(),
+        messages=message_schema(),
+        created_ns=time.time_ns(),
+        configuration=_portable(msgspec.json.decode(dump_configuration(configuration))) if known else {},
+        selected=episodes,
+        redacted=redacted,
+    )
+
+
+def _portable(tables: dict[str, Any]) -> dict[str, Any]:
+    """Where the run's server and files were says nothing to others."""
+    tables["nats"]["url"] = ""
+    tables["run"]["folder"] = ""
+    return tables
+
+
+async def _follow(export: Export, source: Source, writer: RecordingWriter, start: int) -> None:
+    assert source.bus is not None
+    stop = anyio.Event()
+
+    async def obey() -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                stop.set()
+                return
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(obey)
+        click.echo("following; Ctrl-C ends it", err=True)
+        await export.follow(source.bus, source.subjects, stop, start=start, progress=_progress(writer))
+        group.cancel_scope.cancel()
+
+
+def _progress(writer: RecordingWriter) -> Callable[[int], None]:
+    """On a terminal one line that counts; elsewhere nothing."""
+    import sys
+
+    if not sys.stderr.isatty():
+        return lambda seen: None
+
+    def show(seen: int) -> None:
+        click.echo(f"\r{seen:,} entries, {writer.size_bytes / 1e6:.1f} MB", nl=False, err=True)
+
+    return show
+
+
+def _add_weights(writer: RecordingWriter, uris: list[str], folder: Path) -> int:
+    """Files where they were published, or else in the run's folder on this machine; returns how many were found."""
+    from urllib.parse import unquote, urlsplit
+
+    added = 0
+    for uri in uris:
+        published = Path(unquote(urlsplit(uri).path))
+        found = next((path for path in (published, folder / published.name) if path.is_file()), None)
+        if found is not None:
+            writer.add_file(found.name, found)
+            added += 1
+    return added
+
+
+def _print(facts: dict[str, Any], output: Path, as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        return
+    redacted = f", {facts['redacted_entries']} redacted" if facts["redacted_entries"] else ""
+    files = f", {facts['weights_files']} weights files" if facts["weights_files"] else ""
+    if facts["weights_missing"]:
+        click.echo(f"fleetbus: {facts['weights_missing']} weights files are not on this machine and were left out", err=True)
+    _tell_of_objects(facts["objects"], redacted=facts["redacted"])
+    said = f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}{_objects(facts['objects'])}"
+    print(f"{said}: {output} ({facts['bytes'] / 1e6:.2f} MB)")
+    if facts["torn_source"]:
+        click.echo(f"fleetbus: {facts['torn_source']}", err=True)
+
+
+def _objects(found: dict[str, int]) -> str:
+    return f", {found['objects']} objects of {found['bytes'] / 1e6:.1f} MB" if found["objects"] else ""
+
+
+def _tell_of_objects(found: dict[str, int], *, redacted: bool) -> None:
+    reasons = {"missing": "are in no bucket any more", "withheld": "have a secret in them", "beyond": "exceed --max-objects"}
+    for name, reason in reasons.items():
+        if found[name]:
+            click.echo(f"fleetbus: {found[name]} objects {reason} and were left out", err=True)
+    if redacted and found["objects"]:
+        click.echo("fleetbus: nobody looked at the pictures in it for secrets; --no-objects leaves them out", err=True)

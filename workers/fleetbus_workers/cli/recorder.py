@@ -1,0 +1,45 @@
+"""``fleetbus recorder --archive DIR``: archive the log, and keep it below its limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.options import SettingsCommand, settings_options
+from fleetbus_workers.cli.role import Work, role_options, run_role
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+
+@click.command("recorder", cls=SettingsCommand)
+@click.option(
+    "--archive",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    required=True,
+    help="Folder for the archive of this run; made if it is not there, continued if it is",
+)
+@role_options
+@settings_options("run", "nats", "limits", "log")
+def command(archive: Path, **values: Any) -> int:
+    """Archives a run's log and keeps it below its limit: removes observations and actions that the archive holds and nobody
+    needs any more. Requests, claims, results and training entries stay.
+
+    One per run. SIGTERM or Ctrl-C: archive what the log holds by then, then exit. It goes on where the archive ends.
+    Give it to the learner, too (--learner-archive): resumed at an older checkpoint it needs what was removed since.
+    """
+
+    def load_work() -> Work:
+        from fleetbus_workers.recorder.worker import run_recorder
+
+        async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+            await run_recorder(bus, configuration=configuration, name=name, drain=drain, folder=archive)
+
+        return work
+
+    return run_role("recorder", load_work, values)

@@ -1,0 +1,156 @@
+"""``fleetbus replay FILE --role ROLE``: does a worker still publish what was recorded? 0: yes; 1: no; 2: bad input."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.exit_status import CRASHED, FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus_workers.replay import Report
+    from fleetbus_workers.replay.progress import Progress
+
+ROLES = ("environment", "inference", "learner")
+
+LINE_WIDTH = 79
+"""Columns of the line that counts."""
+
+
+@click.command("replay")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option("--role", type=click.Choice(ROLES), default="environment", show_default=True, help="Which worker is tested")
+@click.option("--speed", default="max", show_default=True, metavar="max|N", help="N times the recorded speed")
+@click.option("--environment", metavar="SPEC", help="Environment to play on (default: the recorded one)")
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Model folder (default: the recorded one)")
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="Folder with the published weights, where the recorded place is gone and the recording has none",
+)
+@click.option(
+    "--ignore", multiple=True, metavar="TYPE.FIELD", help="A further field that may differ, e.g. EpisodeFinished.error"
+)
+@click.option("--tolerance", type=float, default=1e-3, show_default=True, help="Of log-probabilities")
+@click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds without a message until a worker hangs")
+@click.option(
+    "--until",
+    type=click.Choice(("batches", "weights")),
+    default="weights",
+    show_default=True,
+    help="Learner: weights trains again; batches compares requests, advantages and batches and needs no model",
+)
+@click.option("--distinct", is_flag=True, help="Environment: play episodes with the same task, actions and outcome once")
+@click.option("--sample-again", is_flag=True, help="Inference: sample every token, though a forward pass would show the same")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 32),
+    metavar="N",
+    help="Processes that share the episodes of environment and inference (default: the CPUs, for big files)",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
+def command(file: Path, as_json: bool, **values: Any) -> int:
+    """Feed one worker its recorded inputs and compare what it publishes, field by field.
+
+    Workers, lanes, places, moments and durations may differ; everything else may not. Exit status 0: it replays as recorded;
+    1: it does not, with the first difference; 2: bad input.
+    """
+    report = anyio.run(partial(_replay, file, **values), backend_options={"use_uvloop": os.name != "nt"})
+    if as_json:
+        import msgspec
+
+        facts = {"same": report.same, "first": report.first} | msgspec.to_builtins(report)
+        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+    else:
+        print("\n".join(report.lines()))
+    return FINISHED if report.same else CRASHED
+
+
+async def _replay(
+    file: Path,
+    *,
+    role: Any,
+    speed: str,
+    environment: str | None,
+    model: Path | None,
+    weights: Path | None,
+    ignore: tuple[str, ...],
+    tolerance: float,
+    patience: float,
+    jobs: int | None,
+    until: Any,
+    sample_again: bool,
+    distinct: bool,
+) -> Report:
+    from fleetbus.errors import UserError
+    from fleetbus_workers.replay import Replay, replay_recording
+    from fleetbus_workers.replay.progress import Progress
+
+    replay = Replay(
+        role=role,
+        environment=environment,
+        model=model,
+        weights=weights,
+        speed=_speed(speed),
+        ignored=frozenset(ignore),
+        tolerance=tolerance,
+        patience_seconds=patience,
+        jobs=jobs,
+        until=until,
+        sample_again=sample_again,
+        distinct=distinct,
+    )
+    if role == "learner" and jobs is not None and jobs > 1:
+        raise UserError("--jobs: a learner needs all episodes in one process: leave it out")
+    progress = Progress()
+    async with _shown(progress, role):
+        report = await replay_recording(file, replay, progress)
+    if report.torn:
+        click.echo(f"fleetbus: {report.torn}", err=True)
+    return report
+
+
+@asynccontextmanager
+async def _shown(progress: Progress, role: str) -> AsyncIterator[None]:
+    """On a terminal one line that counts, and is gone at the end; elsewhere nothing."""
+    from fleetbus_workers.replay.progress import UNITS, telling
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    began = time.monotonic()
+
+    def show() -> None:
+        seconds = time.monotonic() - began
+        counted = f"{progress.done:,} of {progress.total:,} {UNITS[role]}" if progress.total else "reading and loading"
+        click.echo(f"\r{role}: {counted}, {seconds:.0f} s".ljust(LINE_WIDTH), nl=False, err=True)
+
+    try:
+        async with telling(show):
+            yield
+    finally:
+        click.echo(f"\r{' ' * LINE_WIDTH}\r", nl=False, err=True)
+
+
+def _speed(text: str) -> float | None:
+    from fleetbus.errors import UserError
+
+    if text == "max":
+        return None
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if speed <= 0:
+        raise UserError(f"--speed {text}: give max, or a number above 0 such as 1 (as recorded) or 10")
+    return speed

@@ -1,0 +1,164 @@
+"""``fleetbus runs list|rm``: the runs in a folder, what became of them, and their removal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.exit_status import FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus.config.run_folder import RunFolder
+
+
+def folder_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: where the runs are, as `runs_folder` takes it."""
+    folder = click.option(
+        "--run-folder",
+        "run__folder",
+        type=click.Path(file_okay=False),
+        help="Folder that holds a folder per run (default: the configured one)",
+    )
+    config = click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings")
+    return folder(config(function))
+
+
+def runs_folder(values: dict[str, Any]) -> Path:
+    """Where `up` keeps its runs; raises `UserError`."""
+    return Path(load_settings(values, earlier=False).configuration.run.folder).expanduser()
+
+
+@click.group("runs")
+def command() -> None:
+    """The runs on this machine: list them, remove them."""
+
+
+@command.command("list")
+@folder_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+def list_runs(as_json: bool, **values: Any) -> int:
+    """List the runs in a folder: whether they run, when they were last written to, how large they are, what came of them."""
+    folder = runs_folder(values)
+    rows = [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+    elif not rows:
+        print(f"no runs in {folder}: `fleetbus up` makes one")
+    else:
+        _print(rows)
+    return FINISHED
+
+
+@command.command("rm")
+@click.argument("names", nargs=-1, required=True, metavar="RUN...")
+@folder_options
+@click.option("--yes", is_flag=True, help="Do not ask")
+def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
+    """Remove runs with all their files: log, weights, checkpoints, models. One that is running is refused.
+
+    Exit status 0: removed; 2: one of them is not there or runs, and nothing was removed.
+    """
+    from fleetbus.errors import UserError
+
+    folder = runs_folder(values)
+    chosen = []
+    for name in dict.fromkeys(names):
+        path = folder / checked_name("run", name)
+        if path.is_symlink() or not _is_run(path):
+            raise UserError(f"there is no run {name} in {folder}: `fleetbus runs list` shows them")
+        if _is_running(path):
+            raise UserError(f"run {name} is running: stop `fleetbus up` first")
+        chosen.append(path)
+    for path in chosen:
+        if yes or click.confirm(f"remove {path} ({_size(path) / 1e6:.1f} MB)?", err=True):
+            shutil.rmtree(path)
+            print(f"removed {path.name}")
+    return FINISHED
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in ("run.json", "config.json", "nats"))
+
+
+def _is_running(path: Path) -> bool:
+    """True while an `up` holds the run's lock."""
+    from fleetbus_workers.up.lock import is_held
+
+    return is_held(path / "lock")
+
+
+def _row(path: Path) -> dict[str, Any]:
+    from fleetbus.config.run_folder import RunFolder
+
+    run = RunFolder(path)
+    summary = _read(run.summary)
+    return {
+        "run": path.name,
+        "running": _is_running(path),
+        "changed": max((_stat(path, name, "st_mtime") for name in os.listdir(path)), default=0.0),
+        "bytes": _size(path),
+        "model": run.model.is_dir(),
+        "checkpoints": _count(run),
+        "steps": summary.get("optimizer_steps"),
+        "success_before": summary.get("success_start"),
+        "success_after": summary.get("success_end"),
+        "signal": summary.get("signal", ""),
+    }
+
+
+def _count(run: RunFolder) -> int:
+    return sum(1 for _ in run.checkpoints.iterdir()) if run.checkpoints.is_dir() else 0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    import msgspec
+
+    try:
+        content = msgspec.json.decode(file.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _size(path: Path) -> int:
+    return sum(_stat(folder, name, "st_size") for folder, _, names in os.walk(path) for name in names)
+
+
+def _stat(folder: str | Path, name: str, field: str) -> Any:
+    """A field of a file's status, 0 for one that is gone: a running server removes files meanwhile."""
+    try:
+        return getattr(os.lstat(os.path.join(folder, name)), field)
+    except FileNotFoundError:
+        return 0
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    import datetime
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "state", "changed", box=None, header_style="bold", pad_edge=False)
+    for name in ("size", "steps", "held out"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        changed = datetime.datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
+        state = "running" if row["running"] else "finished" if row["model"] else "stopped"
+        before, after = row["success_before"], row["success_after"]
+        success = "" if before is None or after is None else f"{before:.0%} → {after:.0%}"
+        steps = "" if row["steps"] is None else str(row["steps"])
+        table.add_row(row["run"], state, changed, f"{row['bytes'] / 1e6:.1f} MB", steps, success)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    for row in rows:
+        if row["signal"] and not row["running"]:
+            console.print(f"{row['run']}: {row['signal']}", style="yellow")

@@ -1,0 +1,22 @@
+"""``fleetbus schema``: the contract, for programs that are not Python."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("schema")
+@click.option("--asyncapi", "as_asyncapi", is_flag=True, help="AsyncAPI 3 instead: subjects, roles and messages")
+def command(as_asyncapi: bool) -> None:
+    """Print the JSON Schema of every message, or who sends them where as AsyncAPI 3."""
+    import msgspec
+
+    if as_asyncapi:
+        from fleetbus_schemas.asyncapi import asyncapi
+
+        document = asyncapi()
+    else:
+        from fleetbus_schemas.export import json_schema
+
+        document = json_schema()
+    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())

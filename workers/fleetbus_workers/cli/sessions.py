@@ -1,0 +1,115 @@
+"""``fleetbus sessions [RUN]``: what every worker holds right now: episodes, turns, step-wise sessions."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import open_run, reach_options
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.exit_status import FINISHED
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+
+LISTEN_SECONDS = 2.5
+"""A heartbeat of every living worker comes within this."""
+
+ANSWER_SECONDS = 2.0
+ROLES = ("environment", "inference")
+
+
+@click.command("sessions")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+@click.option("--limit", type=int, default=50, show_default=True, help="Most rows; 0: all")
+@reach_options
+def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
+    """List the sessions of a run that is going on: which worker holds which episode, at which turn, and since when.
+
+    Oldest first. Exit status 0: listed; 2: the run cannot be reached.
+    """
+    configuration = load_settings({**values, "run__name": run}).configuration
+    rows = anyio.run(partial(_list, configuration), backend_options={"use_uvloop": os.name != "nt"})
+    shown = rows[:limit] if limit > 0 else rows
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+    else:
+        _print(shown, len(rows))
+    return FINISHED
+
+
+async def _list(configuration: Configuration) -> list[dict[str, Any]]:
+    from fleetbus_schemas import Subjects
+
+    subjects = Subjects(configuration.run.name)
+    async with open_run(configuration, "operator") as bus:
+        held: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for role, worker in await _workers(bus, subjects):
+            answer = await _ask(bus, subjects, role, worker)
+            held[worker] = (role, answer if answer is not None else ("(no answer)",))
+        rows: list[dict[str, Any]] = []
+        for worker, (role, sessions) in held.items():
+            known = {"worker": worker, "role": role}
+            rows += [known | {"session": name} | await _since(bus, subjects, role, name) for name in sessions]
+    return sorted(rows, key=lambda row: -(row["seconds"] or 0.0))
+
+
+async def _workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
+    from fleetbus_schemas import Heartbeat, MalformedMessage, decode
+
+    found: dict[tuple[str, str], None] = {}
+    async with bus.listen(subjects.heartbeats) as heartbeats:
+        with anyio.move_on_after(LISTEN_SECONDS):
+            while True:
+                subject, payload = await heartbeats.receive()
+                try:
+                    beat = decode(Heartbeat, payload, subject=subject)
+                except MalformedMessage:
+                    continue
+                if beat.role in ROLES:
+                    found[beat.role, beat.worker] = None
+    return sorted(found)
+
+
+async def _ask(bus: Any, subjects: Any, role: str, worker: str) -> tuple[str, ...] | None:
+    from fleetbus.errors import NoResponders, RequestUnanswered
+    from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, decode, encode
+
+    subject = subjects.control(role, worker)
+    try:
+        answer = await bus.request(subject, encode(ControlRequested(command="ping")), timeout=ANSWER_SECONDS)
+        return decode(ControlAnswered, answer, subject=subject).busy_with
+    except (NoResponders, RequestUnanswered, MalformedMessage):
+        return None
+
+
+async def _since(bus: Any, subjects: Any, role: str, name: str) -> dict[str, Any]:
+    """When the session's newest claim was stored, and how far it is."""
+    episode, _, rest = name.partition(".")
+    entries = await bus.history([subjects.episode(episode), subjects.session(episode)]) if "(" not in name else []
+    began = entries[-1].time_ns if entries else 0
+    turn = rest.rpartition(".")[2] if role == "inference" else ""
+    return {"episode": episode, "turn": turn, "seconds": (bus.now_ns() - began) / 1e9 if began else None}
+
+
+def _print(rows: list[dict[str, Any]], total: int) -> None:
+    from rich.table import Table
+
+    from fleetbus_workers.cli.tables import print_table
+    from fleetbus_workers.overview.wording import duration
+
+    table = Table("session", "worker", "role", box=None, header_style="bold", pad_edge=False)
+    table.add_column("turn", justify="right")
+    table.add_column("for", justify="right")
+    for row in rows:
+        since = "" if row["seconds"] is None else duration(row["seconds"])
+        table.add_row(row["episode"], row["worker"], row["role"], row["turn"], since)
+    print_table(table)
+    print(f"{total} sessions" + (f", the {len(rows)} oldest shown (--limit 0: all)" if len(rows) < total else ""))

@@ -1,0 +1,122 @@
+"""``RUN|FILE``: the entries that a command looks at come from a run's log or from a recording."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from fleetbus_workers.cli.log_access import is_reachable, open_run
+from fleetbus_workers.cli.role import told_address
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus, Stored
+    from fleetbus.config.settings import Configuration
+    from fleetbus_schemas import Subjects
+
+
+class Source:
+    """Where entries come from: ``bus`` for a run within reach, ``file`` for a recording, ``archive`` alone or besides."""
+
+    def __init__(self, run: str, *, bus: Bus | None = None, file: Path | None = None, archive: Path | None = None) -> None:
+        from fleetbus_schemas import Subjects
+
+        self.subjects: Subjects = Subjects(run)
+        self.bus = bus
+        self.file = file
+        self.archive = archive
+        self.torn = ""
+        """What is missing at the end of a recording, once it was read."""
+        self.objects: dict[str, bytes] = {}
+        """The objects of a recording, once it was read."""
+
+    async def entries(self, subjects: list[str] | None = None) -> AsyncGenerator[Stored]:
+        """All entries, or those that match one of these subjects (wildcards allowed), in order. Who leaves early closes it."""
+        from fleetbus.bus.memory_subjects import any_matcher
+
+        if self.bus is not None and self.archive is None and subjects:
+            async with aclosing(cast("AsyncGenerator[Stored]", self.bus.scan(subjects))) as entries:
+                async for entry in entries:
+                    yield entry
+            return
+        matches = any_matcher(subjects or [self.subjects.log])
+        async for entry in self._all():
+            if matches(entry.subject):
+                yield entry
+
+    async def _all(self) -> AsyncIterator[Stored]:
+        from fleetbus.archive import scan_archive, scan_whole
+        from fleetbus.recording.export import scan_recording
+        from fleetbus.recording.reader import RecordingReader
+
+        if self.file is not None:
+            reader = RecordingReader(self.file)
+            async for entry in scan_recording(reader):
+                yield entry
+            self.torn, self.objects = reader.torn, reader.objects
+        elif self.bus is not None:
+            async for entry in scan_whole(self.bus, self.subjects, self.archive):
+                yield entry
+        elif self.archive is not None:
+            async for entry in scan_archive(self.archive, run=self.subjects.run):
+                yield entry
+
+
+def monitor_address(configuration: Configuration) -> str:
+    """Where the server that `up` started on this machine tells of itself, empty if nobody knows."""
+    from fleetbus.config.run_folder import run_folder
+
+    return "" if configuration.nats.url else told_address(run_folder(configuration.run)).get("monitor", "")
+
+
+def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: ``--nats-http URL`` as the argument ``nats_http``, for `nats_http_of`."""
+    return click.option(
+        "--nats-http",
+        "--monitor-url",
+        "nats_http",
+        metavar="URL",
+        default="",
+        help="The NATS server's monitoring address (default: that of `up`)",
+    )(function)
+
+
+def nats_http_of(configuration: Configuration, given: str) -> str | None:
+    """The address of the server's monitoring: the one that was given, or that of `up`; empty if nobody knows it, None for a
+    run that nobody serves. Raises `UserError` for what is no address."""
+    from fleetbus_workers.overview.nats_http import checked_address
+
+    known = checked_address(given) or monitor_address(configuration)
+    return known if known or configuration.nats.url else None
+
+
+def asked_address(configuration: Configuration, given: str) -> Callable[[], str | None]:
+    """`nats_http_of` as of whenever it is called: a run that is resumed has a server with another address. Raises `UserError`
+    at once."""
+    nats_http_of(configuration, given)
+    return partial(nats_http_of, configuration, given)
+
+
+def is_recording(name: str | None) -> bool:
+    """True if ``RUN|FILE`` names a file rather than a run."""
+    return bool(name) and (Path(str(name)).is_file() or str(name).endswith(".fbrec"))
+
+
+@asynccontextmanager
+async def open_source(name: str | None, configuration: Configuration, archive: Path | None = None) -> AsyncIterator[Source]:
+    """The recording if ``name`` is one, else the run of the configuration; raises `UserError`."""
+    if is_recording(name):
+        from fleetbus.recording.reader import read_header
+
+        yield Source(read_header(Path(str(name))).run, file=Path(str(name)))
+        return
+    run = configuration.run.name
+    if archive is not None and not is_reachable(configuration):
+        yield Source(run, archive=archive)
+        return
+    async with open_run(configuration, "look", own_server=True) as bus:
+        yield Source(run, bus=bus, archive=archive)

@@ -1,0 +1,184 @@
+"""``fleetbus tasks``: check tasks before they are trained on, and split them into training and held-out ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fleetbus_workers.cli.options import NumberRange
+from fleetbus_workers.exit_status import REFUSED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fleetbus_schemas import Task
+
+SHOWN_PROBLEMS = 20
+LOCATION = click.argument("location", metavar="LOCATION")
+
+
+@click.group("tasks")
+def command() -> None:
+    """Tasks files: validate them, split them into training and held-out tasks.
+
+    LOCATION is a tasks file or a folder of them: a path, https://..., s3://..., with @VERSION at its end if there are several,
+    as in data@v0.2 or s3://bucket/{version}/openenv/all_tool_use.json@v0.2.
+    """
+
+
+@command.command("validate")
+@LOCATION
+@click.option("--environment", "specs", multiple=True, metavar="[KEY=]SPEC", help="Also check that these serve every task")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON")
+def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
+    """Read every task and say all that is wrong, each with its file and its place. Exit status 0: nothing is; 2: something is.
+
+    Checks the fields, that keys are unique, that tasks fit into a message, and that verifiers compile.
+    """
+    from fleetbus.tasks import check_dataset, check_verifiers
+
+    tasks, problems = check_dataset(location)
+    problems += check_verifiers(tasks)
+    if specs:
+        problems += _unserved(specs, tasks)
+    facts = _facts(tasks) | {"problems": problems}
+    if as_json:
+        _print_json(facts)
+    else:
+        _print_facts(facts, location)
+    return REFUSED if problems else 0
+
+
+@command.command("split")
+@LOCATION
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Folder to write to [.]")
+@click.option("--format", "formats", type=click.Choice(["json", "parquet", "both"]), default="json", help="Files [json]")
+@click.option("--eval-ratio", type=NumberRange(0, 1), default=0.10, help="Held-out share of each environment [0.1]")
+@click.option("--max-eval", type=click.IntRange(min=0), default=30, help="Most held-out tasks per environment [30]")
+@click.option("--min-eval", type=click.IntRange(min=0), default=1, help="Fewest held-out tasks per environment [1]")
+@click.option("--all-or-none", is_flag=True, help="An environment whose share is below --min-eval gives none instead")
+@click.option("--hold-out", multiple=True, metavar="[MODALITY:]ENV", help="Environment to hold out whole; repeatable")
+@click.option(
+    "--max-eval-total", type=click.IntRange(min=0), help="Most held-out tasks of all environments together [no limit]"
+)
+@click.option(
+    "--max-env-share",
+    type=NumberRange(0, 1, min_open=True),
+    default=1.0,
+    help="Most of the training tasks from one environment [1.0]",
+)
+@click.option("--modality", type=click.Choice(["tool_use", "computer_use", "browser_use", "all"]), default="all")
+@click.option("--env", "environments", multiple=True, metavar="ENV", help="Only tasks of this environment; repeatable")
+@click.option("--difficulty", "difficulties", multiple=True, type=int, help="Only tasks of this difficulty; repeatable")
+@click.option("--max-tasks", type=click.IntRange(min=1), help="Only the first so many tasks that are left")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+def split(location: str, output: Path, formats: str, as_json: bool, **choices: Any) -> int:
+    """Write train and validation tasks, held out per environment by the hash of their keys: the same task, the same side.
+
+    Fleet's data preparation: --eval-ratio 0.2 --max-eval 20 --min-eval 5 --all-or-none --max-eval-total 96 --max-env-share 0.2.
+    """
+    from fleetbus.core.splits import split_tasks
+    from fleetbus.datasets import shown
+    from fleetbus.errors import UserError
+    from fleetbus.tasks import load_dataset
+    from fleetbus.tasks_output import write_split
+
+    tasks = _selected(load_dataset(location), choices)
+    if not tasks:
+        raise UserError(f"{shown(location)}: no task is left to split; loosen --modality, --env or --difficulty")
+    parameters = {
+        name: choices[name] for name in ("eval_ratio", "max_eval", "min_eval", "all_or_none", "max_eval_total", "max_env_share")
+    }
+    parameters["held_out"] = choices["hold_out"] or ("computer_use:instacart",)
+    train, evaluation = split_tasks(tasks, **parameters)
+    written = write_split(output, train, evaluation, formats=("json", "parquet") if formats == "both" else (formats,))
+    facts = {
+        "dataset_version": tasks[0].dataset_version,
+        "parameters": parameters,
+        "train": len(train),
+        "validation": len(evaluation),
+        "left_out": len(tasks) - len(train) - len(evaluation),
+        "environments": _table(train, evaluation),
+        "files": [str(path) for path in written],
+    }
+    if as_json:
+        _print_json(facts)
+    else:
+        _print_table(facts)
+    return 0
+
+
+def _selected(tasks: Sequence[Task], choices: dict[str, Any]) -> list[Task]:
+    selected = [
+        task
+        for task in tasks
+        if choices["modality"] in ("all", task.modality)
+        and (not choices["environments"] or task.env in choices["environments"])
+        and (not choices["difficulties"] or task.config.get("difficulty") in choices["difficulties"])
+    ]
+    return selected[: choices["max_tasks"]]
+
+
+def _unserved(specs: Sequence[str], tasks: Sequence[Task]) -> list[str]:
+    from fleetbus.errors import UserError
+    from fleetbus_workers.environment.by_task import check_tasks_served, specs_by_key
+
+    try:
+        check_tasks_served(specs_by_key("\n".join(specs)), tasks)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _facts(tasks: Sequence[Task]) -> dict[str, Any]:
+    return {
+        "dataset_version": tasks[0].dataset_version if tasks else "",
+        "tasks": len(tasks),
+        "without_verifier": sum(task.verifier is None for task in tasks),
+        "environments": {env or "-": sum(task.env == env for task in tasks) for env in sorted({task.env for task in tasks})},
+        "modalities": {
+            kind: sum(task.modality == kind for task in tasks) for kind in sorted({task.modality for task in tasks})
+        },
+    }
+
+
+def _table(train: Sequence[Task], evaluation: Sequence[Task]) -> dict[str, dict[str, int]]:
+    return {
+        env or "-": {
+            "train": sum(task.env == env for task in train),
+            "validation": sum(task.env == env for task in evaluation),
+        }
+        for env in sorted({task.env for task in [*train, *evaluation]})
+    }
+
+
+def _print_facts(facts: dict[str, Any], location: str) -> None:
+    from fleetbus.datasets import shown
+
+    problems = facts["problems"]
+    for problem in problems[:SHOWN_PROBLEMS]:
+        click.echo(f"fleetbus: {problem}", err=True)
+    if len(problems) > SHOWN_PROBLEMS:
+        click.echo(f"fleetbus: and {len(problems) - SHOWN_PROBLEMS} more (--json shows all)", err=True)
+    environments = ", ".join(f"{env} {count}" for env, count in facts["environments"].items())
+    verdict = f"{len(problems)} problems" if problems else "valid"
+    print(f"{shown(location)}: {verdict}, {facts['tasks']} tasks, version {facts['dataset_version'] or '-'} ({environments})")
+    if facts["without_verifier"]:
+        print(f"{facts['without_verifier']} tasks have no verifier: their environment must reward them itself")
+
+
+def _print_table(facts: dict[str, Any]) -> None:
+    width = max(len("environment"), *map(len, facts["environments"]))
+    print(f"{'environment':<{width}}  {'train':>6}  {'validation':>10}")
+    for env, row in facts["environments"].items():
+        print(f"{env:<{width}}  {row['train']:>6}  {row['validation']:>10}")
+    print(f"{'all':<{width}}  {facts['train']:>6}  {facts['validation']:>10}")
+    print(f"wrote {', '.join(facts['files'])} from version {facts['dataset_version']}")
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    import json
+
+    print(json.dumps(facts, indent=2, ensure_ascii=False))

@@ -1,0 +1,132 @@
+"""``fleetbus top [RUN]``: who works, what is learned, how full the log is, and what is stuck - live on a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import driver_of, open_run, reach_options
+from fleetbus_workers.cli.options import SECONDS, load_settings
+from fleetbus_workers.cli.sources import asked_address, nats_http_option
+from fleetbus_workers.exit_status import FINISHED, INTERRUPTED
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+
+REFRESH_SECONDS = 1.0
+DRAW_SECONDS = 0.5
+"""A worker is silent 4 s after its last heartbeat, and has to be seen as such within 5 s."""
+
+FIRST_LOOK_SECONDS = 2.5
+"""A heartbeat of every living worker comes within this."""
+
+
+@click.command("top")
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--once", is_flag=True, help="Show one picture and end")
+@click.option("--json", "as_json", is_flag=True, help="Print facts as JSON, one line per second (with --once: one)")
+@click.option("--stall", type=SECONDS, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")
+@nats_http_option
+@reach_options
+def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http: str, **values: Any) -> int:
+    """A live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
+
+    Works at 80 columns and over SSH. Ctrl-C ends it. With --once the exit status says more: 0: it works or is over; 1: it is
+    stuck, and where; 2: bad input.
+    """
+    configuration = load_settings({**values, "run__name": run}).configuration
+    address = asked_address(configuration, nats_http)
+    work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, nats_http=address)
+    try:
+        return anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    except KeyboardInterrupt:
+        return INTERRUPTED if once else FINISHED
+
+
+async def _watch(
+    configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: Callable[[], str | None]
+) -> int:
+    from fleetbus_schemas import Subjects
+    from fleetbus_workers.overview.follow import Watch
+    from fleetbus_workers.overview.jetstream import look_at_server
+    from fleetbus_workers.overview.state import FleetState
+    from fleetbus_workers.replay.quiet import quiet
+    from fleetbus_workers.top.view import facts
+    from fleetbus_workers.watchdog import find_stalls
+
+    run = configuration.run.name
+    state = FleetState(configuration.learner.steps)
+    async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
+        with quiet():
+            watch = Watch(bus, Subjects(run), state, driver_of(configuration))
+            tasks.start_soon(watch.run)
+            if not once:  # a server that takes its time must not hold up the picture of the workers
+                tasks.start_soon(watch.look_at_server, nats_http)
+
+            async def look() -> dict[str, Any]:
+                server = await look_at_server(bus, run, nats_http()) if once else watch.server
+                now, now_ns = anyio.current_time(), bus.now_ns()
+                is_behind, ending = watch.is_behind(now), watch.ending(now)
+                stalls = (
+                    []
+                    if not watch.may_be_stuck(now)
+                    else find_stalls(
+                        state,
+                        watch.health,
+                        now=now,
+                        now_ns=now_ns,
+                        admission=configuration.nats.admission,
+                        stall_seconds=stall_seconds,
+                    )
+                )
+                shown = facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns, ending=ending)
+                return {"is_behind": is_behind} | shown
+
+            result = await _show_once(look, as_json) if once else await _show(look, as_json)
+        tasks.cancel_scope.cancel()
+    return result
+
+
+async def _show_once(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
+    """After a look at all of the log as of now, and long enough to hear of every worker."""
+    await anyio.sleep(FIRST_LOOK_SECONDS)
+    shown = await look()
+    while shown["is_behind"]:
+        await anyio.sleep(REFRESH_SECONDS)
+        shown = await look()
+    _print(shown, as_json)
+    return 1 if shown["stalls"] else FINISHED
+
+
+async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
+    if as_json or not sys.stdout.isatty():
+        while True:
+            await anyio.sleep(REFRESH_SECONDS)
+            _print(await look(), as_json)
+    from rich.live import Live
+
+    from fleetbus_workers.top.view import screen
+
+    with Live("", auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(screen(await look(), live.console), refresh=True)
+            await anyio.sleep(DRAW_SECONDS)
+
+
+def _print(shown: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode(shown).decode(), flush=True)
+        return
+    from rich.console import Console
+
+    from fleetbus_workers.top.view import screen
+
+    Console().print(screen(shown))

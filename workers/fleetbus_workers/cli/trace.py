@@ -1,0 +1,186 @@
+"""``fleetbus trace RUN|FILE``: every episode and every step-wise session as an OpenTelemetry trace, derived from the log; to a
+receiver or to a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import ExitStack, aclosing, closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.log_access import archive_option, reach_options
+from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.exit_status import FINISHED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from anyio.abc import TaskStatus
+
+    from fleetbus.config.settings import Configuration
+    from fleetbus_workers.cli.sources import Source
+    from fleetbus_workers.tracing.run import Tracing, Written
+    from fleetbus_workers.tracing.span import SpanSink
+
+
+@click.command("trace")
+@click.argument("source", required=False, metavar="[RUN|FILE]")
+@click.option(
+    "--otlp", metavar="URL", default="", help="An OTLP/HTTP receiver, http://127.0.0.1:4318 say (Collector, Jaeger, Tempo)"
+)
+@click.option(
+    "--jsonl", type=click.Path(path_type=Path, dir_okay=False), help="Append OTLP JSON lines, which the Collector reads"
+)
+@click.option("--follow", is_flag=True, help="Go on while the run does, until Ctrl-C")
+@click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be repeated")
+@click.option(
+    "--session", "sessions", multiple=True, metavar="NAME", help="Only this step-wise session; may be repeated, and mixed"
+)
+@click.option(
+    "--sample", type=click.FloatRange(0, 1), default=1.0, metavar="SHARE", help="Share of the traces, by their id [1]"
+)
+@click.option(
+    "--after", type=click.IntRange(0), default=0, metavar="SEQUENCE", help="Go on after the last_sequence of an earlier run"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+@archive_option()
+@reach_options
+def command(source: str | None, as_json: bool, **values: Any) -> int:
+    """Export a trace per episode: queue, turns, generation, tools, verification, training, with their places in the log.
+
+    Step-wise sessions (gateways, clients) have one each: opening, resets, steps, verification, take-overs.
+    Traces are made from the log alone: live, afterwards, or from a recording. Ids of traces and spans follow from the run and
+    the episode or session, so that exporting again adds nothing. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS.
+    --otlp needs `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that takes nothing.
+    """
+    from fleetbus_workers.cli.sources import is_recording
+
+    names = ("otlp", "jsonl", "follow", "episodes", "sessions", "sample", "after", "archive")
+    chosen = {name: values.pop(name) for name in names}
+    _check(source, chosen)
+    given = {} if is_recording(source) else {"run__name": source}
+    configuration = load_settings({**values, **given}).configuration
+    work = partial(_trace, source, configuration, **chosen)
+    written = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    _print(written, as_json)
+    return FINISHED
+
+
+def _check(source: str | None, chosen: dict[str, Any]) -> None:
+    from fleetbus.errors import UserError
+    from fleetbus_workers.cli.sources import is_recording
+
+    if not chosen["otlp"] and chosen["jsonl"] is None:
+        raise UserError("nowhere to write to: give --otlp URL or --jsonl FILE")
+    if chosen["follow"] and (is_recording(source) or chosen["archive"] or chosen["episodes"] or chosen["sessions"]):
+        raise UserError(
+            "--follow goes with a run and all of its episodes: leave out the recording, --archive, --episode or --session"
+        )
+
+
+async def _trace(
+    source: str | None,
+    configuration: Configuration,
+    *,
+    otlp: str,
+    jsonl: Path | None,
+    follow: bool,
+    episodes: Sequence[str],
+    sessions: Sequence[str],
+    sample: float,
+    after: int,
+    archive: Path | None,
+) -> Written:
+    from fleetbus.errors import UserError
+    from fleetbus_workers.cli.sources import open_source
+    from fleetbus_workers.tracing.fold import LogTraces
+    from fleetbus_workers.tracing.run import Tracing
+    from fleetbus_workers.tracing.span import SpansRefused
+
+    with ExitStack() as stack:
+        async with open_source(source, configuration, archive) as opened:
+            run = opened.subjects.run
+            sinks = [stack.enter_context(closing(sink)) for sink in _sinks(run, otlp, jsonl)]
+            tracing = Tracing(run, LogTraces(run, episodes=episodes, sessions=sessions, ratio=sample), sinks, after=after)
+            try:
+                if follow:
+                    await _follow(opened, tracing)
+                else:
+                    async with aclosing(opened.entries(_subjects(opened, episodes, sessions))) as entries:
+                        await tracing.copy(entries)
+            except* SpansRefused as refused:
+                raise UserError(str(refused.exceptions[0])) from None
+            if opened.torn:
+                print(f"fleetbus: {opened.torn}", file=sys.stderr)
+    return tracing.written
+
+
+def _sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
+    from fleetbus.errors import UserError
+
+    sinks: list[SpanSink] = []
+    if otlp:
+        try:
+            from fleetbus_workers.tracing.otlp import OtlpSink
+        except ModuleNotFoundError as error:
+            raise UserError(f"{error.name} is not installed: pip install 'fleetbus[otel]'") from error
+        sinks.append(OtlpSink(otlp, run=run))
+    if jsonl is not None:
+        from fleetbus_workers.tracing.otlp_file import FileSink
+
+        sinks.append(FileSink(jsonl, run=run))
+    return sinks
+
+
+def _subjects(source: Source, episodes: Sequence[str], sessions: Sequence[str]) -> list[str]:
+    from fleetbus.recording.episodes import episode_subjects
+
+    subjects = source.subjects
+    wanted = [each for name in episodes for each in episode_subjects(subjects, checked_name("episode", name))]
+    journals = [subjects.session(checked_name("session", name)) for name in sessions]
+    if wanted or journals:
+        return [*wanted, *journals, *([subjects.train("*")] if wanted else [])]
+    played = [subjects.tasks(), subjects.observations(), subjects.actions(), subjects.episodes]
+    return [*played, subjects.session("*"), subjects.train("*")]
+
+
+async def _follow(source: Source, tracing: Tracing) -> None:
+    stop = anyio.Event()
+    assert source.bus is not None
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(_obey, stop)
+        await tracing.follow(source.bus, source.subjects, stop)
+        tasks.cancel_scope.cancel()
+
+
+async def _obey(stop: anyio.Event, *, task_status: TaskStatus[None]) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            stop.set()
+            return
+
+
+def _print(written: Written, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        print(msgspec.json.encode(written).decode())
+        return
+    open_ones = f", {written.open} still open" if written.open else ""
+    print(
+        f"run {written.run}: {written.episodes} episodes{open_ones}{_sessions(written)}, {written.spans} spans, "
+        f"the log up to {written.last_sequence} (--after {written.last_sequence} goes on from here)"
+    )
+
+
+def _sessions(written: Written) -> str:
+    still = f", {written.open_sessions} still open" if written.open_sessions else ""
+    return f", {written.sessions} sessions{still}" if written.sessions or written.open_sessions else ""

@@ -1,0 +1,29 @@
+"""``fleetbus up``: everything on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
+
+
+@click.command("up", cls=SettingsCommand)
+@click.option(
+    "--json-summary", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write the summary to FILE"
+)
+@settings_options(
+    "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "environment", "inference", "episode", "evaluation",
+    "limits", "container", "fleet", "log",
+)  # fmt: skip
+def command(json_summary: Path | None, **values: Any) -> int:
+    """Everything on this machine: a NATS server, environment and inference workers, and the learner.
+
+    Trains the starter policy on the warehouse tasks, or yours: --model PATH --tasks FILE --environment SPEC. Ctrl-C
+    stops in order; the same command again goes on from there. A finished run's model folder is what from_pretrained loads.
+    """
+    from fleetbus_workers.up.command import run_up
+
+    return run_up(load_settings(values), json_summary)

@@ -1,0 +1,84 @@
+"""What an environment is to fleetbus: six calls, all asynchronous, all under a deadline that the worker sets.
+
+The worker above calls them strictly one after another and cancels a call whose time is up; an implementation below talks to
+one outside system. `close` is called exactly once, in every case, even after a failed or cancelled `open`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy sees first: the whole prompt (system and user messages) and the tools, if any.
+
+    ``info`` is for whoever drives the environment step by step; the policy does not see it.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What one action led to. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
+
+    ``messages`` are what the policy sees next (empty when the episode is over). ``reward`` is this turn's own, 0 if the
+    environment grades only at the end. ``tool_calls`` and ``tool_errors`` count what this step did. ``info``: see `Start`.
+    """
+
+    messages: tuple[ChatMessage, ...] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    tool_calls: int = 0
+    tool_errors: int = 0
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The grade of a finished episode. ``reward`` None means that there is no verdict (never a zero); ``reason`` says why."""
+
+    reward: float | None
+    reason: str = ""
+
+
+class EnvironmentFailed(Exception):
+    """The outside system failed, not the policy: the episode ends `env_failed` and trains nothing."""
+
+
+class Environment(Protocol):
+    """One episode's world. Any exception from `open`, `reset`, `step` or `state` ends the episode as `env_failed`."""
+
+    replayable: bool
+    """True if the same actions on a fresh environment of the same task lead to the same observations."""
+
+    async def open(self, task: Task) -> None:
+        """Acquire whatever the episode needs: a process, a connection, a container."""
+
+    async def reset(self) -> Start:
+        """Begin the episode."""
+
+    async def step(self, action: Action) -> Step:
+        """Execute one action of the policy. A failing tool is not an exception but part of the observation."""
+
+    async def state(self) -> dict[str, Any]:
+        """A JSON-like view of the episode for people and monitors; may be empty."""
+
+    async def verify(self) -> Verdict:
+        """Grade the episode; called after the last step and before `close`."""
+
+    async def close(self) -> None:
+        """Release everything; never raises for what is already gone."""
+
+
+@runtime_checkable
+class MakesByTask(Protocol):
+    """A factory whose environments depend on the task."""
+
+    def for_task(self, task: Task) -> Environment:
+        """The environment of one episode; any exception ends the episode as `env_failed`."""

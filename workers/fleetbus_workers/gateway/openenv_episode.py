@@ -1,0 +1,225 @@
+"""One session of the OpenEnv gateway: the protocol's calls as calls to sessions on the bus, and the answers as observations.
+
+A session has a name, and each environment it uses in turn is a session on the bus, ``<name>-0``, ``<name>-1``, ... What it was
+doing is read from their journals, so that any gateway can go on with it. Every tool call is a step, however it comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+import anyio
+import msgspec
+
+from fleetbus.client.sessions import SessionClient, SessionUnavailable
+from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task, ToolCall, ToolSpec
+from fleetbus_workers.environment.stepwise.journal import journal_of
+from fleetbus_workers.gateway.images import LoadImage
+from fleetbus_workers.gateway.openenv_frames import (
+    FrameError,
+    listed,
+    read_action,
+    read_id,
+    read_request_id,
+    read_seed,
+    write_observation,
+)
+
+RESET_KEYS = ("seed", "episode_id")
+TASK_KEYS = {"task_key": "key", "env_key": "env", "prompt": "prompt"}
+CLOSE_SECONDS = 40.0
+NOT_BEGUN = "the episode is over or has not begun: reset first"
+
+
+class AtCapacity(Exception):
+    """No slot was free in time; the connection ends."""
+
+
+class OpenEnvEpisode:
+    """``capacity_seconds``: how long a reset waits for a slot; ``call_seconds``: how long any other call may take. Calls of one
+    session wait for each other."""
+
+    def __init__(
+        self,
+        client: SessionClient,
+        *,
+        capacity_seconds: float,
+        call_seconds: float,
+        name: str = "",
+        load: LoadImage | None = None,
+    ) -> None:
+        self.name = name or secrets.token_hex(16)
+        self._client = client
+        self._capacity_seconds = capacity_seconds
+        self._call_seconds = call_seconds
+        self._load = load
+        self._lock = anyio.Lock()
+        self._number = -1  # of the environment in use, or last used
+        self._live = False
+        self._over = True
+        self._task: Task | None = None
+        self._label = ""
+        self._resets = self._expected = 0
+        self.tools: tuple[ToolSpec, ...] = ()
+        self.steps = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an environment to step."""
+        return self._live
+
+    async def attach(self) -> bool:
+        """Go on where another gateway, or connection, stopped; False if nobody ever used this name."""
+        async with self._lock:
+            await self._read()
+        return self._number >= 0
+
+    async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Begin an episode; other settings than before get an environment of their own."""
+        seed, label = read_seed(data.get("seed")), read_id(data.get("episode_id"))
+        task = _task({name: value for name, value in data.items() if name not in RESET_KEYS}, seed)
+        async with self._lock:
+            if self._live and not _same(task, self._task):
+                await self._close()
+            if not self._live:
+                await self._open(task)
+            answer = await self._made("reset", seed=seed)
+            self._label = label
+            return await write_observation(answer, self._load) | {"reward": None, "done": False}
+
+    async def step(self, data: dict[str, Any], *, request_id: str = "", timeout: float | None = None) -> dict[str, Any]:
+        """One action; raises `FrameError` when it cannot be read or comes at the wrong time.
+
+        A repetition under the same ``request_id`` gets the answer of the first, or joins it if it still runs.
+        """
+        if data.get("type") == "list_tools":
+            return {"observation": {"tools": listed(self.tools)}, "reward": None, "done": False}
+        text, calls = read_action(data)
+        wanted = request_id or read_request_id(data)
+        async with self._lock:
+            if self._number < 0 or not self._resets or (not wanted and (not self._live or self._over)):
+                raise FrameError("EXECUTION_ERROR", NOT_BEGUN, status=409)
+            key = _digest(f"{self._resets}:{wanted}") if wanted else secrets.token_hex(8)
+            return await self._stepped(key, text, calls, timeout)
+
+    async def _stepped(self, key: str, text: str, calls: tuple[ToolCall, ...], timeout: float | None) -> dict[str, Any]:
+        answer = await self._made("step", key=key, timeout=timeout, text=text, tool_calls=calls)
+        over = answer.terminated or answer.truncated
+        reward = answer.reward or 0.0
+        if over and not reward:
+            verdict = await self._made("verify", key=f"{key}v")
+            if verdict.reward is None:
+                raise FrameError("EXECUTION_ERROR", f"the episode has no verdict: {verdict.reason or 'unknown'}")
+            reward = verdict.reward
+        tool = calls[0].name if calls else ""
+        return await write_observation(answer, self._load, tool=tool) | {"reward": reward, "done": over}
+
+    async def state(self) -> dict[str, Any]:
+        """``episode_id`` and ``step_count``, and what the environment says of itself while it is there."""
+        async with self._lock:
+            told = (await self._made("state")).state if self._live else {}
+            name = self._label or (f"{self.name}-{self._number}" if self._number >= 0 else None)
+            return told | {"episode_id": name, "step_count": self.steps}
+
+    async def close(self) -> None:
+        """Release the slot; harmless if there is none."""
+        async with self._lock:
+            await self._close()
+
+    async def _close(self) -> None:
+        live, self._live = self._live, False
+        self._over = True
+        if live:
+            call = SessionCall(session=self._session, call="close", key="close")
+            await self._client.call(call, timeout=CLOSE_SECONDS)
+
+    @property
+    def _session(self) -> str:
+        return f"{self.name}-{self._number}"
+
+    async def _open(self, task: Task) -> None:
+        self._number, self._task = self._number + 1, task
+        self._resets = self._expected = self.steps = 0
+        self._live = True
+        try:
+            await self._made("open", key="open", timeout=self._capacity_seconds, task=task)
+        except SessionUnavailable as error:
+            self._number, self._live = self._number - 1, False  # no number is left out
+            raise AtCapacity(str(error)) from error
+
+    async def _made(self, kind: Any, *, key: str = "", timeout: float | None = None, **fields: Any) -> SessionAnswer:
+        """An answer that was executed, now or before; raises `FrameError` otherwise."""
+        call = SessionCall(session=self._session, call=kind, key=key or secrets.token_hex(8), **fields)
+        try:
+            answer = await self._client.call(call, timeout=timeout or self._call_seconds)
+        except MalformedMessage as malformed:
+            raise FrameError("VALIDATION_ERROR", f"this cannot travel: {malformed.reason}") from malformed
+        if answer.refusal and answer.end is None:
+            if kind == "open":  # one that was given up, and came about after all
+                await self._read()
+            raise FrameError("EXECUTION_ERROR", answer.error)
+        if answer.end is not None:
+            self._live, self._over = False, True
+            words = answer.error or f"the session is over: {answer.end}"
+            raise FrameError("EXECUTION_ERROR", words, error_class=answer.error_class)
+        if answer.number == self._expected:
+            self._take_in(kind, answer)
+            self._expected += 1
+        elif answer.number > self._expected:  # somebody else was here
+            await self._read()
+        return answer  # a smaller number: an answer of before
+
+    async def _read(self) -> None:
+        """Everything from the journals: which environment is the last, what was done in it."""
+        self._number = await self._last_used()
+        self._live, self._over, self.steps, self._resets, self._expected = False, True, 0, 0, 0
+        if self._number < 0:
+            return
+        journal = await journal_of(self._client.bus, self._client.subjects, self._session)
+        self._task = journal.claim.task if journal.claim else None
+        self._live = journal.ended is None and journal.claim is not None
+        self._expected = journal.next_number
+        for record in journal.records:
+            if record.answer.end is None:
+                self._take_in(record.call.call, record.answer)
+
+    def _take_in(self, kind: str, answer: SessionAnswer) -> None:
+        if kind == "reset":
+            self.tools, self.steps, self._over = answer.tools, 0, False
+            self._resets += 1
+        elif kind == "step":
+            self.steps += 1
+            self._over = answer.terminated or answer.truncated
+
+    async def _last_used(self) -> int:
+        """The greatest number with a journal, -1 if there is none: numbers are used without gaps, so it is found by halving."""
+        if not await self._used(0):
+            return -1
+        low, high = 0, 1
+        while await self._used(high):
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if await self._used(middle) else (low, middle)
+        return low
+
+    async def _used(self, number: int) -> bool:
+        subject = self._client.subjects.session(f"{self.name}-{number}")
+        return await self._client.bus.last(subject) is not None
+
+
+def _task(settings: dict[str, Any], seed: int | None) -> Task:
+    named = {field: str(settings[key]) for key, field in TASK_KEYS.items() if key in settings}
+    config = {name: value for name, value in settings.items() if name not in TASK_KEYS}
+    return msgspec.structs.replace(Task(key="openenv", config=config, seed=seed), **named)
+
+
+def _same(left: Task, right: Task | None) -> bool:
+    """Whether two tasks differ in their seeds at most."""
+    return right is not None and msgspec.structs.replace(left, seed=None) == msgspec.structs.replace(right, seed=None)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

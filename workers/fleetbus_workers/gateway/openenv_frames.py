@@ -1,0 +1,158 @@
+"""What OpenEnv's frames and bodies say: actions read, observations written, errors by their names. Pure but for images.
+
+An action is ``{"text": ...}`` (or ``{"message": ...}``), or a tool call as OpenEnv's MCP environments have it; its
+``metadata.request_id`` names the logical step. An observation has ``text``, with ``<image>`` where each image stands, and
+``messages`` as chat messages whose images are ``image_url`` parts with a ``data:`` URL: the bytes as the environment gave them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+
+from fleetbus.bus.objects import ObjectMissing
+from fleetbus_schemas import ChatMessage, Image, SessionAnswer, ToolCall, ToolSpec
+from fleetbus_schemas.chat import Text
+from fleetbus_workers.environment.outputs import plain_values
+from fleetbus_workers.gateway.images import PLACEHOLDER, LoadImage
+
+MAX_ID_CHARACTERS = 255
+INLINE_BYTES = 64 << 10
+"""Larger images are encoded in a thread."""
+
+
+class FrameError(Exception):
+    """An error that leaves the session as it is. ``code`` is the protocol's, ``status`` the same over HTTP."""
+
+    def __init__(self, code: str, message: str, *, status: int = 0, **details: Any) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status or (422 if code == "VALIDATION_ERROR" else 500)
+        self.details = details
+
+
+def read_frame(text: str | None) -> tuple[str, Any]:
+    """Type and data of a frame."""
+    if text is None:
+        raise FrameError("INVALID_JSON", "frames are text")
+    try:
+        frame = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FrameError("INVALID_JSON", f"Invalid JSON: {error}") from error
+    if not isinstance(frame, dict):
+        raise FrameError("VALIDATION_ERROR", "a frame is an object")
+    if unknown := set(frame) - {"type", "data"}:
+        raise FrameError("VALIDATION_ERROR", f"a frame has a type and data, not {', '.join(sorted(unknown))}")
+    return str(frame.get("type", "")), frame.get("data")
+
+
+def write_json(value: Any) -> str:
+    """JSON in ASCII; what JSON cannot say is spelled."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(plain_values(value), allow_nan=False)
+
+
+def read_object(data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise FrameError("VALIDATION_ERROR", "data must be an object")
+    return data
+
+
+def read_action(data: dict[str, Any]) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text of an action, or its tool call."""
+    if data.get("type") == "call_tool":
+        name, arguments = data.get("tool_name"), data.get("arguments") or {}
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise FrameError("VALIDATION_ERROR", "a tool call has a tool_name and an object of arguments")
+        return "", (ToolCall(name=name, arguments=arguments),)
+    text = data.get("text", data.get("message"))
+    if not isinstance(text, str):
+        raise FrameError("VALIDATION_ERROR", "an action has a text, or is a call_tool")
+    return text, ()
+
+
+def read_request_id(data: dict[str, Any]) -> str:
+    """What a client calls this step, so that a repetition is known as one; empty if it does not say."""
+    metadata = data.get("metadata")
+    return read_id(metadata.get("request_id")) if isinstance(metadata, dict) else ""
+
+
+def read_id(value: Any) -> str:
+    """An id of the client's own making."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_ID_CHARACTERS:
+        raise FrameError("VALIDATION_ERROR", f"an id is a text of at most {MAX_ID_CHARACTERS} characters")
+    return value
+
+
+def read_seed(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63):
+        return value
+    raise FrameError("VALIDATION_ERROR", "seed must be a whole number of 0 or more, below 2**63")
+
+
+async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tool: str = "") -> dict[str, Any]:
+    """``observation`` and ``metadata``; ``load`` None: a word stands for each image. ``tool``: the one that was called, whose
+    result then stands where OpenEnv's MCP clients look for it. Raises `FrameError` for an image that is gone."""
+    try:
+        messages = [{"role": message.role, "content": await _content(message, load)} for message in answer.messages]
+    except ObjectMissing as gone:
+        raise FrameError("EXECUTION_ERROR", str(gone)) from gone
+    texts = [_text(message, load) for message in answer.messages if message.role != "system"]
+    told: dict[str, Any] = {"text": "\n".join(texts), "messages": messages}
+    if tool:
+        content = [block for message in messages for block in _blocks(message["content"])]
+        result = {"content": content, "data": told["text"], "is_error": answer.tool_errors > 0}
+        told |= {"tool_name": tool, "result": result, "error": None}
+    metadata = answer.state | ({"truncated": True} if answer.truncated else {})
+    return {"observation": told | {"metadata": metadata}} | ({"metadata": metadata} if metadata else {})
+
+
+def listed(tools: Sequence[ToolSpec], *, schema: str = "input_schema") -> list[dict[str, Any]]:
+    return [{"name": tool.name, "description": tool.description, schema: tool.parameters} for tool in tools]
+
+
+def _text(message: ChatMessage, load: LoadImage | None) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(part.text if isinstance(part, Text) else PLACEHOLDER if load else _word(part) for part in message.content)
+
+
+async def _content(message: ChatMessage, load: LoadImage | None) -> str | list[dict[str, Any]]:
+    if isinstance(message.content, str) or load is None:
+        return _text(message, load)
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, Text)
+        else {"type": "image_url", "image_url": {"url": await _data_url(part, await load(part))}}
+        for part in message.content
+    ]
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    """Chat content as MCP content."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [part if part["type"] == "text" else _image_block(part["image_url"]["url"]) for part in content]
+
+
+def _image_block(url: str) -> dict[str, Any]:
+    kind, _, data = url.partition(";base64,")
+    return {"type": "image", "data": data, "mimeType": kind.removeprefix("data:")}
+
+
+async def _data_url(image: Image, data: bytes) -> str:
+    encode = base64.b64encode
+    coded = encode(data) if len(data) <= INLINE_BYTES else await anyio.to_thread.run_sync(encode, data)
+    return f"data:{image.media_type};base64,{coded.decode()}"
+
+
+def _word(image: Image) -> str:
+    return f"[image, {image.width}x{image.height}]"

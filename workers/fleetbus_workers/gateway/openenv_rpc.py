@@ -1,0 +1,98 @@
+"""OpenEnv's JSON-RPC, as its MCP clients speak it over HTTP, over ``WS /mcp``, and inside frames: tools listed and called.
+
+Calling a tool is a step, rewards and counts included, and `reset` is implied where nobody reset before. Errors are answers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fleetbus.client.sessions import SessionUnavailable
+from fleetbus.errors import BusError
+from fleetbus_workers.gateway.openenv_episode import AtCapacity, OpenEnvEpisode
+from fleetbus_workers.gateway.openenv_frames import FrameError, listed, read_id
+
+CREATE, CLOSE = "openenv/session/create", "openenv/session/close"
+
+
+class RpcError(Exception):
+    """An error answer; ``code`` is JSON-RPC's."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RpcRequest:
+    """One request; ``session`` is its ``params.session_id``."""
+
+    def __init__(self, number: Any, method: str, parameters: dict[str, Any]) -> None:
+        self.number = number
+        self.method = method
+        self.parameters = parameters
+        self.session = str(parameters.get("session_id") or "")
+
+
+def read_request(asked: Any) -> RpcRequest:
+    """Raises `RpcError` for what is no request."""
+    if not isinstance(asked, dict) or not isinstance(asked.get("method"), str):
+        raise RpcError(-32600, "a request is an object with a method")
+    parameters = asked.get("params") or {}
+    if not isinstance(parameters, dict):
+        raise RpcError(-32602, "params must be an object")
+    return RpcRequest(number_of(asked), asked["method"], parameters)
+
+
+def read_text(body: str | bytes) -> Any:
+    """JSON as it was sent. Raises `RpcError`."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RpcError(-32700, "the request is no JSON") from error
+
+
+def number_of(asked: Any) -> str | int | None:
+    """The id that an answer repeats."""
+    number = asked.get("id") if isinstance(asked, dict) else None
+    return number if isinstance(number, (str, int)) and not isinstance(number, bool) else None
+
+
+async def called(episode: OpenEnvEpisode, request: RpcRequest) -> dict[str, Any]:
+    """The result of ``tools/list`` or ``tools/call``. Raises `RpcError`."""
+    try:
+        if request.method == "tools/list":
+            await _begin(episode)
+            return {"tools": listed(episode.tools, schema="inputSchema")}
+        if request.method == "tools/call":
+            return await _tool_called(episode, request.parameters)
+    except FrameError as error:
+        raise RpcError(-32603, str(error)) from error
+    except (AtCapacity, SessionUnavailable, BusError) as error:
+        raise RpcError(-32000, str(error)) from error
+    raise RpcError(-32601, f"Method not found: {request.method}")
+
+
+async def _begin(episode: OpenEnvEpisode) -> None:
+    if not episode.begun:
+        await episode.reset({})
+
+
+async def _tool_called(episode: OpenEnvEpisode, parameters: dict[str, Any]) -> dict[str, Any]:
+    name, arguments = parameters.get("name"), parameters.get("arguments") or {}
+    if not isinstance(name, str):
+        raise RpcError(-32602, "tools/call needs the name of a tool")
+    await _begin(episode)
+    if all(tool.name != name for tool in episode.tools):
+        raise RpcError(-32603, f"Unknown tool: {name!r}")
+    action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+    told = await episode.step(action, request_id=read_id(parameters.get("request_id")))
+    return dict(told["observation"]["result"]) | {"reward": told["reward"], "done": told["done"]}
+
+
+def result_of(number: Any, result: dict[str, Any]) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "result": result}
+
+
+def error_of(number: Any, code: int, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message, "data": None}}

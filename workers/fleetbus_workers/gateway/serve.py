@@ -1,0 +1,58 @@
+"""An ASGI application on a port of its own, until it is told to stop; what still runs then is finished, within limits."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import anyio
+import uvicorn
+
+from fleetbus_workers.serving.connections import Bounds, bounded
+from fleetbus_workers.serving.listening import QuietServer
+from fleetbus_workers.serving.web_sockets import bounded_socket
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection, so that none is closed under a request."""
+
+GRACE_SECONDS = 10
+PING_SECONDS = 10.0
+"""A WebSocket whose client does not answer a ping for this long is cut."""
+
+MAX_FRAME_BYTES = 16 << 20
+BOUNDS = Bounds()
+
+
+async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *, bounds: Bounds = BOUNDS) -> None:
+    """Serve on a bound socket until ``stop``; the socket is closed at the end. Where all connections that ``bounds`` allows are
+    in use, a further one gets a 503."""
+    protocol = bounded(bounds)
+    configuration = uvicorn.Config(
+        application,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        http=protocol,
+        ws=bounded_socket(bounds),
+        limit_concurrency=protocol.bounds.connections,
+        proxy_headers=False,
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=PING_SECONDS,
+        ws_max_size=MAX_FRAME_BYTES,
+        server_header=False,
+    )
+    server = QuietServer(configuration)
+    with listener:
+        async with anyio.create_task_group() as group:
+
+            async def obey() -> None:
+                await stop.wait()
+                server.should_exit = True
+
+            group.start_soon(obey)
+            await server.serve(sockets=[listener])
+            group.cancel_scope.cancel()
+    if not server.started:
+        raise RuntimeError("the application did not start")

@@ -1,0 +1,132 @@
+"""What an engine is to fleetbus: tokens in, tokens out, with log-probabilities and the version that made each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from fleetbus_schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ShownImage, ToolSpec, VersionSpan
+from fleetbus_workers.images.placed import PlacedImage
+from fleetbus_workers.weights.file import WeightsRejected
+
+__all__ = [
+    "EngineFailed",
+    "Generation",
+    "GenerationRequest",
+    "Images",
+    "Measured",
+    "PromptDelta",
+    "RequestRefused",
+    "Sampler",
+    "Template",
+    "WeightsRejected",
+]
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn to be sampled: ``ids`` is the whole token history including this turn's prompt delta.
+
+    ``cache_key`` names the episode, so that keys and values of its history may be kept between turns. ``seed`` makes the
+    sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1. ``trained``
+    is False where nothing will ever be trained on the answer (evaluation): an engine without log-probabilities may answer.
+    ``images`` are those that ``ids`` show, in order; only engines that see are handed any.
+    """
+
+    cache_key: str
+    ids: Sequence[int]
+    sampling: SamplingSettings
+    stop_ids: frozenset[int]
+    max_tokens: int
+    seed: int
+    trained: bool = True
+    images: tuple[PlacedImage, ...] = ()
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sampled. The stop token, if one was sampled, is the last id. ``logprobs`` are natural logarithms under the
+    softmax at the sampling temperature (at temperature 1 when greedy), before top-p is applied; NaN where the engine knows
+    none, which only an untrained request may be answered with."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+
+
+class EngineFailed(Exception):
+    """The engine cannot answer this request; another worker, or this one after a restart, may."""
+
+
+class RequestRefused(Exception):
+    """No engine of this kind can ever answer this request, and why: its episode ends with that reason, not with a retry."""
+
+
+class Measured(Protocol):
+    """A sampler that counts what it does. Not every sampler does."""
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """Totals that only grow, published with the heartbeat; ``prefill_tokens`` prompt tokens computed, ``cached_tokens``
+        prompt tokens whose keys and values were found."""
+
+
+class Sampler(Protocol):
+    """An engine with one policy loaded. Requests join and leave between tokens; `load` never drops one."""
+
+    version: int
+    """The version that new tokens come from."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """The engine's lifetime: enter before the first call; leaving stops it and fails what is in flight."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn; cancelling frees its place. Raises `EngineFailed`."""
+
+    async def load(self, policy: PolicyPublished) -> None:
+        """Validate and swap to a published version between tokens; raises `WeightsRejected` and keeps the old one."""
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what is kept for an episode."""
+
+
+class Template(Protocol):
+    """The model's chat template, delta by delta, so that no token is ever tokenised twice."""
+
+    stop_ids: frozenset[int]
+    """The model's own end-of-turn ids."""
+
+    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        """Ids of the whole prompt of turn 0, ending where the assistant begins."""
+
+    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids between the last sampled token and the assistant's next turn: the end of its turn if it was not sampled,
+        the new messages, and the assistant's header."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The sampled ids as text, without the end-of-turn token; `<done>` and tool-call tags stay."""
+
+    def ids_of(self, token: str) -> int | None:
+        """The id of a token by its string, None if the vocabulary has no such single token."""
+
+
+class PromptDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The ids that a turn's messages become, and the images that they show, their places counted within ``ids``."""
+
+    ids: list[int]
+    images: tuple[ShownImage, ...] = ()
+
+
+class Images(Protocol):
+    """The images that observations name, for a model that sees. Each call raises `fleetbus_workers.images.reading.ImageFailed`
+    for what
+    will never be seen, and `fleetbus_workers.images.reading.ImageUnread` for what cannot be fetched now."""
+
+    async def expand(self, ids: list[int], messages: Sequence[ChatMessage]) -> PromptDelta:
+        """``ids`` of ``messages``, with the tokens of each image where the template wrote one image token. Raises `ValueError`
+        if those are not as many as the images."""
+
+    async def placed(self, images: Sequence[ShownImage]) -> tuple[PlacedImage, ...]:
+        """The images of a whole history with their bytes."""

@@ -1,0 +1,76 @@
+"""An engine and a template without a model: for benchmarks, simulations and tests of everything around them.
+
+Tokens are made from the seed alone, so two workers given the same turn answer alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+
+from fleetbus_schemas import ChatMessage, PolicyPublished, ToolSpec, VersionSpan
+from fleetbus_workers.inference.base import Generation, GenerationRequest
+
+VOCABULARY = 256
+STOP = 1
+
+
+class WithoutModel:
+    """What samplers without a model have in common: every version is taken as it comes, and nothing is kept."""
+
+    version = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        await anyio.lowlevel.checkpoint()
+        yield
+
+    async def load(self, policy: PolicyPublished) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.version = policy.version
+
+    def forget(self, cache_key: str) -> None:
+        """Nothing is kept."""
+
+
+class ScriptedSampler(WithoutModel):
+    """Answers every turn with ``tokens`` tokens, after ``delay(request)`` seconds if given."""
+
+    def __init__(self, *, tokens: int = 8, delay: Callable[[GenerationRequest], float] | None = None) -> None:
+        self._tokens = tokens
+        self._delay = delay
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        version = self.version
+        if self._delay is not None:
+            await anyio.sleep(self._delay(request))
+        count = min(self._tokens, request.max_tokens)
+        draw = random.Random(request.seed)
+        ids = [2 + draw.randrange(VOCABULARY - 2) for _ in range(count - 1)] + [STOP]
+        return Generation(
+            ids=ids,
+            logprobs=[-1.0] * count,
+            finish_reason="stop",
+            versions=(VersionSpan(version=version, start=0, stop=count),),
+        )
+
+
+class ScriptedTemplate:
+    """One token per UTF-8 byte, no vocabulary, no special tokens but one that ends a turn."""
+
+    stop_ids: frozenset[int] = frozenset({STOP})
+
+    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        return self.proceed((), messages)
+
+    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+        return [byte for message in messages if isinstance(message.content, str) for byte in message.content.encode()]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def ids_of(self, token: str) -> int | None:
+        return None

@@ -1,0 +1,220 @@
+"""`TorchSampler`: the embedded engine, for any causal language model folder, on a CPU by default.
+
+This file is the event loop's side: it validates what comes in, waits without blocking, and owns the lifetime of the engine's
+thread. Nothing of torch runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import torch
+
+from fleetbus.errors import UserError
+from fleetbus.together import flat_task_group
+from fleetbus_schemas import PolicyPublished
+from fleetbus_workers.images.folders import has_vision
+from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.torch.batch import Runner
+from fleetbus_workers.inference.torch.compact import compact_runner
+from fleetbus_workers.inference.torch.doorbell import Doorbell
+from fleetbus_workers.inference.torch.engine import Engine
+from fleetbus_workers.inference.torch.generic import GenericRunner
+from fleetbus_workers.inference.torch.kept import KeptStates
+from fleetbus_workers.inference.torch.turn import Errand, Swap, Turn
+from fleetbus_workers.weights.file import WeightsRejected, check_names, read_weights
+
+if TYPE_CHECKING:
+    from fleetbus_workers.images.processing import ImageProcessor
+    from fleetbus_workers.inference.torch.seeing import Eyes
+
+SWITCH_SECONDS = 0.0001
+"""How long a busy event loop keeps the interpreter lock from the engine's thread. With Python's 5 ms, an engine that needs the
+lock for microseconds, many times per token, loses a quarter of its tokens per second to a loop that needs 2.5 ms per turn."""
+
+
+class TorchSampler:
+    """`Sampler` for a folder that transformers' ``from_pretrained`` loads; its own weights count as version ``version``.
+
+    ``slots`` turns are sampled at once and ``max_waiting`` more may wait; histories end at ``max_length`` tokens, or where the
+    model's positions end, with finish reason ``length``. Keys and values of ``kept_histories`` episodes and ``kept_prompts``
+    prompts are kept between turns, in at most ``kept_bytes`` and a quarter of it. ``compact`` False forces transformers' own
+    forward call. With ``processor``, that of the folder, the model is shown images. Raises `UserError` if the folder holds no
+    model that can run here.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int = 32,
+        max_length: int = 2048,
+        threads: int = 1,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kept_histories: int = 512,
+        kept_prompts: int = 16,
+        kept_bytes: int = 1 << 30,
+        max_waiting: int = 1024,
+        compact: bool = True,
+        version: int = 0,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        self.version = version
+        self.slots = slots
+        self._threads = threads
+        if processor is not None:
+            from fleetbus_workers.inference.torch import seeing
+
+            model = seeing.open_model(folder, device, dtype, processor)
+            self._max_length = min(max_length, _positions(model, max_length))
+            self._runner: Runner = seeing.SeeingRunner(model, slots=slots, max_length=self._max_length)
+            self._eyes: Eyes | None = seeing.Eyes(processor)
+        else:
+            model = _open_model(folder, device, dtype)
+            self._max_length = min(max_length, _positions(model, max_length))
+            self._runner, self._eyes = _runner(model, slots, self._max_length, compact), None
+        self._kept = KeptStates(histories=kept_histories, prompts=kept_prompts, limit_bytes=kept_bytes)
+        self._engine: Engine | None = None
+        self._room = anyio.Semaphore(slots + max_waiting)
+        self._loading = anyio.Lock()
+        self._stats = {"sampled_tokens": 0.0, "prefill_tokens": 0.0, "cached_tokens": 0.0, "busy_seconds": 0.0}
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Totals that only grow: tokens sampled, prompt tokens computed, prompt tokens found cached, seconds of computing."""
+        return dict(self._stats)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The lifetime of the engine's thread. Leaving stops it within one token; if it fails, the body is cancelled and
+        `EngineFailed` raised. May be entered again afterwards."""
+        bell = Doorbell()
+        switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH_SECONDS, switch_seconds))
+        engine = Engine(self._runner, self._kept, self._stats, version=self.version, threads=self._threads, ring=bell.ring)
+        try:
+            async with flat_task_group() as tasks:
+                tasks.start_soon(_run, engine)
+                tasks.start_soon(self._deliver, engine, bell)
+                self._engine = engine
+                try:
+                    yield
+                finally:
+                    self._engine = None
+                    engine.stop()
+                    tasks.cancel_scope.cancel()
+        finally:
+            sys.setswitchinterval(switch_seconds)
+            engine.fail_all("the engine was stopped")
+            self._settle(engine)
+            bell.close()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn. A history that leaves no room below ``max_length`` gets no token and finish reason ``length``.
+
+        Cancelling frees its place at the next token. Raises `EngineFailed`.
+        """
+        turn = Turn(request, self._max_length)
+        if request.images:
+            await self._show(turn)
+        self._check(turn)
+        if turn.limit < 1:
+            return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
+        async with self._room:
+            try:
+                await self._done(turn)
+            finally:
+                turn.abandoned = True
+        assert turn.generation is not None
+        return turn.generation
+
+    async def load(self, policy: PolicyPublished) -> None:
+        """Read and validate a published version in a worker thread, then swap to it between tokens.
+
+        Turns in mid-generation go on with the keys and values that they have; later turns are computed wholly under the new
+        version. Raises `WeightsRejected`, after which nothing has changed, or `EngineFailed`.
+        """
+        async with self._loading:
+            prepared = await anyio.to_thread.run_sync(self._prepare, policy)
+            await self._done(Swap(policy.version, prepared))
+
+    def forget(self, cache_key: str) -> None:
+        self._kept.histories.take(cache_key)
+
+    async def _done(self, errand: Errand) -> None:
+        if self._engine is None:
+            raise EngineFailed("the engine is not running")
+        self._engine.hand_in(errand)
+        await errand.done.wait()
+        if errand.failure is not None:
+            raise EngineFailed(errand.failure)
+
+    async def _show(self, turn: Turn) -> None:
+        """Code the images of a turn into its ids. Raises `RequestRefused`."""
+        if self._eyes is None:
+            raise RequestRefused("this model reads text only, and its prompt has an image")
+        turn.ids, turn.images = await self._eyes.shown(turn.ids, turn.request.images)
+
+    def _check(self, turn: Turn) -> None:
+        """Ids that the model does not have would fail everybody's step."""
+        if not len(turn.ids) or min(turn.request.ids) < 0 or turn.ids[-1] < 0 or turn.ids.max() >= self._runner.vocabulary:
+            raise EngineFailed(f"a history must be of ids below {self._runner.vocabulary}, and not empty")
+
+    def _prepare(self, policy: PolicyPublished) -> Any:
+        tensors = read_weights(policy.uri, policy.manifest)
+        shapes = self._runner.shapes
+        check_names(policy.uri, set(tensors), set(shapes))
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise WeightsRejected(f"{policy.uri}: {name} has shape {list(tensor.shape)}, the model {list(shapes[name])}")
+        return self._runner.prepare(tensors)
+
+    async def _deliver(self, engine: Engine, bell: Doorbell) -> None:
+        while True:
+            await bell.heard()
+            self._settle(engine)
+
+    def _settle(self, engine: Engine) -> None:
+        while engine.settled:
+            errand = engine.settled.popleft()
+            if isinstance(errand, Swap) and errand.failure is None:
+                self.version = errand.version
+            errand.done.set()
+
+
+async def _run(engine: Engine) -> None:
+    try:
+        await anyio.to_thread.run_sync(engine.run, limiter=anyio.CapacityLimiter(1))
+    except Exception as error:
+        raise EngineFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _open_model(folder: Path, device: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        if has_vision(folder):
+            raise UserError(f"{folder} holds an image-text model: set environment.images = true to train it") from error
+        raise UserError(f"{folder}: no causal language model can be loaded: {str(error).splitlines()[0]}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _positions(model: Any, otherwise: int) -> int:
+    positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or otherwise
+    return positions
+
+
+def _runner(model: Any, slots: int, max_length: int, compact: bool) -> Runner:
+    runner = compact_runner(model, slots=slots, max_length=max_length) if compact else None
+    return runner or GenericRunner(model, slots=slots, max_length=max_length)

@@ -1,0 +1,266 @@
+"""`VllmSampler`: the event loop's side of a vLLM engine: requests, swaps of the weights between tokens, restarts.
+
+What vLLM does not do is done here: weights are checked before it sees them (it loads half a file without a word), nothing is
+sampled after a load that failed, keys and values are salted by load (its prefix cache outlives a swap), and an engine that
+dies is started again with the weights that were last good, while the requests that it had wait and are sampled anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from fleetbus_schemas import PolicyPublished, VersionSpan
+from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.reloading import Reloadable
+from fleetbus_workers.inference.vllm.engine import EngineSettings, on_gpu, start_engine, stop_engine
+from fleetbus_workers.weights.file import WeightsRejected
+
+if TYPE_CHECKING:
+    from fleetbus_workers.images.processing import ImageProcessor
+
+MAX_DEATHS = 2
+"""Engines that one request may outlive: one that killed them is left to the rule on poison."""
+
+LOAD_SECONDS = 600.0
+CALL_SECONDS = 30.0
+SEED_MASK = (1 << 63) - 1
+
+log = structlog.get_logger()
+
+
+class VllmSampler:
+    """`Sampler` for a model folder; its own weights count as version ``version``. Folders of versions are made in ``place``.
+    With ``processor``, that of the folder, the model is shown images.
+
+    Making one starts the engine and blocks; `close` ends it if `running` was never entered. Raises `UserError`.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, *, place: Path, version: int = 0, processor: ImageProcessor | None = None
+    ) -> None:
+        self.version = version
+        self._processor = processor
+        if processor is not None:
+            from fleetbus_workers.inference.vllm.images import CACHE_GIB
+
+            settings = msgspec.structs.replace(settings, options={"mm_processor_cache_gb": CACHE_GIB} | settings.options)
+        self._weights = Reloadable(settings.folder, place, untie=not on_gpu())
+        self._settings = msgspec.structs.replace(settings, folder=self._weights.base())
+        self._folder = self._settings.folder
+        self._loads = itertools.count(1)
+        self._salt = "0"
+        self._numbers = itertools.count()
+        self._loading = anyio.Lock()
+        self._died = anyio.Event()
+        self._alive = anyio.Event()
+        self._stats = dict.fromkeys(("sampled_tokens", "prefill_tokens", "cached_tokens", "engine_restarts"), 0.0)
+        self._engine: Any = start_engine(self._settings)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """See `Measured.stats`; also ``engine_restarts``."""
+        return dict(self._stats)
+
+    def close(self) -> None:
+        """End the engine and its processes; blocking."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            stop_engine(engine)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The engine's lifetime. If it dies and cannot be started again, the body is cancelled and the error raised."""
+        try:
+            await self._engine.update_weight_version(str(self.version))
+            self._alive.set()
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._keep_alive)
+                yield
+                group.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.close)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn. A history without room below the longest length gets no token and finish reason ``length``.
+
+        Raises `EngineFailed`, or `RequestRefused` for what vLLM can never do.
+        """
+        limit = min(request.max_tokens, self._settings.max_length - len(request.ids))
+        if limit < 1:
+            return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
+        if request.trained and request.sampling.top_p < 1.0:
+            raise RequestRefused("vllm reports log-probabilities after top-p: set episode.top_p = 1, or use the engine torch")
+        for _ in range(MAX_DEATHS):
+            await self._alive.wait()
+            engine = self._engine
+            try:
+                return await self._sampled(engine, request, limit)
+            except _dead_error():
+                self._bury(engine)
+        raise EngineFailed(f"the engine died {MAX_DEATHS} times with this request")
+
+    async def load(self, policy: PolicyPublished) -> None:
+        """Check a version, then swap to it between tokens; what turns in mid-generation have so far is computed again under
+        the new weights. Raises `WeightsRejected`; the old version is back by then.
+
+        Turns that wait in vLLM's queue carry the salt of their time: only an empty cache keeps them from the keys and values
+        of the weights before, so the cache is emptied wholly, also of what is in use.
+        """
+        async with self._loading:
+            folder = await anyio.to_thread.run_sync(self._weights.prepare, policy)
+            await self._alive.wait()
+            engine = self._engine
+            try:
+                await self._swap(engine, folder, policy.version)
+            except Exception as error:
+                await self._repair(engine)
+                raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_line(error)}") from error
+            self.version, self._folder = policy.version, folder
+            await anyio.to_thread.run_sync(self._weights.keep_only, folder)
+
+    def forget(self, cache_key: str) -> None:
+        """Nothing is kept by episode: the prefix cache forgets the longest unused."""
+
+    async def _sampled(self, engine: Any, request: GenerationRequest, limit: int) -> Generation:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        name = f"{request.cache_key}.{next(self._numbers)}"
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=limit,
+            seed=request.seed & SEED_MASK,
+            stop_token_ids=sorted(request.stop_ids),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final = None
+        try:
+            prompt: Any = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
+            if request.images:
+                prompt = await self._with_images(engine, request)
+            async with aclosing(engine.generate(prompt, parameters, name)) as outputs:
+                async for output in outputs:
+                    final = output
+        except ValueError as error:  # what vLLM's checks of a request raise
+            raise RequestRefused(f"vllm refuses this request: {_line(error)}") from error
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(CALL_SECONDS, shield=True):
+                await engine.abort(name)
+            raise
+        except (_dead_error(), RequestRefused):
+            raise
+        except Exception as error:
+            raise EngineFailed(f"vllm failed this request: {_line(error)}") from error
+        return self._generation(final)
+
+    async def _with_images(self, engine: Any, request: GenerationRequest) -> Any:
+        if self._processor is None:
+            raise RequestRefused("this engine was started without images, and its prompt has one")
+        from fleetbus_workers.inference.vllm.images import prompt_with_images
+
+        return await prompt_with_images(engine, request, self._salt, self._processor)
+
+    def _generation(self, final: Any) -> Generation:
+        chosen = final.outputs[0] if final is not None and final.outputs else None
+        if chosen is None or chosen.finish_reason not in ("stop", "length"):
+            raise EngineFailed(f"vllm ended this request with {getattr(chosen, 'finish_reason', None)!r}")
+        ids = list(chosen.token_ids)
+        logprobs = [float(places[token].logprob) for token, places in zip(ids, chosen.logprobs, strict=True)]
+        if not all(math.isfinite(value) for value in logprobs):
+            raise EngineFailed("vllm sampled a token with a log-probability that is not finite")
+        cached = final.num_cached_tokens or 0
+        self._stats["sampled_tokens"] += len(ids)
+        self._stats["cached_tokens"] += cached
+        self._stats["prefill_tokens"] += len(final.prompt_token_ids) - cached
+        spans = [VersionSpan(version=int(span.version), start=span.start, stop=span.end) for span in chosen.weight_versions]
+        return Generation(ids=ids, logprobs=logprobs, finish_reason=chosen.finish_reason, versions=_merged(spans))
+
+    # Weights
+
+    async def _swap(self, engine: Any, folder: Path, version: int) -> None:
+        """Pause, load, label, go on."""
+        try:
+            with anyio.fail_after(LOAD_SECONDS):
+                await engine.pause_generation(mode="keep", clear_cache=False)
+                await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+                self._salt = str(next(self._loads))
+                if not await engine.reset_prefix_cache(reset_running_requests=True):
+                    raise EngineFailed("vllm did not give up the keys and values of its old weights")
+                if self._processor is not None:
+                    await engine.reset_encoder_cache()
+                await engine.update_weight_version(str(version))
+        except BaseException:
+            with anyio.move_on_after(CALL_SECONDS, shield=True), suppress(_dead_error()):
+                await engine.pause_generation(mode="keep", clear_cache=False)
+            raise
+        await engine.resume_generation()
+
+    async def _repair(self, engine: Any) -> None:
+        """After a failed load nothing is sampled before good weights are in: the old ones, or an engine started anew."""
+        try:
+            await self._swap(engine, self._folder, self.version)
+        except Exception as error:
+            log.error("the engine is started again: it does not take its old weights back", reason=_line(error))
+            self._bury(engine)
+            await self._alive.wait()
+
+    # Life and death
+
+    def _bury(self, engine: Any) -> None:
+        """Have a dead engine replaced, unless it is already; further requests wait."""
+        if engine is self._engine and self._alive.is_set():
+            self._alive = anyio.Event()
+            self._died.set()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await self._died.wait()
+            self._died = anyio.Event()
+            log.warning("the engine died and is started again")
+            dead, self._engine = self._engine, None
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(stop_engine, dead)
+                self._engine = await anyio.to_thread.run_sync(start_engine, self._settings)
+            if self._folder != self._settings.folder:
+                await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder)})
+            self._salt = str(next(self._loads))
+            await self._engine.update_weight_version(str(self.version))
+            self._stats["engine_restarts"] += 1
+            self._alive.set()
+
+
+def _dead_error() -> type[Exception]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    found: type[Exception] = EngineDeadError
+    return found
+
+
+def _merged(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbouring spans of one version as one: a load that failed and was undone leaves two."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version:
+            merged[-1] = msgspec.structs.replace(merged[-1], stop=span.stop)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

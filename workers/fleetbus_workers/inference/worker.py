@@ -1,0 +1,213 @@
+"""The inference worker: pulls observations into free slots, answers each with an Action, follows the published policy.
+
+Half of its slots serve its own lane (episodes that stick to it), half the lane that all workers share, so that neither can
+starve the other and never more than ``slots`` observations are held. Compute happens in the engine, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, inference_lanes, observations_consumer
+from fleetbus.config.settings import Configuration
+from fleetbus.control import Control, unless_drained
+from fleetbus.episodes import decoded
+from fleetbus.lanes import Lane, claim_lane
+from fleetbus.leases import Leases
+from fleetbus.ports import Ports
+from fleetbus.presence import Presence, present
+from fleetbus.slots import Slots
+from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
+from fleetbus_workers.inference.answers import Answers
+from fleetbus_workers.inference.base import Images, Sampler, Template, WeightsRejected
+
+RELOAD_SECONDS = 5.0
+"""Until a version that was rejected is tried again: its file may have been on its way."""
+
+Fetch = Callable[[PolicyPublished], Awaitable[PolicyPublished]]
+"""A version as published to the same version in a local file; raises `WeightsRejected`."""
+
+log = structlog.get_logger()
+
+
+class InferenceWorker:
+    """One engine on one lane. ``drain`` set ends `run` after what is held has been answered."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        configuration: Configuration,
+        name: str,
+        drain: anyio.Event,
+        lane: Lane,
+        sampler: Sampler,
+        template: Template,
+        fetch: Fetch | None = None,
+        images: Images | None = None,
+    ) -> None:
+        self._bus = bus
+        self._fetch = fetch
+        self._policy = configuration.run.policy
+        self._slot_count = configuration.inference.slots
+        self._drain_seconds = configuration.limits.drain
+        self._subjects = Subjects(configuration.run.name)
+        self._name = name
+        self._drain = drain
+        self._lane = lane
+        self._sampler = sampler
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._leases = Leases(OBSERVATION_LEASE_SECONDS / 3)
+        self._answers = Answers(
+            bus,
+            self._subjects,
+            worker=name,
+            lane=lane.name,
+            sampler=sampler,
+            template=template,
+            max_length=configuration.inference.max_length,
+            max_tries=configuration.environment.max_hops,
+            leases=self._leases,
+            counters=self._counters,
+            images=images,
+        )
+        self._slots = Slots(bus, self._answers.answer)
+        self._ready = anyio.Event()
+
+    async def run(self) -> None:
+        """Work until drained; cancelled, it drops everything, and others answer when the leases run out."""
+        bus, subjects = self._bus, self._subjects
+        presence = Presence(bus, subjects, role="inference", worker=self._name, beat=self._heartbeat, lane=self._lane)
+        control = Control(
+            bus,
+            subjects,
+            role="inference",
+            worker=self._name,
+            drain=self._drain,
+            cancel=lambda episodes: (),
+            busy_with=lambda: self._answers.turns,
+        )
+        async with (
+            self._sampler.running(),
+            present(presence, bus, self._lane, slots=self._slot_count),
+            anyio.create_task_group() as group,
+        ):
+            group.start_soon(self._leases.run)
+            group.start_soon(control.run)
+            group.start_soon(self._follow_policy)
+            await self._work(presence)
+            group.cancel_scope.cancel()
+
+    async def _follow_policy(self) -> None:
+        """Load every published version as it comes, the newest known one first. Learners that begin stand beside them.
+
+        A rejected version is tried again until there is a newer one: a worker that stayed behind would make every group that
+        it takes part in stale.
+        """
+        subject = self._subjects.policy(self._policy)
+        wanted: PolicyPublished | None = None
+        async with self._bus.read([subject], start=await self._newest_version(subject)) as reader:
+            while True:
+                with anyio.move_on_after(RELOAD_SECONDS if wanted is not None else math.inf):
+                    for entry, published in decoded(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
+                        wanted = published
+                        self._answers.version_is_coming(entry.sequence)
+                if wanted is not None and await self._loaded(wanted):
+                    wanted = None
+                self._answers.version_is_settled()
+
+    async def _newest_version(self, subject: str) -> int:
+        """Where the newest version stands in the log, or where to begin if there is none. It is the last entry unless a
+        learner is just beginning; the others, each with the manifest of a whole model, are not read."""
+        newest = 1
+        last = await self._bus.last(subject)
+        if last is not None and decoded(PolicyPublished, [last], beside=(LineageStarted,)):
+            return last.sequence
+        async for entry in self._bus.scan([subject]):
+            for found, _ in decoded(PolicyPublished, [entry], beside=(LineageStarted,)):
+                newest = found.sequence
+        return newest
+
+    async def _loaded(self, published: PolicyPublished) -> bool:
+        """True if there is nothing left to do about this version."""
+        if published.version <= self._sampler.version and self._ready.is_set():
+            return True
+        try:
+            await self._sampler.load(await self._fetch(published) if self._fetch is not None else published)
+        except WeightsRejected as rejected:
+            self._counters["weights_rejected"] += 1
+            log.error("version not loaded", version=published.version, reason=str(rejected))
+            return False
+        self._counters["versions_loaded"] += 1
+        self._ready.set()
+        return True
+
+    async def _work(self, presence: Presence) -> None:
+        """Pull once a version is loaded, until drained; then answer what is held."""
+        lane_slots = self._slot_count // 2
+        sources = {
+            observations_consumer(self._policy, self._lane.name): lane_slots,
+            observations_consumer(self._policy, ANY_LANE): self._slot_count - lane_slots,
+        }
+        async with anyio.create_task_group() as answering:
+            await unless_drained(self._drain, self._ready.wait)  # nothing is pulled before a version is loaded
+            await self._slots.run(sources, self._drain, answering)
+            await presence.draining(in_flight=self._slots.in_flight)
+            with anyio.move_on_after(self._drain_seconds):
+                await self._slots.all_free()
+            answering.cancel_scope.cancel()
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            role="inference",
+            worker=self._name,
+            slots=self._slot_count,
+            in_flight=self._slots.in_flight,
+            policy_version=self._sampler.version,
+            lane=self._lane.name,
+            draining=self._drain.is_set(),
+            counters=dict(self._counters) | self._engine_counters(),
+        )
+
+    def _engine_counters(self) -> dict[str, float]:
+        """What the engine counts, as ``engine_...``; the prefix-hit rate is cached over cached and prefill tokens."""
+        stats: Mapping[str, float] = getattr(self._sampler, "stats", {})
+        return {f"engine_{name}": float(value) for name, value in stats.items()}
+
+
+async def run_inference(
+    bus: Bus,
+    *,
+    configuration: Configuration,
+    name: str,
+    drain: anyio.Event,
+    sampler: Sampler,
+    template: Template,
+    ports: Ports | None = None,
+    fetch: Fetch | None = None,
+    images: Images | None = None,
+) -> None:
+    """An inference worker from claiming a lane to its goodbye. ``fetch`` makes a published version a local file first;
+    ``images`` shows what observations refer to, to a model that sees."""
+    subjects = Subjects(configuration.run.name)
+    nonce = (ports or Ports()).nonce()
+    lanes = inference_lanes(configuration.nats.lanes)
+    lane = await claim_lane(bus, subjects, role="inference", names=lanes, worker=name, nonce=nonce)
+    worker = InferenceWorker(
+        bus,
+        configuration=configuration,
+        name=name,
+        drain=drain,
+        lane=lane,
+        sampler=sampler,
+        template=template,
+        fetch=fetch,
+        images=images,
+    )
+    await worker.run()

@@ -1,0 +1,129 @@
+"""Groups are asked for as fast as staleness and the log allow; open requests of earlier lineages are taken over first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import anyio
+import structlog
+
+from fleetbus.config.settings import LearnerSettings
+from fleetbus.core.capacity import groups_to_admit
+from fleetbus.requests import Requests
+from fleetbus_schemas import EpisodeRequested
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.pool import GroupPool
+
+log = structlog.get_logger()
+
+
+class Admission:
+    """The training requests of one lineage. ``progress`` tells the steps done and the newest version."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        pool: GroupPool,
+        curriculum: Curriculum,
+        *,
+        settings: LearnerSettings,
+        lineage: str,
+        next_group: int,
+        progress: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._requests = requests
+        self._pool = pool
+        self._curriculum = curriculum
+        self._settings = settings
+        self._lineage = lineage
+        self._progress = progress
+        self.next_group = next_group
+
+    async def take_over(self, requests: Iterable[tuple[int, EpisodeRequested]]) -> None:
+        """Requests that are not settled are this lineage's now; groups that were left incomplete are filled up.
+
+        Of settled ones the ledger has to know the position, or the next checkpoint would not name them.
+        """
+        members: defaultdict[str, set[int]] = defaultdict(set)
+        for sequence, request in requests:
+            if not self._pool.requested(request.episode_id, sequence):
+                continue
+            self._pool.admit(request.group_id, request.group_size, version=request.policy_version)
+            self._pool.expect(request.episode_id, request.group_id)
+            self._requests.remember(request, sequence)
+            members[request.group_id].add(request.sample_index)
+        for group_id, indices in members.items():
+            self.next_group = max(self.next_group, group_number(group_id) + 1)
+            missing = set(range(self._pool.size(group_id))) - indices
+            await self._request(group_id, sorted(missing))
+
+    async def run(self, drain: anyio.Event) -> None:
+        """Keep as many groups out as staleness allows, until drained."""
+        while not drain.is_set():
+            changed = self._pool.changed
+            allowed = self._allowed()
+            if not allowed:
+                await changed.wait()
+                continue
+            for _ in range(allowed):
+                await self._pause()
+                await self._requests.wait_for_room()
+                group_id = f"g{self.next_group:06d}"
+                self.next_group += 1
+                await self._request(group_id, range(self._settings.group_size))
+
+    async def _pause(self) -> None:
+        """After rounds of groups without any use, one group at a time, until one can be used again."""
+        at_a_time = (1 + self._settings.max_staleness) * self._settings.groups
+        pause_seconds = self._pool.pause_seconds(at_a_time)
+        if pause_seconds:
+            log.warning("admission pauses: no group of the last rounds had enough verdicts", seconds=pause_seconds)
+        with anyio.move_on_after(pause_seconds):
+            while self._pool.pause_seconds(at_a_time):
+                await self._pool.changed.wait()
+
+    def _allowed(self) -> int:
+        """None while the version of the last step is on its way: begun with the one before, they would soon be too stale."""
+        step, _ = self._progress()
+        if self._pool.published_step < step:
+            return 0
+        return groups_to_admit(
+            step=step,
+            last_step=self._settings.steps,
+            batch=self._settings.groups,
+            max_staleness=self._settings.max_staleness,
+            outstanding=len(self._pool),
+        )
+
+    async def _request(self, group_id: str, indices: Sequence[int]) -> None:
+        """Publish the requests of a group together; all its episodes play the same task."""
+        size = self._pool.admit(group_id, self._settings.group_size).size
+        task = self._curriculum.task(group_number(group_id))
+        _, version = self._progress()
+
+        async def publish(index: int) -> None:
+            request = self._requests.make(
+                task,
+                episode_id=f"{group_id}-{index}",
+                group_id=group_id,
+                sample_index=index,
+                group_size=size,
+                split="train",
+                lineage=self._lineage,
+                version=version,
+            )
+            self._pool.expect(request.episode_id, group_id)
+            sequence, result = await self._requests.publish(request)
+            self._pool.requested(request.episode_id, sequence)
+            if result is not None:
+                self._pool.finished(result)
+
+        async with anyio.create_task_group() as group:
+            for index in indices:
+                group.start_soon(publish, index)
+
+
+def group_number(group_id: str) -> int:
+    """The number in a training group's id."""
+    return int(group_id[1:])

@@ -1,0 +1,57 @@
+"""What a trainer is to fleetbus: batches of token sequences in, a new version of the weights out.
+
+All calls block and run outside the event loop, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetbus_schemas import TensorEntry
+from fleetbus_workers.images.placed import PlacedImage
+
+
+class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One graded episode as the trainer sees it, every array of length T (tokens of the whole history).
+
+    ``ids`` int32; ``loss_mask`` bool, True where the policy sampled; ``logprobs`` float32, the sampler's, 0 elsewhere;
+    ``advantages`` float32, 0 elsewhere; ``versions`` int32, the one policy version that sampled each token, -1 elsewhere and
+    where weights were swapped within a turn. ``images`` are those that ``ids`` show, in order.
+    """
+
+    episode_id: str
+    group_id: str
+    ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    temperature: float = 1.0
+    images: tuple[PlacedImage, ...] = ()
+
+
+class Trainer(Protocol):
+    """A model with its optimizer."""
+
+    def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
+        """Update on the whole batch (one or more optimizer steps as configured) and return metrics, at least ``loss``,
+        ``grad_norm``, ``entropy``, ``clip_fraction``, ``ratio_max``, ``logprob_difference_max`` (over tokens that were
+        sampled by ``version``, the weights before this update; NaN if none) and ``tokens``. ``progress`` is in [0, 1)."""
+
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        """Write the weights as safetensors (atomically: temporary file, fsync, rename) and return the manifest."""
+
+    def save_model(self, folder: Path) -> None:
+        """Write a folder that transformers' ``from_pretrained`` loads, tokenizer included."""
+
+    def save_state(self, file: Path) -> None:
+        """Write optimizer, schedule and random states for a checkpoint; weights not included."""
+
+    def restore(self, weights: Path, state: Path) -> None:
+        """Go on from a checkpoint's weights and what `save_state` wrote beside them."""

@@ -1,0 +1,214 @@
+"""From finished groups to what the trainer takes: Actions read from the log by position, advantages by group.
+
+Token ids and log-probabilities are used as they stand in the Actions; nothing is tokenised here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import msgspec
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from fleetbus.archive import archived_entries
+from fleetbus.bus.base import Bus, Stored
+from fleetbus.config.settings import Configuration
+from fleetbus.core.advantages import ADVANTAGES
+from fleetbus.core.groups import Group
+from fleetbus.core.shaping import overlong_penalty
+from fleetbus.core.turn_credit import turn_advantages, turn_returns
+from fleetbus.episodes import RETRY_SECONDS, decoded
+from fleetbus.errors import RequestUnanswered, UserError
+from fleetbus.ports import Ports
+from fleetbus_schemas import Action, EpisodeFinished, Subjects
+from fleetbus_workers.images.reading import ImageReader
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.images import read_images
+
+READS_AT_A_TIME = 32
+LAG_PAUSES_SECONDS = (0.1, 0.5, 2.0)
+"""Before Actions that are not there are looked for again: the replica of the log that answered may lag."""
+
+
+log = structlog.get_logger()
+
+
+class MissingActions(UserError):
+    """The log does not hold the Actions that a result names; the message says where they may be."""
+
+
+class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How rewards become advantages. ``overlong_limit`` and ``overlong_buffer`` are tokens of a whole episode."""
+
+    advantage: str = "grpo"
+    minimum: int = 2
+    credit: Literal["episode", "turn"] = "episode"
+    turn_discount: float = 1.0
+    overlong: Literal["keep", "mask"] = "keep"
+    overlong_limit: int = 0
+    overlong_buffer: int = 0
+    overlong_factor: float = 1.0
+
+    @classmethod
+    def of(cls, configuration: Configuration) -> CreditPlan:
+        algorithm, learner = configuration.algorithm, configuration.learner
+        return cls(
+            advantage=learner.advantage,
+            minimum=learner.min_group_size,
+            credit=algorithm.credit,
+            turn_discount=algorithm.turn_discount,
+            overlong=algorithm.overlong,
+            overlong_limit=configuration.episode.max_episode_tokens,
+            overlong_buffer=algorithm.overlong_buffer,
+            overlong_factor=algorithm.overlong_factor,
+        )
+
+
+async def read_sequences(
+    bus: Bus,
+    subjects: Subjects,
+    groups: Sequence[Group],
+    *,
+    plan: CreditPlan,
+    temperature: float,
+    archive: Path | None = None,
+    ports: Ports | None = None,
+    images: ImageReader | None = None,
+) -> list[TrainingSequence]:
+    """The graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
+
+    A learner that had to begin at a checkpoint before the newest one needs again what was trimmed since: from ``archive``.
+    Episodes that were shown images which ``images`` cannot read leave their group, with the reason.
+    """
+    results = [result for group in groups for result in group.graded]
+    actions = await read_actions(bus, subjects, results, archive=archive, ports=ports or Ports())
+    shown = await read_images(images, groups, actions)
+    usable = [result for group in groups for result in group.graded]
+    return [
+        msgspec.structs.replace(
+            _sequence(result, actions[result.episode_id], advantages, plan, temperature),
+            images=shown.get(result.episode_id, ()),
+        )
+        for result, advantages in zip(usable, advantages_by_turn(groups, plan), strict=True)
+    ]
+
+
+def advantages_by_turn(groups: Sequence[Group], plan: CreditPlan) -> list[list[float]]:
+    """The advantage of every turn of every graded episode of ``groups``, in their order.
+
+    With credit per turn, what an episode's reward has beyond the rewards of its turns comes with its last turn.
+    """
+    results = [result for group in groups for result in group.graded]
+    numbers = [number for number, group in enumerate(groups) for _ in group.graded]
+    rewards = [_shaped_reward(result, plan) for result in results]
+    turns = [len(result.actions) for result in results]
+    if plan.credit == "turn":
+        returns = [
+            turn_returns(
+                result.turn_rewards, reward - sum(result.turn_rewards[:count]), turns=count, discount=plan.turn_discount
+            )
+            for result, reward, count in zip(results, rewards, turns, strict=True)
+        ]
+        return turn_advantages(returns, numbers, minimum=plan.minimum, normalise=plan.advantage == "grpo")
+    estimate = ADVANTAGES[plan.advantage]
+    advantages = estimate(np.array(rewards, dtype=np.float64), np.array(numbers), minimum=plan.minimum)
+    return [[float(value)] * count for value, count in zip(advantages, turns, strict=True)]
+
+
+def _shaped_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
+    assert result.reward is not None
+    penalty = overlong_penalty(
+        result.tokens, limit=plan.overlong_limit, buffer=plan.overlong_buffer, factor=plan.overlong_factor
+    )
+    return result.reward + penalty
+
+
+async def read_actions(
+    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, ports: Ports
+) -> dict[str, list[Action]]:
+    """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
+    wanted = {reference.sequence for result in results for reference in result.actions}
+    entries = await _entries_of(bus, subjects, results)
+    for pause in LAG_PAUSES_SECONDS:
+        missing = wanted - set(entries)
+        if missing and archive is not None:
+            log.info("actions read from the archive", entries=len(missing))
+            entries |= await ports.offload(archived_entries, archive, missing, run=subjects.run)
+        if not wanted - set(entries):
+            break
+        await anyio.sleep(pause)
+        entries |= await _entries_of(bus, subjects, results)
+    actions = {entry.sequence: action for entry, action in decoded(Action, [entries[key] for key in wanted & set(entries)])}
+    return {result.episode_id: _actions_of(result, actions, archive) for result in results}
+
+
+async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, Stored]:
+    """By position what stands on the subjects of the episodes' Actions."""
+    entries: dict[int, Stored] = {}
+    limiter = anyio.CapacityLimiter(READS_AT_A_TIME)
+
+    async def read(result: EpisodeFinished) -> None:
+        lanes = sorted({reference.lane for reference in result.actions})
+        async with limiter:
+            found = await _history(bus, [subjects.action(lane, result.episode_id) for lane in lanes])
+        entries.update((entry.sequence, entry) for entry in found)
+
+    async with anyio.create_task_group() as group:
+        for result in results:
+            group.start_soon(read, result)
+    return entries
+
+
+async def _history(bus: Bus, subjects: list[str]) -> list[Stored]:
+    """However long the server is away: the batch is complete, and nobody else would train it."""
+    while True:
+        try:
+            return await bus.history(subjects)
+        except RequestUnanswered as unanswered:
+            log.warning("the log is asked again later", reason=str(unanswered))
+            await anyio.sleep(RETRY_SECONDS)
+
+
+def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive: Path | None) -> list[Action]:
+    try:
+        return [actions[reference.sequence] for reference in result.actions]
+    except KeyError as missing:
+        hint = "nor does its archive" if archive else "it may have been trimmed: give the recorder's archive (learner.archive)"
+        raise MissingActions(f"episode {result.episode_id}: the log has no Action at position {missing}; {hint}") from missing
+
+
+def _sequence(
+    result: EpisodeFinished, actions: Sequence[Action], by_turn: Sequence[float], plan: CreditPlan, temperature: float
+) -> TrainingSequence:
+    ids = np.frombuffer(b"".join(action.prompt_delta + action.sampled for action in actions), "<u4").astype(np.int32)
+    mask = np.unpackbits(np.frombuffer(result.loss_mask, np.uint8), count=result.tokens, bitorder="little").astype(bool)
+    logprobs = np.zeros(len(ids), np.float32)
+    logprobs[mask] = np.frombuffer(b"".join(action.logprobs for action in actions), "<f4")
+    versions = np.full(len(ids), -1, np.int32)
+    versions[mask] = np.concatenate([_versions(action) for action in actions])
+    advantages = np.zeros(len(ids), np.float32)
+    advantages[mask] = np.repeat(np.array(by_turn, np.float32), [len(action.sampled) // 4 for action in actions])
+    if plan.overlong == "mask" and result.outcome == "truncated":
+        mask, advantages = np.zeros_like(mask), np.zeros_like(advantages)
+    return TrainingSequence(
+        episode_id=result.episode_id,
+        group_id=result.group_id,
+        ids=ids,
+        loss_mask=mask,
+        logprobs=np.where(mask, logprobs, np.float32(0)),
+        advantages=advantages,
+        versions=np.where(mask, versions, np.int32(-1)),
+        temperature=temperature or 1.0,
+    )
+
+
+def _versions(action: Action) -> NDArray[np.int32]:
+    """The version that sampled each token of one Action; -1 if weights were swapped within it, for then its later tokens
+    were sampled upon keys and values of the version before, and no single version made them."""
+    version = action.versions[0].version if len(action.versions) == 1 else -1
+    return np.full(len(action.sampled) // 4, version, np.int32)

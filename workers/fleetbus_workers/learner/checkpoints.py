@@ -1,0 +1,114 @@
+"""Checkpoints: one folder each, written under a temporary name, synced and renamed, so that a torn one is never mistaken.
+
+What is in it: ``weights.safetensors``, ``trainer.state`` (optimizer and random states) and ``checkpoint.json`` (this module's
+`Checkpoint`, with the SHA-256 of the other two). Resume follows the log: `CheckpointStored` names the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.disk import telling_when_full
+
+WEIGHTS = "weights.safetensors"
+STATE = "trainer.state"
+INDEX = "checkpoint.json"
+
+_NAME = re.compile(r"(?P<part>\.?)l(?P<lineage>\d+)-(?P<step>\d{6,})(\.part)?")
+
+log = structlog.get_logger()
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """From where a learner can go on. ``floor`` and ``settled`` are those of `fleetbus.core.ledger.Ledger`;
+    ``next_group`` is the number of the first group that was never admitted."""
+
+    lineage: str
+    step: int
+    version: int
+    floor: int
+    settled: tuple[str, ...]
+    next_group: int
+    sha256: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> Path:
+    """Write a checkpoint below ``folder`` and return its path; blocking, atomic, safe against a kill at any instant.
+
+    Raises `OSError`, and leaves nothing behind then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"{checkpoint.lineage}-{checkpoint.step:06d}"
+    partial = folder / f".{final.name}.part"
+    for stale in (partial, final):
+        if stale.exists():
+            shutil.rmtree(stale)
+    partial.mkdir()
+    try:
+        with telling_when_full(folder):
+            _fill(partial, checkpoint, trainer)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(final)
+    _sync(folder)
+    return final
+
+
+def _fill(partial: Path, checkpoint: Checkpoint, trainer: Trainer) -> None:
+    trainer.save_weights(partial / WEIGHTS)
+    trainer.save_state(partial / STATE)
+    sums = {name: _digest(partial / name) for name in (WEIGHTS, STATE)}
+    (partial / INDEX).write_bytes(msgspec.json.encode(msgspec.structs.replace(checkpoint, sha256=sums)))
+    for file in partial.iterdir():
+        _sync(file)
+    _sync(partial)
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint at ``path`` if it is whole, else None (and a line in the log)."""
+    try:
+        checkpoint = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
+        broken = [name for name, digest in checkpoint.sha256.items() if _digest(path / name) != digest]
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("checkpoint passed over", path=str(path), reason=str(error))
+        return None
+    if broken or not checkpoint.sha256:
+        log.warning("checkpoint passed over", path=str(path), reason=f"{', '.join(broken)} differs from its checksum")
+        return None
+    return checkpoint
+
+
+def prune(folder: Path, keep: int, voids: Callable[[str, int], bool] = lambda lineage, step: False) -> None:
+    """Remove all checkpoints but the newest ``keep``, those of steps that do not count, and what kills left half written.
+
+    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``voids`` says what does not count.
+    """
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
+    kept = {path for _, _, path in [each for each in whole if not voids(f"l{each[0]}", each[1])][-keep:]}
+    for _, path in found:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

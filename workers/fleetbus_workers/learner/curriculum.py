@@ -1,0 +1,49 @@
+"""Which task comes when: training tasks in a seeded order, epoch after epoch, and the held-out ones that are never trained."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from fleetbus.core.splits import split_tasks
+from fleetbus.datasets import shown
+from fleetbus.errors import UserError
+from fleetbus.tasks import load_dataset
+from fleetbus_schemas import Task
+
+
+class Curriculum:
+    """``train`` and ``held_out`` tasks; the n-th group's task depends on ``seed`` and n alone."""
+
+    def __init__(self, train: Sequence[Task], held_out: Sequence[Task], *, seed: int) -> None:
+        self._train = train
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+        self.held_out = held_out
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All of them, held-out ones last."""
+        return [*self._train, *self.held_out]
+
+    def task(self, number: int) -> Task:
+        """The task of group ``number``, 0 first; every task comes once per epoch."""
+        epoch, position = divmod(number, len(self._train))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = list(range(len(self._train)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        return self._train[self._order[position]]
+
+    def evaluation(self, count: int) -> list[Task]:
+        """``count`` held-out tasks, going round when there are fewer."""
+        return [self.held_out[index % len(self.held_out)] for index in range(count)] if self.held_out else []
+
+
+def curriculum_from_file(path: str, *, seed: int) -> Curriculum:
+    """The tasks at a location (`fleetbus.datasets`), split by the hash of their keys; raises `UserError` if none is left."""
+    train, held_out = split_tasks(load_dataset(path))
+    if not train:
+        raise UserError(f"{shown(path)}: no tasks are left to train on after {len(held_out)} were held out; add tasks")
+    return Curriculum(train, held_out, seed=seed)

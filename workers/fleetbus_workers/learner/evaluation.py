@@ -1,0 +1,75 @@
+"""Held-out tasks played with one pinned version: asked for like any episode, never trained."""
+
+from __future__ import annotations
+
+import anyio
+
+from fleetbus.requests import Requests
+from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
+from fleetbus_workers.learner.measures import SUCCESS
+
+
+class Awaited:
+    """The results of one evaluation as they come in."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.results: dict[str, EpisodeFinished] = {}
+        self.complete = anyio.Event()
+
+    def add(self, result: EpisodeFinished) -> None:
+        self.results.setdefault(result.episode_id, result)
+        if len(self.results) >= self._count:
+            self.complete.set()
+
+
+class Evaluations:
+    """Evaluations that are under way, several at a time. The worker hands every ``eval`` result to `finished`."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._awaited: dict[str, Awaited] = {}
+
+    def finished(self, result: EpisodeFinished) -> None:
+        awaited = self._awaited.get(result.group_id)
+        if awaited is not None:
+            awaited.add(result)
+
+    async def play(
+        self, name: str, tasks: list[Task], *, lineage: str, step: int, version: int, temperature: float
+    ) -> EvaluationFinished:
+        """Play one episode per task with ``version`` and return the verdict. Every episode ends by its deadline."""
+        group = f"{lineage}-{name}"
+        awaited = self._awaited[group] = Awaited(len(tasks))
+        for index, task in enumerate(tasks):
+            await self._requests.wait_for_room()
+            request = self._requests.make(
+                task,
+                episode_id=f"{group}-{index:04d}",
+                group_id=group,
+                sample_index=index,
+                group_size=len(tasks),
+                split="eval",
+                lineage=lineage,
+                version=version,
+                pinned=True,
+                temperature=temperature,
+            )
+            _, result = await self._requests.publish(request)
+            if result is not None:
+                awaited.add(result)
+        await awaited.complete.wait()
+        del self._awaited[group]
+        graded = [result for result in awaited.results.values() if result.outcome in GRADED]
+        rewards = [result.reward for result in graded if result.reward is not None]
+        return EvaluationFinished(
+            lineage=lineage,
+            step=step,
+            version=version,
+            name=name,
+            episodes=len(tasks),
+            graded=len(rewards),
+            success=sum(reward >= SUCCESS for reward in rewards) / max(len(rewards), 1),
+            mean_reward=sum(rewards) / max(len(rewards), 1),
+            temperature=temperature,
+        )

@@ -1,0 +1,79 @@
+"""The images that episodes were shown, read again for training. An episode whose image is gone is excluded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import anyio
+import structlog
+
+from fleetbus.core.groups import Group
+from fleetbus.core.history import moved_images
+from fleetbus_schemas import Action, ShownImage
+from fleetbus_schemas.tokens import token_count
+from fleetbus_workers.images.placed import PlacedImage
+from fleetbus_workers.images.reading import ImageFailed, ImageReader, ImageUnread
+
+TRIES = 5
+PAUSE_SECONDS = 2.0
+EPISODES_AT_A_TIME = 8
+
+log = structlog.get_logger()
+
+
+async def read_images(
+    reader: ImageReader | None, groups: Sequence[Group], actions: Mapping[str, Sequence[Action]]
+) -> dict[str, tuple[PlacedImage, ...]]:
+    """By episode the images of its history, their places counted from its beginning. An episode that lacks one leaves its
+    group, with the reason."""
+    shown = {episode: images for episode, played in actions.items() if (images := shown_images(played))}
+    found: dict[str, tuple[PlacedImage, ...]] = {}
+    if not shown:
+        return found
+    limiter = anyio.CapacityLimiter(EPISODES_AT_A_TIME)
+
+    async def read(group: Group, episode: str) -> None:
+        async with limiter:
+            images, reason = await _placed(reader, shown[episode])
+        if reason:
+            group.unusable[episode] = reason
+        found[episode] = images
+
+    async with anyio.create_task_group() as tasks:
+        for group in groups:
+            for result in group.graded:
+                if result.episode_id in shown:
+                    tasks.start_soon(read, group, result.episode_id)
+    return found
+
+
+def shown_images(actions: Sequence[Action]) -> list[ShownImage]:
+    """The images of the turns of one episode, their places counted from its beginning."""
+    images: list[ShownImage] = []
+    length = 0
+    for action in actions:
+        images += moved_images(action.images, length)
+        length += token_count(action.prompt_delta) + token_count(action.sampled)
+    return images
+
+
+async def _placed(reader: ImageReader | None, shown: Sequence[ShownImage]) -> tuple[tuple[PlacedImage, ...], str]:
+    """The images with their bytes; or none, and why. Whatever may pass is tried again for a while."""
+    for left in reversed(range(TRIES)):
+        try:
+            if reader is None:
+                raise ImageUnread("this learner reads no images")
+            return tuple(
+                [
+                    PlacedImage(object=each.object, start=each.start, stop=each.stop, data=await reader.read(each.object))
+                    for each in shown
+                ]
+            ), ""
+        except ImageFailed as failed:
+            log.error("an episode is not trained", reason=str(failed))
+            return (), failed.error_class
+        except ImageUnread as unread:
+            log.warning("an image is read again" if left else "an episode is not trained", reason=str(unread))
+            if left:
+                await anyio.sleep(PAUSE_SECONDS)
+    return (), "image_unread"

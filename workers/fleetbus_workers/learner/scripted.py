@@ -1,0 +1,45 @@
+"""A trainer without a model: counts what it is given, writes small files. For simulations and tests of the learner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fleetbus_schemas import TensorEntry
+from fleetbus_workers.learner.base import TrainingSequence
+
+
+class ScriptedTrainer:
+    """Its only weight is the number of updates, so a restored trainer can be told from a fresh one."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.trained: list[str] = []
+
+    def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
+        self.updates += 1
+        self.trained += [sequence.episode_id for sequence in batch]
+        tokens = int(np.sum([sequence.loss_mask.sum() for sequence in batch]))
+        return {"loss": 0.0, "grad_norm": 0.0, "entropy": 1.0, "clip_fraction": 0.0, "ratio_max": 1.0} | {
+            "logprob_difference_max": 0.0,
+            "tokens": float(tokens),
+        }
+
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"updates": self.updates}))
+        return (TensorEntry(name="updates", shape=(), dtype="I64", sha256=""),)
+
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save_weights(folder / "weights.json")
+
+    def save_state(self, file: Path) -> None:
+        file.write_text(json.dumps({"trained": self.trained}))
+
+    def restore(self, weights: Path, state: Path) -> None:
+        self.updates = json.loads(weights.read_text())["updates"]
+        self.trained = json.loads(state.read_text())["trained"]

@@ -1,0 +1,132 @@
+"""The loss of one micro-batch as the settings say, and what is measured on the way. The formulae are in `fleetbus.core`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fleetbus.core.corrections import kl_k3
+from fleetbus.core.losses import LossPlan, ratio_base, reduce_losses, token_losses
+from fleetbus.core.objectives import outside_clip, token_ratio
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch.batches import MicroBatch
+from fleetbus_workers.learner.torch.forward import Scores
+from fleetbus_workers.learner.torch.sharding import Shards
+
+
+class Totals(NamedTuple):
+    """Of all sequences of one optimizer step: the denominators of the reductions."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, batch: Sequence[TrainingSequence]) -> Totals:
+        return cls(max(sum(int(sequence.loss_mask.sum()) for sequence in batch), 1), len(batch))
+
+
+class SampledTokens(NamedTuple):
+    """What is known of N sampled tokens of a micro-batch, in its order: ``logprobs`` (the sampler's), ``advantages`` and
+    ``temperature`` float32 [N], ``versions`` int32 [N]."""
+
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    versions: torch.Tensor
+    temperature: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Sequence[TrainingSequence], indices: Sequence[int], device: torch.device) -> SampledTokens:
+        chosen = [batch[index] for index in indices]
+        # Greedy episodes carry log-probabilities at temperature 1.
+        temperatures = [np.full(int(s.loss_mask.sum()), s.temperature or 1.0, np.float32) for s in chosen]
+        arrays = (
+            [s.logprobs[s.loss_mask] for s in chosen],
+            [s.advantages[s.loss_mask] for s in chosen],
+            [s.versions[s.loss_mask] for s in chosen],
+            temperatures,
+        )
+        return cls(*(torch.from_numpy(np.concatenate(array)).to(device) for array in arrays))
+
+
+class Measured:
+    """Sums and maxima over the tokens of all micro-batches of one call of the trainer."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = dict.fromkeys(("tokens", "loss", "entropy", "clip_fraction", "ratio_mean", "kl"), 0.0)
+        self._ratio_max = 0.0
+        self._difference_max = math.nan
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        self._sums["loss"] += loss.item()
+
+    def add_tokens(self, *, entropies: torch.Tensor, ratio: torch.Tensor, clipped: torch.Tensor, kl: torch.Tensor) -> None:
+        if not len(ratio):
+            return
+        self._sums["tokens"] += len(ratio)
+        for name, values in (("entropy", entropies), ("clip_fraction", clipped), ("ratio_mean", ratio), ("kl", kl)):
+            self._sums[name] += values.double().sum().item()
+        self._ratio_max = max(self._ratio_max, ratio.max().item())
+
+    def add_differences(self, differences: torch.Tensor) -> None:
+        """Of log-probabilities that the sampler and the trainer computed with the same weights."""
+        if len(differences):
+            largest = differences.abs().max().item()
+            self._difference_max = largest if math.isnan(self._difference_max) else max(self._difference_max, largest)
+
+    def gather(self, shards: Shards) -> None:
+        """Enter what the other processes measured on their micro-batches."""
+        self._sums = dict(zip(self._sums, shards.total(list(self._sums.values())), strict=True))
+        largest = -1.0 if math.isnan(self._difference_max) else self._difference_max
+        self._ratio_max, largest = shards.largest([self._ratio_max, largest])
+        self._difference_max = largest if largest >= 0 else math.nan
+
+    def metrics(self, updates: int, epochs: int) -> dict[str, float]:
+        """Means per token; ``loss`` is the mean over updates, ``tokens`` counts each sampled token once."""
+        tokens = max(self._sums["tokens"], 1.0)
+        means = {name: total / tokens for name, total in self._sums.items() if name not in ("tokens", "loss")}
+        return means | {
+            "loss": self._sums["loss"] / updates,
+            "tokens": self._sums["tokens"] / epochs,
+            "ratio_max": self._ratio_max,
+            "logprob_difference_max": self._difference_max,
+        }
+
+
+def measured_loss(
+    plan: LossPlan,
+    batch: MicroBatch,
+    tokens: SampledTokens,
+    scores: Scores,
+    *,
+    proximal: torch.Tensor | None,
+    reference: torch.Tensor | None,
+    totals: Totals,
+    measured: Measured,
+) -> torch.Tensor:
+    """This micro-batch's share of the loss of its optimizer step. ``proximal`` [N]: the trainer's log-probabilities before the
+    first update, None: now is before. ``reference`` [N]: those of the model that the KL pulls to, None: the sampler's."""
+    if proximal is None:
+        proximal = scores.logprobs.detach()
+    mask = batch.rowwise(torch.ones_like(tokens.logprobs))
+    losses = token_losses(
+        plan,
+        logprobs=batch.rowwise(scores.logprobs),
+        sampler=batch.rowwise(tokens.logprobs),
+        proximal=batch.rowwise(proximal),
+        advantages=batch.rowwise(tokens.advantages),
+        mask=mask,
+        reference=None if reference is None else batch.rowwise(reference),
+    )
+    loss: torch.Tensor = reduce_losses(plan, losses, mask, tokens=totals.tokens, sequences=totals.sequences)
+    measured.add_loss(loss)
+    with torch.no_grad():
+        ratio = token_ratio(scores.logprobs, ratio_base(plan, tokens.logprobs, proximal))
+        clipped = outside_clip(ratio, tokens.advantages, plan.clip)
+        measured.add_tokens(
+            entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)
+        )
+    return loss

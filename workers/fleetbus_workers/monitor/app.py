@@ -1,0 +1,275 @@
+"""The routes of the page: its files, live events, episodes, groups, one episode. They read the fold and the log.
+
+Everything is JSON or a file of the package; texts of policies and tasks are data here and text nodes in the page, never markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fleetbus.recording.episodes import EpisodeRow, episode_subjects, read_transcript
+from fleetbus_schemas import Action, Subjects
+from fleetbus_schemas.subjects import BadName, check_name
+from fleetbus_schemas.tokens import token_count, unpack_ids, unpack_logprobs
+from fleetbus_workers.monitor.timeline import timeline
+from fleetbus_workers.monitor.words import Words
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.watchdog import find_notes, find_stalls
+
+PAGE = Path(__file__).parent / "page"
+TICK_SECONDS = 0.5
+PAGE_ROWS = 100
+MAX_ROWS = 1000
+READ_SECONDS = 20.0
+MAX_TOKENS_SHOWN = 20_000
+
+NOT_SERVED = "the run is over, and nobody serves its log any more: start `fleetbus monitor` again to read it from its files"
+
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+class Site:
+    """One watched run as a web application. Set ``stopping`` to end the streams of events."""
+
+    def __init__(
+        self, watch: Watch, subjects: Subjects, words: Words, *, hosts: list[str] | None, admission: float = 0.7
+    ) -> None:
+        self._watch = watch
+        self._subjects = subjects
+        self._words = words
+        self._admission = admission
+        self._overview: tuple[float, bytes] = (-1.0, b"")
+        self.stopping = anyio.Event()
+        middleware = [Middleware(_SecurityHeaders)]
+        if hosts is not None:  # a page elsewhere must not reach us under a name of its own
+            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False))
+        self.app = Starlette(
+            routes=[
+                Route("/", self.page),
+                Route("/api/events", self.events),
+                Route("/api/overview", self.overview),
+                Route("/api/curves", self.curves),
+                Route("/api/episodes", self.episodes),
+                Route("/api/episodes/{episode}", self.episode),
+                Route("/api/groups", self.groups),
+                Mount("/page", StaticFiles(directory=PAGE)),
+            ],
+            middleware=middleware,
+        )
+
+    async def page(self, _request: Request) -> Response:
+        return Response(await anyio.Path(PAGE / "index.html").read_bytes(), media_type="text/html")
+
+    # Live
+
+    async def events(self, _request: Request) -> Response:
+        return StreamingResponse(self._events(), media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        """``overview`` twice a second at most, only when it differs; ``curves`` when there are new points."""
+        points, evaluations, history = -1, -1, -1
+        last = b""
+        while not self.stopping.is_set():
+            state = self._watch.state
+            now = (len(state.points()), len(state.evaluations()), state.history)
+            if now != (points, evaluations, history):
+                start = points if history == now[2] and points >= 0 else 0
+                yield _event("curves", self._curves(start))
+                points, evaluations, history = now
+            overview = self._overview_now()
+            if overview != last:
+                yield _event("overview", overview)
+                last = overview
+            with anyio.move_on_after(TICK_SECONDS):
+                await self.stopping.wait()
+
+    async def overview(self, _request: Request) -> Response:
+        return _json(self._overview_now())
+
+    def _overview_now(self) -> bytes:
+        """The same bytes for everybody who asks within a tick."""
+        now = anyio.current_time()
+        if now - self._overview[0] >= TICK_SECONDS / 2:
+            state, health, bus = self._watch.state, self._watch.health, self._watch.bus
+            ending = self._watch.ending(now)
+            usage = {name: getattr(health, name) for name in ("bytes", "limit_bytes", "last_sequence", "followed")}
+            facts = {
+                "run": self._subjects.run,
+                "ending": ending,
+                "numbers": state.numbers(bus.now_ns()),
+                "workers": state.workers(now),
+                "log": usage
+                | {
+                    "entries_per_second": health.entries_per_second,
+                    "problem": health.problem,
+                    "is_behind": self._watch.is_behind(now),
+                },
+                "server": self._watch.server,
+                "stalls": self._stalls(now, bus.now_ns()),
+                "notes": [] if ending or self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
+            }
+            self._overview = (now, msgspec.json.encode(facts))
+        return self._overview[1]
+
+    def _stalls(self, now: float, now_ns: int) -> list[dict[str, Any]]:
+        if not self._watch.may_be_stuck(now):
+            return []
+        found = find_stalls(self._watch.state, self._watch.health, now=now, now_ns=now_ns, admission=self._admission)
+        return [msgspec.structs.asdict(stall) | {"line": stall.line} for stall in found]
+
+    async def curves(self, _request: Request) -> Response:
+        return _json(self._curves(0))
+
+    def _curves(self, start: int) -> bytes:
+        """Points from number ``start`` on; all evaluations, which are few."""
+        state = self._watch.state
+        return msgspec.json.encode({"start": start, "points": state.points()[start:], "evaluations": state.evaluations()})
+
+    # Tables
+
+    async def episodes(self, request: Request) -> Response:
+        """Newest first. Query: ``state``, ``group``, ``split``, ``text`` (in id, task or error), ``offset``, ``limit``."""
+        query = request.query_params
+        state = self._watch.state
+        chosen = [row for row in reversed(state.episodes.rows.values()) if _matches(row, state.state_of(row), dict(query))]
+        offset, limit = _number(query.get("offset"), 0), min(_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+        shown = [
+            {**msgspec.structs.asdict(row), "state": state.state_of(row), "trained_in": state.trained_in.get(row.episode_id, 0)}
+            for row in chosen[offset : offset + limit]
+        ]
+        return _json(msgspec.json.encode({"total": len(chosen), "offset": offset, "rows": shown}))
+
+    async def groups(self, request: Request) -> Response:
+        """Newest first. Query: ``offset``, ``limit``, ``flat`` (only groups whose rewards are all equal)."""
+        query = request.query_params
+        groups = self._watch.state.groups()[::-1]
+        if query.get("flat"):
+            groups = [group for group in groups if group.spread == 0 and not group.open]
+        offset, limit = _number(query.get("offset"), 0), min(_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+        return _json(msgspec.json.encode({"total": len(groups), "offset": offset, "rows": groups[offset : offset + limit]}))
+
+    # One episode
+
+    async def episode(self, request: Request) -> Response:
+        try:
+            episode = check_name("episode", request.path_params["episode"])
+        except BadName as error:
+            return PlainTextResponse(str(error), 400)
+        if self._watch.health.problem and self._watch.ending(anyio.current_time()) is not None:
+            return PlainTextResponse(NOT_SERVED, 503)
+        entries = []
+        try:
+            with anyio.fail_after(READ_SECONDS):
+                async for entry in self._watch.bus.scan(episode_subjects(self._subjects, episode)):
+                    entries.append(entry)  # noqa: PERF401  # what was read before a time limit is not shown in part
+        except TimeoutError:
+            return PlainTextResponse(f"the log was not read within {READ_SECONDS:g} s", 503)
+        if not entries:
+            return PlainTextResponse(f"the log has no episode {episode}", 404)
+        transcript = read_transcript(entries)
+        row = self._watch.state.episodes.rows.get(episode)
+        facts = {
+            "episode": episode,
+            "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.state_of(row)},
+            "trained_in": self._watch.state.trained_in.get(episode, 0),
+            "task": transcript.request and transcript.request.task,
+            "sampling": transcript.request and transcript.request.sampling,
+            "claims": transcript.claims,
+            "result": _without_bytes(transcript.result),
+            "spans": timeline(entries),
+            "turns": [
+                {
+                    "turn": turn.turn,
+                    "attempt": turn.attempt,
+                    "messages": turn.messages,
+                    "tools": turn.tools,
+                    "action": turn.action and self._action(turn.action),
+                }
+                for turn in transcript.turns
+            ],
+        }
+        return _json(msgspec.json.encode(facts))
+
+    def _action(self, action: Action) -> dict[str, Any]:
+        ids = unpack_ids(action.sampled)[:MAX_TOKENS_SHOWN]
+        prompt = unpack_ids(action.prompt_delta)[:MAX_TOKENS_SHOWN]
+        return {
+            "text": action.text,
+            "tool_calls": action.tool_calls,
+            "finish_reason": action.finish_reason,
+            "worker": action.worker,
+            "error": action.error,
+            "versions": action.versions,
+            "ids": ids,
+            "logprobs": unpack_logprobs(action.logprobs)[:MAX_TOKENS_SHOWN],
+            "words": self._words.of(ids),
+            "prompt_ids": prompt,
+            "prompt_words": self._words.of(prompt),
+            "tokens": token_count(action.sampled),
+            "prompt_tokens": token_count(action.prompt_delta),
+            "seconds_queued": action.seconds_queued,
+            "seconds_generating": action.seconds_generating,
+        }
+
+
+class _SecurityHeaders:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def _matches(row: EpisodeRow, state: str, query: dict[str, str]) -> bool:
+    if (wanted := query.get("state")) and state != wanted:
+        return False
+    if (group := query.get("group")) and row.group_id != group:
+        return False
+    if (split := query.get("split")) and row.split != split:
+        return False
+    text = query.get("text", "").lower()
+    return not text or any(text in field.lower() for field in (row.episode_id, row.task_key, row.error_class, row.worker))
+
+
+def _number(text: str | None, otherwise: int) -> int:
+    return int(text) if text and text.isdecimal() and len(text) < 10 else otherwise
+
+
+def _without_bytes(result: Any) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    facts = msgspec.structs.asdict(result)
+    facts.pop("loss_mask")
+    return facts
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _event(name: str, content: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), content)

@@ -1,0 +1,74 @@
+"""Serves the page on one socket until it is told to stop; the socket is bound before anything is said about it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import anyio
+import uvicorn
+
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
+from fleetbus_schemas import Subjects
+from fleetbus_workers.assembly.model import model_folder
+from fleetbus_workers.monitor.app import Site
+from fleetbus_workers.monitor.words import load_words
+from fleetbus_workers.overview.ending import Driver
+from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.serving.connections import Bounds, bounded
+from fleetbus_workers.serving.listening import QuietServer, is_loopback, shown_host
+
+STOP_SECONDS = 3
+
+
+async def serve(
+    bus: Bus,
+    configuration: Configuration,
+    *,
+    host: str,
+    bound: socket.socket,
+    stop: anyio.Event,
+    told: Callable[[str], None],
+    nats_http: Callable[[], str | None] = lambda: None,
+    driver: Driver | None = None,
+) -> None:
+    """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``told`` gets the address once it answers;
+    ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
+    is who
+    makes the run go on, as far as it is known."""
+    subjects = Subjects(configuration.run.name)
+    watch = Watch(bus, subjects, FleetState(configuration.learner.steps), driver)
+    words = await anyio.to_thread.run_sync(load_words, model_folder(configuration.run))
+    hosts = ["localhost", "127.0.0.1", "[::1]"] if is_loopback(host) else None
+    site = Site(watch, subjects, words, hosts=hosts, admission=configuration.nats.admission)
+    protocol = bounded(Bounds())
+    settings = uvicorn.Config(
+        site.app,
+        http=protocol,
+        limit_concurrency=protocol.bounds.connections,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=STOP_SECONDS,
+        ws="none",
+    )
+    server = QuietServer(settings)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch.run)
+        tasks.start_soon(watch.look_at_server, nats_http)
+
+        async def until_told() -> None:
+            await stop.wait()
+            site.stopping.set()
+            server.should_exit = True
+
+        tasks.start_soon(until_told)
+        told(f"http://{shown_host(host)}:{bound.getsockname()[1]}/")
+        try:
+            await server.serve(sockets=[bound])
+        finally:
+            site.stopping.set()
+            server.should_exit = True
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,104 @@
+"""How a run stands, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
+
+Above it are the displays; below it the entries that are read for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import msgspec
+
+from fleetbus.core.learning_signal import LearningSignal
+from fleetbus_schemas import (
+    EpisodeFinished,
+    EvaluationFinished,
+    Heartbeat,
+    LineageStarted,
+    Message,
+    PolicyPublished,
+    StepTrained,
+)
+from fleetbus_schemas.stored import STORED
+
+FOLLOWED = STORED["train"] + STORED["episode"] + STORED["policy"] + STORED["life"]
+"""Every message on the subjects that are followed to know how a run stands."""
+
+RATE_WINDOW_SECONDS = 10.0
+"""Episodes and tokens per second are means over this long."""
+
+RATE_WINDOW_EPISODES = 4096
+
+SILENT_AFTER_SECONDS = 7.0
+"""Without a heartbeat for this long (three are due) a worker is shown no more."""
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's last heartbeat, and when it came (monotonic seconds)."""
+
+    beat: Heartbeat
+    heard_at: float
+
+
+class Progress:
+    """What a person wants to see of a run of ``steps`` steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.step = 0
+        self.version = 0
+        self.metrics: dict[str, float] = {}
+        self.evaluations: dict[str, EvaluationFinished] = {}
+        self.episodes = 0
+        self.outcomes: Counter[str] = Counter()
+        self.signal = LearningSignal()
+        self.excluded: Counter[str] = Counter()
+        """Episodes that were settled untrained, by reason, without those of lineages that were cut."""
+        self._excluded_at: dict[int, Counter[str]] = {}
+        self._workers: dict[str, WorkerView] = {}
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_EPISODES)
+
+    def apply(self, message: Message, time_ns: int) -> None:
+        """Take in one entry of the log, stored at ``time_ns``."""
+        self.signal.apply(message, time_ns)
+        match message:
+            case LineageStarted():
+                for step in [step for step in self._excluded_at if step > message.parent_step]:
+                    self.excluded -= self._excluded_at.pop(step)
+            case StepTrained():
+                self.step, self.version, self.metrics = message.step, message.version, message.metrics
+                if message.excluded:
+                    self._excluded_at[message.step] = counted = Counter(exclusion.reason for exclusion in message.excluded)
+                    self.excluded += counted
+            case EvaluationFinished():
+                self.evaluations[message.name] = message
+            case PolicyPublished():
+                self.version = message.version
+            case EpisodeFinished():
+                self._finished(message, time_ns)
+
+    def heard(self, beat: Heartbeat, now_seconds: float) -> None:
+        self._workers[beat.worker] = WorkerView(beat=beat, heard_at=now_seconds)
+
+    def workers(self, now_seconds: float) -> list[Heartbeat]:
+        """The workers that have been heard of lately, by role and name."""
+        lately = [view.beat for view in self._workers.values() if now_seconds - view.heard_at <= SILENT_AFTER_SECONDS]
+        return sorted(lately, key=lambda beat: (beat.role, beat.worker))
+
+    def rates(self) -> tuple[float, float]:
+        """Episodes and tokens per second up to the last episode that finished; 0 until there are two."""
+        if len(self._recent) < 2:
+            return 0.0, 0.0
+        newest = self._recent[-1][0]
+        within = [(time, tokens) for time, tokens in self._recent if newest - time <= RATE_WINDOW_SECONDS * 1e9]
+        if len(within) < len(self._recent):  # something finished before the window, so all of the window is known
+            return len(within) / RATE_WINDOW_SECONDS, sum(tokens for _, tokens in within) / RATE_WINDOW_SECONDS
+        seconds = (newest - within[0][0]) / 1e9
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (len(within) - 1) / seconds, sum(tokens for _, tokens in within[1:]) / seconds
+
+    def _finished(self, message: EpisodeFinished, time_ns: int) -> None:
+        self.episodes += 1
+        self.outcomes[message.outcome] += 1
+        self._recent.append((time_ns, message.tokens))

@@ -1,0 +1,287 @@
+"""What the page shows of a run, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
+
+Shares the rows of episodes with ``fleetbus episodes`` and the rates with ``fleetbus up``. Above it are the routes, below it the
+entries that `fleetbus_workers.overview.follow` reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from fleetbus.bus.base import Stored
+from fleetbus.core.lineage import survives, surviving_steps
+from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
+from fleetbus_schemas import (
+    GRADED,
+    AttemptStarted,
+    CheckpointStored,
+    EpisodeFinished,
+    EvaluationFinished,
+    Heartbeat,
+    LineageStarted,
+    Message,
+    PolicyPublished,
+    StepTrained,
+    TrainingFinished,
+    WorkerStarted,
+)
+from fleetbus_workers.overview.ending import LastWords
+from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.overview.roster import Roster, WorkerRow
+
+KEPT_EPISODES = 50_000
+"""Older rows are forgotten; the log still has them."""
+
+RECENT_EPISODES = 500
+"""Outcomes and errors are counted over all episodes, means over this many."""
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step on the curves. ``time_ns`` is when it was stored; ``metrics`` are finite."""
+
+    step: int
+    version: int
+    lineage: str
+    time_ns: int
+    episodes: int
+    excluded: int
+    metrics: dict[str, float]
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation on the curves."""
+
+    step: int
+    version: int
+    lineage: str
+    name: str
+    success: float
+    mean_reward: float
+    graded: int
+    temperature: float
+
+
+class GroupRow(msgspec.Struct, kw_only=True):
+    """One GRPO group. ``spread`` is the standard deviation of its rewards: 0 teaches nothing."""
+
+    group_id: str
+    task_key: str
+    episodes: int = 0
+    graded: int = 0
+    open: int = 0
+    rewards: list[float | None] = msgspec.field(default_factory=list)
+    ids: list[str] = msgspec.field(default_factory=list)
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    trained_in: int = 0
+    mean: float | None = None
+    spread: float | None = None
+
+
+class FleetState:
+    """The fold. `apply` takes entries in the order of the log."""
+
+    def __init__(self, steps: int) -> None:
+        self.progress = Progress(steps)
+        self.roster = Roster()
+        self.last_words = LastWords()
+        self.episodes = EpisodeIndex()
+        self.trained_in: dict[str, int] = {}
+        self.requested = 0
+        self.last_time_ns = 0
+        self.last_progress_ns = 0
+        self.takeovers = 0
+        self.errors: Counter[str] = Counter()
+        self.lineage_ns = 0
+        """When the newest lineage began."""
+        self.last_step_ns = 0
+        self.since_step: Counter[str] = Counter()
+        """Training episodes by outcome since the last step, or since the lineage began."""
+        self.groups_since_step: set[str] = set()
+        """The groups that they are of, where there is a learner to take them."""
+        self.malformed = 0
+        self.finished = False
+        self.checkpoint = 0
+        self.history = 0
+        """Counts the times that the curves lost points: whoever has drawn them draws them again."""
+        self._points: list[Point] = []
+        self._evaluations: list[Evaluated] = []
+        self._lineages: list[LineageStarted] = []
+        self._claimed: set[str] = set()
+
+    # Folding
+
+    def apply(self, entry: Stored, message: Message, now: float, now_ns: int) -> None:
+        """Take in an entry; ``now`` is monotonic seconds, ``now_ns`` the server's time."""
+        self.last_time_ns = max(self.last_time_ns, entry.time_ns)
+        self.progress.apply(message, entry.time_ns)
+        self.roster.happened(message, (now_ns - entry.time_ns) / 1e9, now)
+        self.episodes.add(entry)
+        self.last_words.apply(message, entry.time_ns)
+        match message:
+            case AttemptStarted():
+                self._claimed.add(message.episode_id)
+                self.takeovers += message.reason == "taken_over"
+            case EpisodeFinished():
+                self._finished(message, entry)
+            case StepTrained():
+                self._stepped(message, entry)
+            case EvaluationFinished():
+                self._evaluations.append(Evaluated(**{name: getattr(message, name) for name in Evaluated.__struct_fields__}))
+            case LineageStarted() if ".train." in entry.subject:
+                self._lineages.append(message)
+                self.lineage_ns = entry.time_ns
+                self._since_now()
+                self.history += 1
+                self.finished = False
+            case CheckpointStored():
+                self.checkpoint = message.step
+            case TrainingFinished():
+                self.finished = True
+            case PolicyPublished() | WorkerStarted():
+                pass
+        if entry.subject.split(".", 3)[2] == "task":
+            self.requested += 1
+            self._forget_old()
+
+    def _finished(self, message: EpisodeFinished, entry: Stored) -> None:
+        self.last_progress_ns = entry.time_ns
+        if message.split == "train":
+            self.since_step[message.outcome] += 1
+            if self.lineage_ns and len(self.groups_since_step) < KEPT_EPISODES:
+                self.groups_since_step.add(message.group_id)
+        if message.error_class:
+            self.errors[message.error_class] += 1
+
+    def _stepped(self, message: StepTrained, entry: Stored) -> None:
+        self.last_progress_ns = self.last_step_ns = entry.time_ns
+        self._since_now()
+        self._points.append(
+            Point(
+                step=message.step,
+                version=message.version,
+                lineage=message.lineage,
+                time_ns=entry.time_ns,
+                episodes=len(message.episodes),
+                excluded=len(message.excluded),
+                metrics={name: value for name, value in message.metrics.items() if value - value == 0},
+            )
+        )
+        self.trained_in.update(dict.fromkeys(message.episodes, message.step))
+
+    def _since_now(self) -> None:
+        self.since_step.clear()
+        self.groups_since_step.clear()
+
+    def _forget_old(self) -> None:
+        rows = self.episodes.rows
+        if len(rows) <= KEPT_EPISODES + 1_000:
+            return
+        for episode in list(rows)[: len(rows) - KEPT_EPISODES]:
+            del rows[episode]
+            self.trained_in.pop(episode, None)
+            self._claimed.discard(episode)
+
+    # Showing
+
+    def quiet_since_ns(self, oldest_open_ns: int) -> int:
+        """Since when nothing has progressed: the last progress, the beginning of the lineage, or the request of what has been
+        open the longest, whichever came last; 0 if there is nothing to wait for."""
+        if not oldest_open_ns and not self.lineage_ns:
+            return 0
+        return max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
+
+    def heard(self, beat: Heartbeat, now: float) -> None:
+        self.roster.heard(beat, now)
+
+    def workers(self, now: float) -> list[WorkerRow]:
+        return self.roster.rows(now)
+
+    def points(self) -> list[Point]:
+        """The steps of the lineage that survives, in order."""
+        surviving = surviving_steps(self._lineages)
+        return [point for point in self._points if survives(surviving, point.lineage, point.step)]
+
+    def evaluations(self) -> list[Evaluated]:
+        surviving = surviving_steps(self._lineages)
+        return [each for each in self._evaluations if survives(surviving, each.lineage, each.step)]
+
+    def state_of(self, row: EpisodeRow) -> str:
+        """Its outcome, or how far it is."""
+        return row.outcome or ("running" if row.episode_id in self._claimed else "waiting")
+
+    def numbers(self, now_ns: int) -> dict[str, Any]:
+        """The counters of the overview."""
+        rows = list(self.episodes.rows.values())[-RECENT_EPISODES:]
+        graded = [row for row in rows if row.outcome in GRADED and row.reward is not None]
+        waiting, running, oldest_ns = self._open()
+        episodes, tokens = self.progress.rates()
+        quiet = (now_ns - self.last_time_ns) / 1e9 if self.last_time_ns else 0.0
+        if quiet > 15:
+            episodes = tokens = 0.0
+        calls = sum(row.tool_calls for row in rows)
+        return {
+            "step": self.progress.step,
+            "steps": max(self.progress.steps, self.progress.step),
+            "version": self.progress.version,
+            "finished": self.finished,
+            "checkpoint": self.checkpoint,
+            "requested": self.requested,
+            "finished_episodes": self.progress.episodes,
+            "waiting": waiting,
+            "running": running,
+            "oldest_open_seconds": (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0,
+            "stuck_seconds": max(now_ns - since, 0) / 1e9 if (since := self.quiet_since_ns(oldest_ns)) else 0.0,
+            "episodes_per_second": episodes,
+            "tokens_per_second": tokens,
+            "reward": statistics.fmean(row.reward or 0.0 for row in graded) if graded else None,
+            "turns": statistics.fmean(row.turns for row in graded) if graded else None,
+            "truncated": sum(row.outcome == "truncated" for row in graded) / len(graded) if graded else None,
+            "tool_error_rate": sum(row.tool_errors for row in rows) / calls if calls else None,
+            "outcomes": dict(self.progress.outcomes),
+            "excluded": dict(self.progress.excluded),
+            "errors": dict(self.errors.most_common(12)),
+            "takeovers": self.takeovers,
+            "malformed": self.malformed,
+            "quiet_seconds": quiet,
+            "since_progress_seconds": (now_ns - self.last_progress_ns) / 1e9 if self.last_progress_ns else None,
+        }
+
+    def _open(self) -> tuple[int, int, int]:
+        waiting = running = oldest = 0
+        for row in self.episodes.rows.values():
+            if row.outcome:
+                continue
+            if row.episode_id in self._claimed:
+                running += 1
+            else:
+                waiting += 1
+            if row.requested_ns and (not oldest or row.requested_ns < oldest):
+                oldest = row.requested_ns
+        return waiting, running, oldest
+
+    def groups(self, rows: Iterable[EpisodeRow] | None = None) -> list[GroupRow]:
+        """Training groups in the order of their requests."""
+        groups: dict[str, GroupRow] = {}
+        for row in self.episodes.rows.values() if rows is None else rows:
+            if row.split != "train" or not row.group_id:
+                continue
+            group = groups.setdefault(row.group_id, GroupRow(group_id=row.group_id, task_key=row.task_key))
+            group.episodes += 1
+            group.ids.append(row.episode_id)
+            state = self.state_of(row)
+            group.outcomes[state] = group.outcomes.get(state, 0) + 1
+            is_graded = row.outcome in GRADED
+            group.rewards.append(row.reward if is_graded else None)
+            group.graded += is_graded
+            group.open += not row.outcome
+            group.trained_in = max(group.trained_in, self.trained_in.get(row.episode_id, 0))
+        for group in groups.values():
+            rewards = [reward for reward in group.rewards if reward is not None]
+            if rewards:
+                group.mean, group.spread = statistics.fmean(rewards), statistics.pstdev(rewards)
+        return list(groups.values())

@@ -1,0 +1,197 @@
+"""Recorded tokens checked by one forward pass: does the sampler choose them again from what the model gives at their places?
+
+A `ScoringSampler` stands between the inference worker under test and its torch sampler. Before a version's turns are played,
+their recorded histories run through the model together, those that are alike once, and the sampler's own choice of a token is
+made at every place, from the recorded seed. A turn whose every token is chosen again, and which ends where the sampler would
+end it, is answered with them; any other is handed to the torch sampler, token by token, and what comes of it is compared. So a
+turn is never taken for right without proof, and never for wrong because sums were added up in another order. A few are sampled
+all the same, as a test of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+import torch
+
+from fleetbus_schemas import PolicyPublished, VersionSpan
+from fleetbus_workers.images.folders import has_vision
+from fleetbus_workers.inference.base import Generation, GenerationRequest, Sampler
+from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.inference.torch.choosing import choose
+from fleetbus_workers.inference.torch.turn import Turn
+from fleetbus_workers.learner.torch.batches import MicroBatch, micro_batches, shared_prefix
+from fleetbus_workers.learner.torch.forward import SharedPrefix, can_share, head_is_plain
+from fleetbus_workers.replay.distinct import History, distinct_histories
+from fleetbus_workers.replay.expected import Expected
+from fleetbus_workers.replay.wrapped_sampler import WrappedSampler
+from fleetbus_workers.weights.file import read_weights, unique_tensors
+
+ROWS, TOKENS = 16, 4096
+"""Most sequences and tokens of a forward pass: with more, a few long ones make many short ones long."""
+
+LOGITS = 1 << 23
+"""Most logits at once."""
+
+SAMPLED_ANYWAY = 128
+"""One turn in so many, beginning with the first of every version, is sampled although it is proved: nobody would notice an
+engine that broke otherwise."""
+
+
+class Proved(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of which every token is chosen again; ``logprobs`` are those of the forward pass."""
+
+    expected: Expected
+    logprobs: list[float]
+
+
+class ScoringSampler(WrappedSampler):
+    """`Sampler` that answers what the recording proves and leaves the rest to ``sampler``; ``folder`` is its model's.
+
+    ``proved`` and ``sampled`` count turns, ``tokens`` what ran through the model; ``forward_seconds`` are those of the bare
+    forward passes, ``seconds`` of all that scoring took.
+    """
+
+    def __init__(self, sampler: Sampler, folder: Path, *, max_length: int, threads: int = 1) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(sampler)
+        self._max_length = max_length
+        self._threads = threads
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self._model.eval().requires_grad_(False)
+        self._parameters = unique_tensors(self._model.state_dict())
+        self._vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
+        self._shares, self._plain_head = can_share(self._model), head_is_plain(self._model)
+        self._known: dict[tuple[str, int], Proved] = {}
+        self.proved = self.sampled = self.tokens = 0
+        self.seconds = self.forward_seconds = 0.0
+
+    async def load(self, policy: PolicyPublished) -> None:
+        """The sampler validates; what it rejects is loaded nowhere."""
+        self._known.clear()
+        await super().load(policy)
+        await anyio.to_thread.run_sync(self._adopt, read_weights(policy.uri, policy.manifest))
+
+    async def prepare(self, turns: Sequence[Expected]) -> None:
+        """Score these turns under the loaded version; what does not prove itself is sampled when it is asked for."""
+        began = anyio.current_time()
+        self._known = await anyio.to_thread.run_sync(self._prove, turns)
+        self.seconds += anyio.current_time() - began
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        known = self._known.get((request.cache_key, len(request.ids)))
+        generation = known and _answer(known, request, self._max_length, self.version)
+        if not generation:
+            self.sampled += 1
+            return await super().generate(request)
+        self.proved += 1
+        return generation
+
+    def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._parameters[name].copy_(tensor)
+
+    def _prove(self, turns: Sequence[Expected]) -> dict[tuple[str, int], Proved]:
+        torch.set_num_threads(self._threads)
+        histories = distinct_histories(turns)
+        with torch.inference_mode():
+            proved = [each for batch in self._batches(histories) for each in self._chosen_again(histories, *batch)]
+        named = {(each.expected.request.cache_key, len(each.expected.ids)): each for each in proved}
+        return {
+            name: each
+            for number, (name, each) in enumerate(sorted(named.items(), key=lambda item: item[0]))
+            if number % SAMPLED_ANYWAY
+        }
+
+    def _batches(self, histories: Sequence[History]) -> Iterator[tuple[MicroBatch, SharedPrefix | None]]:
+        """The passes that score these histories."""
+        ids, masks = [history.ids for history in histories], [history.mask for history in histories]
+        prefix = shared_prefix(ids, masks) if self._shares else 0
+        shared = SharedPrefix(self._model, torch.from_numpy(ids[0][:prefix])) if prefix else None
+        self.tokens += prefix + sum(len(each) - prefix for each in ids)
+        budget = TOKENS if self._plain_head else max(LOGITS // self._vocabulary, 1)
+        for batch in micro_batches(ids, masks, prefix=prefix, size=ROWS, budget=budget):
+            yield batch, shared
+
+    def _chosen_again(self, histories: Sequence[History], batch: MicroBatch, shared: SharedPrefix | None) -> Iterator[Proved]:
+        """Those turns of which the sampler's own choice is the recorded token at every place."""
+        here = [histories[index] for index in batch.indices]
+        starts = np.cumsum([0, *(history.mask.sum() for history in here)])
+        places = [start + history.places() for start, history in zip(starts, here, strict=False)]
+        turns = [turn for history in here for turn in history.turns]
+        ids, logprobs = self._choose(turns, self._hidden(batch, shared), torch.from_numpy(np.concatenate(places)))
+        start = 0
+        for turn in turns:
+            stop = start + len(turn.sampled)
+            if ids[start:stop] == turn.sampled.tolist():
+                yield Proved(expected=turn, logprobs=logprobs[start:stop])
+            start = stop
+
+    def _choose(self, turns: Sequence[Expected], hidden: torch.Tensor, places: torch.Tensor) -> tuple[list[int], list[float]]:
+        """What the sampler chooses for each token of ``turns``; ``places`` [n] says which row of ``hidden`` comes before it."""
+        drawn = [Turn(turn.request, self._max_length) for turn in turns]
+        owners = [turn for turn, expected in zip(drawn, turns, strict=True) for _ in expected.sampled]
+        ids: list[int] = []
+        logprobs: list[float] = []
+        size = max(LOGITS // self._vocabulary, 1)
+        for part in (places[start : start + size] for start in range(0, len(places), size)):
+            here = owners[len(ids) : len(ids) + len(part)]
+            uniforms = np.fromiter((turn.uniform() for turn in here), np.float32, len(here))
+            logits = self._logits(hidden[part])
+            chosen, under = choose(logits, uniforms, [turn.temperature for turn in here], [turn.top_p for turn in here])
+            ids += chosen
+            logprobs += under
+        return ids, logprobs
+
+    def _hidden(self, batch: MicroBatch, shared: SharedPrefix | None) -> torch.Tensor:
+        """What the model makes of the tokens before sampled ones, history by history; without a plain head the logits."""
+        began = perf_counter()
+        options: dict[str, Any] = {"use_cache": False}
+        if shared is not None:
+            options = {"use_cache": True, "past_key_values": shared.cache(len(batch.ids))}
+        if self._plain_head:
+            made = self._model.base_model(input_ids=batch.ids, **options).last_hidden_state
+        else:
+            made = self._model(input_ids=batch.ids, **options).logits
+        found: torch.Tensor = made[batch.rows, batch.columns]
+        self.forward_seconds += perf_counter() - began
+        return found
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, vocabulary]."""
+        began = perf_counter()
+        logits: torch.Tensor = self._model.get_output_embeddings()(hidden) if self._plain_head else hidden
+        self.forward_seconds += perf_counter() - began
+        return logits.float()
+
+
+def scoring_sampler(sampler: Sampler, folder: Path, *, max_length: int, threads: int) -> ScoringSampler | None:
+    """In front of a torch sampler of a causal language model of text; None in front of any other."""
+    if type(sampler) is not TorchSampler or has_vision(folder):
+        return None
+    return ScoringSampler(sampler, folder, max_length=max_length, threads=threads)
+
+
+def _answer(known: Proved, request: GenerationRequest, max_length: int, version: int) -> Generation | None:
+    """The recorded tokens if this request is the one that they were proved for, and if it ends where they end."""
+    expected, turn = known.expected, Turn(request, max_length)
+    same = (request.seed, request.sampling) == (expected.request.seed, expected.request.sampling)
+    if not same or not np.array_equal(turn.ids, expected.ids):
+        return None
+    ids = expected.sampled.tolist()
+    stops = [index for index, token in enumerate(ids) if token in turn.stop_ids]
+    if len(ids) > turn.limit or stops not in ([], [len(ids) - 1]) or not (stops or len(ids) == turn.limit):
+        return None
+    return Generation(
+        ids=ids,
+        logprobs=known.logprobs,
+        finish_reason="stop" if stops else "length",
+        versions=(VersionSpan(version=version, start=0, stop=len(ids)),),
+    )

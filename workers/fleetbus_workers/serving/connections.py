@@ -1,0 +1,131 @@
+"""HTTP/1.1 connections that say what they want in time, and take what they get: the rest are cut.
+
+uvicorn's protocol with the three limits that it has not: a request's head has to be complete after ``head_seconds``, an answer
+has to be taken within ``send_seconds``, and where all places are taken the connection that has waited longest without a request
+makes room for the newcomer. Bodies are the applications' (`fleetbus_workers.gateway.bodies`); what is no HTTP, and heads
+beyond 64 KiB, are refused by h11. `docs/decisions/0091` says why not another server. Above it are the gateways and the
+monitor's page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections import OrderedDict
+from typing import Any, ClassVar, cast
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+OTHER_FILES = 256
+"""Descriptors that are kept for what is no connection of a client: the bus, files, libraries."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one server; ``connections`` counts WebSockets too."""
+
+    head_seconds: float = 20.0
+    send_seconds: float = 60.0
+    connections: int = 4096
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. ``waiting`` holds all that have no request in work, longest first; it is the server's."""
+
+    bounds: ClassVar[Bounds]
+    waiting: ClassVar[OrderedDict[BoundedProtocol, None]]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head: asyncio.TimerHandle | None = None
+        self._send: asyncio.TimerHandle | None = None
+        while len(self.connections) > self.bounds.connections - 1 and self.waiting:
+            next(iter(self.waiting)).cut()
+        self._wait()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+        self._disarm_send()
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.transport.get_protocol() is not self or self.transport.is_closing():
+            return
+        if self.cycle is not before:
+            self._stop_waiting()
+        elif self._between_requests():
+            self._disarm_head()
+        elif self.cycle is None or self.cycle.response_complete:
+            self._expect_head()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._stop_waiting()
+        super().handle_websocket_upgrade(event)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._send = self.loop.call_later(self.bounds.send_seconds, self.cut)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._disarm_send()
+
+    def cut(self) -> None:
+        """End the connection at once, whatever is under way."""
+        self._stop_waiting()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _between_requests(self) -> bool:
+        return self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+
+    def _wait(self) -> None:
+        self.waiting[self] = None
+        self.waiting.move_to_end(self)
+
+    def _stop_waiting(self) -> None:
+        self.waiting.pop(self, None)
+        self._disarm_head()
+
+    def _expect_head(self) -> None:
+        """The limit counts from the first byte, or from the connection's beginning; more bytes do not prolong it."""
+        if self._head is None:
+            self._head = self.loop.call_later(self.bounds.head_seconds, self.cut)
+
+    def _disarm_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _disarm_send(self) -> None:
+        if self._send is not None:
+            self._send.cancel()
+            self._send = None
+
+
+def bounded(bounds: Bounds) -> type[BoundedProtocol]:
+    """The protocol of one server, for `uvicorn.Config(http=...)`; connections are counted per server. Its own ``bounds`` have
+    as many of them as this process can hold."""
+    held = msgspec.structs.replace(bounds, connections=room_for(bounds.connections))
+    members: dict[str, Any] = {"bounds": held, "waiting": OrderedDict()}
+    return cast("type[BoundedProtocol]", type("Bounded", (BoundedProtocol,), members))
+
+
+def room_for(connections: int) -> int:
+    """How many connections this process can hold, ``connections`` at most; asks for as many open files as that takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return connections if soft == resource.RLIM_INFINITY else max(min(connections, soft - OTHER_FILES), 1)

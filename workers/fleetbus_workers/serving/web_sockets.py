@@ -1,0 +1,69 @@
+"""WebSockets whose clients are gone, or take nothing, end: uvicorn's protocol with the limit on sending that it has not.
+
+uvicorn closes such a connection politely, which waits for ever where bytes are left that nobody takes: the application would
+never hear of it, and its session would keep its slot. Beside it is `fleetbus_workers.serving.connections`, for HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar, cast
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
+
+from fleetbus_workers.serving.connections import Bounds
+
+END_SECONDS = 3.0
+"""From a connection's end on our side until it is cut, whatever is left to be sent."""
+
+
+class BoundedSocket(WebSocketsSansIOProtocol):
+    """One WebSocket. What its client does not take within ``send_seconds`` ends it."""
+
+    bounds: ClassVar[Bounds]
+    _cut: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cut_in(self.bounds.send_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stay()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stay()
+        super().connection_lost(exc)
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self._cut_in(END_SECONDS)
+
+    def handle_close(self, event: Frame) -> None:
+        super().handle_close(event)
+        self._cut_in(END_SECONDS)
+
+    def handle_parser_exception(self) -> None:
+        super().handle_parser_exception()
+        self._cut_in(END_SECONDS)
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.close":
+            self._cut_in(self.close_timeout + END_SECONDS)
+
+    def _cut_in(self, seconds: float) -> None:
+        self._stay()
+        self._cut = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stay(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+
+
+def bounded_socket(bounds: Bounds) -> type[BoundedSocket]:
+    """The protocol of one server, for `uvicorn.Config(ws=...)`."""
+    return cast("type[BoundedSocket]", type("Socket", (BoundedSocket,), {"bounds": bounds}))

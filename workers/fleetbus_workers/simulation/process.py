@@ -1,0 +1,116 @@
+"""One simulated process: a worker with its own wire, which may crash, be stopped for a while, be cut off, or drain.
+
+A crash cuts the connection before anything is cancelled, so that no last word, not even a shielded one, leaves the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import anyio
+
+from fleetbus.bus.memory import MemoryServer
+from fleetbus_workers.simulation.noise import SeededNoise
+from fleetbus_workers.simulation.watch import Watch
+from fleetbus_workers.simulation.wire import Gate, Wire, Witness
+
+RUN = "sim"
+
+Ending = Literal["", "finished", "crashed", "failed", "aborted"]
+
+
+class Process:
+    """``open_environments`` and ``generating`` are what it really holds, whatever it says in its heartbeats;
+    ``rejected_at`` is when its engine rejected weights, None once it was given weights again."""
+
+    def __init__(self, role: str, name: str, slots: int, watch: Watch) -> None:
+        self.role = role
+        self.name = name
+        self.slots = slots
+        self.drain = anyio.Event()
+        self.gate = Gate()
+        self.ended = anyio.Event()
+        self.ending: Ending = ""
+        self.error: Exception | None = None
+        self.drained_at = 0.0
+        self.open_environments = 0
+        self.generating = 0
+        self.rejected_at: float | None = None
+        self._watch = watch
+        self._scope = anyio.CancelScope()
+        self._wire: Wire | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ending
+
+    async def live(
+        self, server: MemoryServer, noise: SeededNoise, witness: Witness, work: Callable[[Wire], Awaitable[None]]
+    ) -> None:
+        """From connecting to the end, whatever the end is."""
+        self._watch.trace("start", self.name)
+        try:
+            with self._scope:
+                async with server.connect(RUN, role=self.role, worker=self.name) as bus:
+                    self._wire = Wire(bus, self.name, self.gate, noise, self._watch, witness)
+                    await work(self._wire)
+            self._end("aborted" if self._scope.cancelled_caught else "finished")
+        except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
+            self.error = error
+            self._end("failed")
+        finally:
+            self.ended.set()
+
+    def crash(self) -> None:
+        """As SIGKILL."""
+        if self.is_alive:
+            self._watch.disturb("crash", self.name)
+            self._end("crashed")
+            self.cut()
+            self.gate.open()
+            self._scope.cancel()
+
+    def abort(self) -> None:
+        """End it with the simulation."""
+        self.cut()
+        self.gate.open()
+        self._scope.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        """As SIGSTOP, and SIGCONT after ``seconds``."""
+        self._watch.disturb("pause", self.name, seconds=seconds)
+        self.gate.close()
+        await anyio.sleep(seconds)
+        self.gate.open()
+
+    async def cut_off(self, seconds: float) -> None:
+        """Its network is down for ``seconds``."""
+        self._watch.disturb("cut", self.name, seconds=seconds)
+        self.cut()
+        await anyio.sleep(seconds)
+        if self._wire is not None and self.ending != "crashed":
+            self._wire.reconnect()
+
+    def cut(self) -> None:
+        if self._wire is not None:
+            self._wire.disconnect()
+
+    def stop(self) -> None:
+        """As SIGTERM."""
+        if not self.drain.is_set():
+            self.drained_at = anyio.current_time()
+            self._watch.trace("drain", self.name)
+            self.drain.set()
+
+    def hold(self, *, environments: int = 0, generations: int = 0) -> None:
+        """Something was opened (1) or closed (-1) in this process; it never holds more than its slots."""
+        self.open_environments += environments
+        self.generating += generations
+        held = max(self.open_environments, self.generating)
+        self._watch.require(held <= self.slots, "in_flight <= slots", f"{self.name}: {held} of {self.slots}")
+
+    def _end(self, ending: Ending) -> None:
+        if not self.ending:
+            self.ending = ending
+            self._watch.trace("end", self.name, ending, type(self.error).__name__ if self.error else "")

@@ -1,0 +1,104 @@
+"""Run seeds: one at a time in this process, or many on several processes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+
+from fleetbus_workers.simulation.deterministic import run_deterministically
+from fleetbus_workers.simulation.scenario import Scenario, draw_scenario
+from fleetbus_workers.simulation.watch import Violation, Watch
+from fleetbus_workers.simulation.world import World
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one seed. ``outcomes`` counts episodes; ``virtual_seconds`` is how long the fleet lived."""
+
+    seed: int
+    violations: tuple[Violation, ...]
+    trace_hash: str = ""
+    virtual_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    entries: int = 0
+    turns: int = 0
+    attempts: int = 0
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    disturbances: dict[str, int] = msgspec.field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.violations
+
+
+def run_seed(seed: int, *, keep_lines: bool = False, scenario: Scenario | None = None) -> Report:
+    """Simulate one seed from beginning to end; anything that is no violation but an error of the simulation is raised."""
+    folder = Path(tempfile.mkdtemp(prefix="fleetbus-sim-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
+    try:
+        return _run(scenario or draw_scenario(seed), folder, keep_lines)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        gc.collect(0)  # everything made during the run is young, for nothing was collected then
+
+
+def _run(scenario: Scenario, folder: Path, keep_lines: bool) -> Report:
+    started = time.process_time()
+
+    async def simulate() -> Report:
+        watch = Watch(keep_lines=keep_lines)
+        with _logs_into(watch):
+            world = World(scenario, watch, folder)
+            await world.run()
+        return _report(scenario.seed, world, watch, anyio.current_time(), time.process_time() - started)
+
+    return run_deterministically(simulate, seed=scenario.seed)
+
+
+def _report(seed: int, world: World, watch: Watch, virtual_seconds: float, cpu_seconds: float) -> Report:
+    pages = world.books.episodes.pages.values()
+    return Report(
+        seed=seed,
+        trace_hash=watch.trace_hash,
+        violations=tuple(watch.violations),
+        virtual_seconds=round(virtual_seconds, 3),
+        cpu_seconds=round(cpu_seconds, 3),
+        entries=len(world.books.entries),
+        turns=sum(len(each.turns) for each in pages),
+        attempts=sum(len(each.claims) for each in pages),
+        outcomes=dict(Counter(f"{each.result.outcome} {each.result.error_class}".strip() for each in pages if each.result)),
+        disturbances=dict(Counter(each.kind for each in watch.disturbances)),
+        lines=tuple(watch.lines or ()),
+    )
+
+
+@contextmanager
+def _logs_into(watch: Watch) -> Iterator[None]:
+    """The workers' own log lines stand among the trace's lines if those are kept, and nowhere else."""
+
+    def keep(_logger: Any, method: str, event: Any) -> Any:
+        if watch.lines is not None:
+            watch.lines.append(f"{anyio.current_time():.6f} {method} {event}")
+        raise structlog.DropEvent
+
+    level = logging.INFO if watch.lines is not None else logging.CRITICAL
+    before = structlog.get_config()
+    processors: Sequence[Any] = [structlog.contextvars.merge_contextvars, keep]
+    structlog.configure(processors=processors, wrapper_class=structlog.make_filtering_bound_logger(level))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

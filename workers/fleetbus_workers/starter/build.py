@@ -1,0 +1,136 @@
+"""Builds the starter policy from nothing: a tokenizer, a model that learns to copy, then to imitate an erring expert.
+
+The result plays the default task well enough to be rewarded now and then, and badly enough to have something to learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from fleetbus_workers.environment.warehouse.items import Warehouse, draw_warehouse
+from fleetbus_workers.starter.conversation import Conversation, play_many
+from fleetbus_workers.starter.rehearsal import rehearse, success
+from fleetbus_workers.starter.tokenizer import CONTROL_TOKENS, encode_with_mask, render, train_tokenizer
+from fleetbus_workers.starter.warm_start import Sequences, copy_sequences, fit, new_model
+
+CONVERSATIONS = 4000
+TOKENIZER_CONVERSATIONS = 500
+COPY_STEPS = 500
+COPIED_LOSS = 0.6
+"""Copy training ends early once the mean negative log-likelihood of a predictable token is below this."""
+
+IMITATION_STEPS = 350
+BATCH_SIZE = 32
+TEST_EPISODES = 256
+TEST_SEED = 1 << 29
+"""Warehouses to measure on: above those of the expert, below the held-out tasks."""
+
+
+class StarterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out: parameters and tokens of the model, and the share of test episodes it solves sampled and greedily."""
+
+    parameters: int
+    vocabulary: int
+    copy_steps: int
+    sampled_success: float
+    greedy_success: float
+
+
+class StarterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is done of each stage; the defaults make the policy that is shipped."""
+
+    conversations: int = CONVERSATIONS
+    copy_steps: int = COPY_STEPS
+    imitation_steps: int = IMITATION_STEPS
+    test_episodes: int = TEST_EPISODES
+
+
+def starter_folder() -> Path:
+    """The model folder of the starter policy that comes with this package."""
+    return Path(str(files("fleetbus_workers.starter"))) / "policy"
+
+
+def build_starter(
+    folder: Path, *, seed: int = 0, report: Callable[[str], None], settings: StarterSettings | None = None
+) -> StarterReport:
+    """Build a starter policy and write it to ``folder`` as a transformers model; takes minutes on one thread.
+
+    The same seed and number of threads give the same files on the same machine. ``report`` gets a line every few seconds.
+    Raises `OSError` when the folder cannot be written.
+    """
+    settings = settings or StarterSettings()
+    folder.mkdir(parents=True, exist_ok=True)
+    conversations = play_many(settings.conversations, seed=seed)
+    tokenizer = train_tokenizer(render(played.messages) for played in conversations[:TOKENIZER_CONVERSATIONS])
+    report(f"tokenizer: {len(tokenizer)} tokens")
+    model = new_model(tokenizer, seed=seed)
+    copy_steps = _learn_to_copy(model, len(tokenizer), seed, settings.copy_steps, report)
+    fit(
+        model,
+        _tokenised(tokenizer, conversations),
+        steps=settings.imitation_steps,
+        batch_size=BATCH_SIZE,
+        seed=seed,
+        after_step=_reporting("imitating the expert", settings.imitation_steps, report),
+    )
+    warehouses = [draw_warehouse(TEST_SEED + index) for index in range(settings.test_episodes)]
+    result = _measured(model, tokenizer, warehouses, copy_steps)
+    _save(model, tokenizer, folder)
+    report(f"solves {result.sampled_success:.1%} of the test episodes sampled, {result.greedy_success:.1%} greedily")
+    return result
+
+
+def _learn_to_copy(model: PreTrainedModel, tokens: int, seed: int, steps: int, report: Callable[[str], None]) -> int:
+    show = _reporting("learning to copy", steps, report)
+
+    def stop_when_copied(step: int, loss: float) -> bool:
+        show(step, loss)
+        return loss < COPIED_LOSS
+
+    sequences = copy_sequences(steps * BATCH_SIZE, vocabulary=range(len(CONTROL_TOKENS), tokens), seed=seed)
+    return fit(model, sequences, steps=steps, batch_size=BATCH_SIZE, seed=seed, decayed_to=1.0, after_step=stop_when_copied)
+
+
+def _reporting(what: str, steps: int, report: Callable[[str], None]) -> Callable[[int, float], bool]:
+    def after_step(step: int, loss: float) -> bool:
+        if step % 20 == 0 or step == steps:
+            report(f"{what}: step {step} of {steps}, loss {loss:.3f}")
+        return False
+
+    return after_step
+
+
+def _tokenised(tokenizer: Any, conversations: list[Conversation]) -> Sequences:
+    encoded = [encode_with_mask(tokenizer, played.messages) for played in conversations]
+    return [np.array(ids, np.int32) for ids, _ in encoded], [np.array(mask, np.bool_) for _, mask in encoded]
+
+
+def _measured(model: PreTrainedModel, tokenizer: Any, warehouses: list[Warehouse], copy_steps: int) -> StarterReport:
+    return StarterReport(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=len(tokenizer),
+        copy_steps=copy_steps,
+        sampled_success=success(rehearse(model, tokenizer, warehouses, seed=0)),
+        greedy_success=success(rehearse(model, tokenizer, warehouses, seed=0, temperature=0.0)),
+    )
+
+
+def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    # Made from the tokenizer, because the configuration's own defaults (greedy, no pad token) are not what a policy needs.
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

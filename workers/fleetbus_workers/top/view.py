@@ -1,0 +1,241 @@
+"""The screen of ``fleetbus top``, 80 columns wide, from the fold of a run. Pure: rich only draws it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fleetbus_workers.overview.ending import Ending
+from fleetbus_workers.overview.follow import LogHealth
+from fleetbus_workers.overview.jetstream import ServerView
+from fleetbus_workers.overview.roster import WorkerRow
+from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.overview.wording import duration, in_flight, rounded
+from fleetbus_workers.watchdog import Stall, find_notes
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+    from rich.table import Table
+
+SHOWN_WORKERS = 24
+"""Where the height of the terminal does not say how many there is room for."""
+
+LEAST_WORKERS = 3
+BETWEEN = " · "
+SHOWN_CLASSES = 5
+SHOWN_SLOW = 3
+SLOW_BYTES = 256 << 10
+"""Less than this is unread for a moment everywhere."""
+
+FULL_SHARE = 0.7
+NAME_WIDTH = 30
+_URGENT = {"failed": 0, "silent": 1, "draining": 2, "starting": 3}
+_STYLES = {"silent": "bold red", "failed": "bold red", "stopped": "dim", "draining": "yellow", "starting": "yellow"}
+
+
+def facts(
+    state: FleetState,
+    health: LogHealth,
+    server: ServerView,
+    stalls: Sequence[Stall],
+    *,
+    run: str,
+    now: float,
+    now_ns: int,
+    ending: Ending | None = None,
+) -> dict[str, Any]:
+    """Everything that is shown, as plain data: what ``--json`` prints. ``ending`` is that of a run that is over."""
+    points = state.points()
+    metrics = points[-1].metrics if points else {}
+    return {
+        "run": run,
+        "ending": ending,
+        "numbers": state.numbers(now_ns),
+        "step": metrics,
+        "workers": state.workers(now),
+        "log": {
+            "bytes": health.bytes,
+            "limit_bytes": health.limit_bytes,
+            "last_sequence": health.last_sequence,
+            "entries_per_second": round(health.entries_per_second, 1),
+            "problem": health.problem,
+        },
+        "server": server,
+        "stalls": list(stalls),
+        "notes": [] if ending else find_notes(state, now_ns=now_ns),
+    }
+
+
+def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
+    """The facts as rows of text and one table, with as many workers as fit the height of ``console``, if it is given."""
+    from rich.console import Group
+    from rich.text import Text
+
+    numbers, step = shown["numbers"], shown["step"]
+    is_over = shown["ending"] is not None
+    lines: list[RenderableType] = [
+        _Row(_headline(shown), "bold"),
+        _Row(_learning(numbers, step)),
+        _Row(_episodes(numbers, is_over)),
+    ]
+    lines += [_Row(_log(shown["log"], shown["server"], is_over), _log_style(shown["log"], is_over))]
+    if not (is_over and shown["log"]["problem"]):  # what was known of a server that is gone
+        lines += _server(shown["server"])
+    if wrong := _errors(numbers):
+        lines.append(_Row(wrong, "yellow"))
+    if is_over:
+        lines.append(Text(shown["ending"].line, style="bold"))
+    lines += [Text(stall.line, style="bold red") for stall in shown["stalls"]]
+    lines += [Text(note, style="green") for note in shown["notes"]]
+    room = SHOWN_WORKERS
+    if console is not None:
+        room = max(console.height - len(console.render_lines(Group(*lines), pad=False)) - 2, LEAST_WORKERS)
+    return Group(*lines, *_workers(shown["workers"], room))
+
+
+class _Row:
+    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part."""
+
+    def __init__(self, parts: Sequence[str], style: str = "") -> None:
+        self._parts = parts
+        self._style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        line = ""
+        for part in self._parts:
+            if line and len(line) + len(BETWEEN) + len(part) > options.max_width:
+                yield Text(line, style=self._style)
+                line = "  "
+            line += (BETWEEN if line.strip() else "") + part
+        yield Text(line, style=self._style)
+
+
+def _headline(shown: dict[str, Any]) -> list[str]:
+    numbers = shown["numbers"]
+    state = (
+        "finished"
+        if numbers["finished"]
+        else f"over, step {numbers['step']}"
+        if shown["ending"] is not None
+        else f"step {numbers['step']}" + (f"/{numbers['steps']}" if numbers["steps"] > numbers["step"] else "")
+    )
+    rates = [f"{numbers['episodes_per_second']:.1f} episodes/s", f"{rounded(numbers['tokens_per_second'])} tokens/s"]
+    return [f"run {shown['run']}", state, f"version {numbers['version']}", *rates]
+
+
+def _learning(numbers: dict[str, Any], step: dict[str, float]) -> list[str]:
+    parts = [f"reward {_number(numbers['reward'])}"]
+    if "success" in step:
+        parts.append(f"success {step['success']:.2f}")
+    if "staleness_mean" in step:
+        parts.append(f"staleness {step['staleness_mean']:.1f} (max {step.get('staleness_max', 0):.0f})")
+    for name, label in (("seconds_wait", "wait"), ("seconds_train", "train"), ("entropy", "entropy")):
+        if name in step:
+            parts.append(f"{label} {step[name]:.2f}{' s' if name.startswith('seconds') else ''}")
+    return parts
+
+
+def _episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
+    oldest = [f"oldest open {duration(numbers['oldest_open_seconds'])}"] if numbers["oldest_open_seconds"] else []
+    finished, running, waiting = (numbers[name] for name in ("finished_episodes", "running", "waiting"))
+    if is_over:
+        left = f"{running:,} cut short, {waiting:,} not begun"
+        return [f"episodes {finished:,} finished", *([left] if running or waiting else [])]
+    return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
+
+
+def _log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[str]:
+    if log["problem"]:
+        return [f"log {size(log['bytes'])}", "not served any more"] if is_over else [f"log: {log['problem']}"]
+    share = f" of {size(log['limit_bytes'])}" if log["limit_bytes"] else ""
+    parts = [f"log {size(log['bytes'])}{share}", f"{log['entries_per_second']:.0f} entries/s"]
+    if server.consumers:
+        parts += [f"pending {server.pending:,}", f"redelivered {server.redelivered:,}"]
+    if server.oldest:
+        parts.append(f"since {server.oldest[11:19]}")
+    return parts
+
+
+def _log_style(log: dict[str, Any], is_over: bool) -> str:
+    if log["problem"]:
+        return "dim" if is_over else "bold red"
+    return "yellow" if log["limit_bytes"] and log["bytes"] > FULL_SHARE * log["limit_bytes"] else ""
+
+
+def _server(server: ServerView) -> list[RenderableType]:
+    """The NATS server in a line, who does not read what it asked for in another."""
+    if server.hint:
+        return [_Row([server.hint], "dim")]
+    parts = [f"nats {server.version} up {server.uptime}"] if server.version else []
+    if server.connections is not None:
+        parts.append(f"{server.connections} connections")
+    if server.memory_bytes:
+        parts.append(f"{size(server.memory_bytes)} of memory")
+    if server.slow_consumers is not None:
+        parts.append(f"slow consumers {server.slow_consumers}")
+    unread = [each for each in server.clients if each.pending_bytes >= SLOW_BYTES]
+    slow = [f"{each.worker} has {size(each.pending_bytes)} unread" for each in unread[:SHOWN_SLOW]]
+    slow += [f"{each.worker} was cut off at {each.at[11:19]}" for each in server.cut[-SHOWN_SLOW:]]
+    lines: list[RenderableType] = [_Row(parts)] if parts else []
+    return lines + ([_Row(slow, "yellow")] if slow else [])
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _errors(numbers: dict[str, Any]) -> list[str]:
+    named = _counted("cut short or failed", numbers["errors"]) + _counted("not trained", numbers["excluded"])
+    return named + ([f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else [])
+
+
+def _counted(title: str, found: dict[str, int]) -> list[str]:
+    """The most frequent ones, the title before the first."""
+    counted = [f"{name} {count}" for name, count in sorted(found.items(), key=lambda each: -each[1]) if count]
+    return [f"{title}: {counted[0]}", *counted[1:SHOWN_CLASSES]] if counted else []
+
+
+def _workers(workers: Sequence[WorkerRow], room: int) -> list[RenderableType]:
+    """Those that one looks for before those that work, if there is no room for all; the others are counted."""
+    from rich.text import Text
+
+    if not workers:
+        return [Text("no worker has been heard of yet", style="dim")]
+    if len(workers) <= room:
+        return [_table(workers)]
+    urgent = sorted(workers, key=lambda row: (_URGENT.get(row.state, len(_URGENT)), row.role != "learner"))
+    chosen = {row.worker for row in urgent[: room - 1]}
+    hidden = Counter((row.role, row.state) for row in workers if row.worker not in chosen)
+    counted = [f"{count} {role} {state}" for (role, state), count in sorted(hidden.items())]
+    return [_table([row for row in workers if row.worker in chosen]), _Row([f"and {counted[0]}", *counted[1:]], "dim")]
+
+
+def _table(workers: Sequence[WorkerRow]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
+    table.add_column("role", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for name in ("in flight", "version", "seen"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in workers:
+        style = _STYLES.get(row.state, "")
+        held = in_flight(row.role, row.in_flight, row.slots)
+        version = str(row.policy_version) if row.policy_version >= 0 else ""
+        table.add_row(
+            row.worker, row.role, Text(row.state, style=style), held, version, f"{row.seconds:.0f} s ago", style=style
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

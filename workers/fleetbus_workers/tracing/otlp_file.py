@@ -1,0 +1,94 @@
+"""Spans as lines of OTLP's own JSON, which the OpenTelemetry Collector reads (`otlpjsonfile`). Needs no package.
+
+One line is one `ExportTraceServiceRequest`; ids are hexadecimal and 64-bit integers are texts, as the protocol's JSON wants it
+(opentelemetry.io/docs/specs/otel/protocol/file-exporter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.errors import UserError
+from fleetbus_workers.tracing.resource import SCOPE, attributes_of
+from fleetbus_workers.tracing.span import Span, SpansRefused, Value
+
+INTERNAL = 1
+ERROR = 2
+
+
+class FileSink:
+    """Appends; a line is whole or absent."""
+
+    def __init__(self, path: Path, *, run: str) -> None:
+        self._run = run
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+    def write(self, spans: Sequence[Span]) -> None:
+        try:
+            self._file.write(msgspec.json.encode(request(spans, self._run)) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise SpansRefused(f"{self._file.name} cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def request(spans: Sequence[Span], run: str) -> dict[str, Any]:
+    """The spans by worker, as an `ExportTraceServiceRequest` in JSON."""
+    by_worker: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        by_worker.setdefault((span.role, span.worker), []).append(span)
+    return {
+        "resourceSpans": [
+            {
+                "resource": {"attributes": _attributes(attributes_of(run, role, worker))},
+                "scopeSpans": [{"scope": {"name": SCOPE}, "spans": [_span(span) for span in each]}],
+            }
+            for (role, worker), each in by_worker.items()
+        ]
+    }
+
+
+def _span(span: Span) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "traceId": f"{span.trace_id:032x}",
+        "spanId": f"{span.span_id:016x}",
+        "name": span.name,
+        "kind": INTERNAL,
+        "startTimeUnixNano": str(span.start_ns),
+        "endTimeUnixNano": str(span.end_ns),
+        "attributes": _attributes(span.attributes),
+    }
+    if span.parent_id:
+        told["parentSpanId"] = f"{span.parent_id:016x}"
+    if span.error:
+        told["status"] = {"code": ERROR, "message": span.error}
+    if span.links:
+        told["links"] = [{"traceId": f"{trace:032x}", "spanId": f"{of:016x}"} for trace, of in span.links]
+    return told
+
+
+def _attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
+
+
+def _value(value: Value) -> dict[str, Any]:
+    match value:
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(value)}
+        case float():
+            return {"doubleValue": value}
+        case str():
+            return {"stringValue": value}
+        case tuple():
+            return {"arrayValue": {"values": [_value(each) for each in value]}}

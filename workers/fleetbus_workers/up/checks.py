@@ -1,0 +1,207 @@
+"""Everything that can be wrong with what a user asks of `up`, found before anything is started. Raises `UserError`."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fleetbus.config.load import without_credentials
+from fleetbus.config.settings import Configuration, NatsSettings
+from fleetbus.errors import UserError
+
+CONNECT_SECONDS = 10.0
+PYTHON_SECONDS = 60.0
+DEFAULT_PORT = 4222
+LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+"""What the three roles import; `up` runs all of them."""
+
+
+def check_everything(configuration: Configuration) -> None:
+    """Raise `UserError` for the first thing that would keep the run from working."""
+    run, nats = configuration.run, configuration.nats
+    check_installed()
+    check_engine(configuration)
+    check_writable(Path(run.folder))
+    if run.model:
+        check_model(Path(run.model))
+    check_images(configuration)
+    check_environment(run.environment, run.tasks)
+    if nats.auth:
+        check_access(nats.auth)
+        if not nats.url:
+            check_rights(configuration)
+    if nats.url:
+        check_answers(nats.url)
+    else:
+        check_server_program()
+        check_port_free(nats.port)
+
+
+def check_installed() -> None:
+    """The packages of all roles, found but not imported."""
+    missing = [package for package in LOCAL_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)} not installed: pip install 'fleetbus[local]'")
+
+
+def check_engine(configuration: Configuration) -> None:
+    """What the engine needs, found but not imported, in the Python that will run it."""
+    from fleetbus_workers.assembly.engines import PACKAGES, check_packages
+
+    inference = configuration.inference
+    if inference.purpose != "train":
+        raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` by itself")
+    if inference.engine == "openai" and not inference.urls:
+        raise UserError("inference.engine = openai needs inference.urls: base URLs of servers, separated by commas")
+    if (inference.engine == "tinker") != (configuration.learner.trainer == "tinker"):
+        raise UserError("weights of a Tinker service stay there: set both inference.engine and learner.trainer to tinker")
+    if inference.engine == "tinker" and configuration.weights.full_every != 1:
+        raise UserError("versions of a Tinker service are names, which have no differences: leave out weights.full_every")
+    if not inference.python:
+        check_packages(inference.engine)
+        return
+    wanted = ("workers", *PACKAGES[inference.engine])
+    code = f"import importlib.util as u, sys; print(*(p for p in {wanted!r} if u.find_spec(p) is None))"
+    try:
+        found = subprocess.run(
+            [inference.python, "-c", code], capture_output=True, text=True, timeout=PYTHON_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"inference.python = {inference.python} cannot be run: {error}") from error
+    if found.returncode or found.stdout.strip():
+        missing = ", ".join(found.stdout.split()).replace("workers", "fleetbus") or found.stderr.strip()[-200:]
+        raise UserError(f"{inference.python} lacks {missing}: install fleetbus and the extra {inference.engine} there")
+
+
+def check_writable(folder: Path, *, flag: str = "--run-folder") -> None:
+    """The folder that ``flag`` names, or the nearest one above it that exists, takes new files."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write below {existing} ({error.strerror}): choose another folder with {flag}") from error
+
+
+def check_model(folder: Path) -> None:
+    """A Hugging Face model folder: configuration, weights as safetensors, tokenizer."""
+    if not folder.is_dir():
+        raise UserError(f"no model folder {folder}: --model takes a folder that transformers' from_pretrained loads")
+    missing = [
+        what
+        for what, found in (
+            ("config.json", (folder / "config.json").is_file()),
+            ("weights (*.safetensors)", any(folder.glob("*.safetensors"))),
+            ("tokenizer.json", (folder / "tokenizer.json").is_file()),
+        )
+        if not found
+    ]
+    if missing:
+        raise UserError(f"the model folder {folder} lacks {', '.join(missing)}")
+
+
+def check_images(configuration: Configuration) -> None:
+    """Tasks that load, from wherever they are, and nothing that shows images to who reads text only."""
+    from fleetbus.tasks import load_dataset
+    from fleetbus_workers.assembly.vision import check_vision
+
+    check_vision(configuration, load_dataset(configuration.run.tasks) if configuration.run.tasks else ())
+
+
+def check_environment(specs: str, tasks: str = "") -> None:
+    """SPECs that resolve and serve every task of the file; the environments themselves are opened by the workers."""
+    if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
+        return
+    from fleetbus.tasks import load_dataset
+    from fleetbus_workers.environment.by_task import check_tasks_served, environments_by_task, specs_by_key
+    from fleetbus_workers.environment.specs import environment_factory
+
+    environments_by_task(specs, lambda spec: environment_factory(spec, verifier=_NoGrader()))
+    if tasks:
+        check_tasks_served(specs_by_key(specs), load_dataset(tasks))
+
+
+class _NoGrader:
+    """Stands in for the grader of a factory that never makes an environment."""
+
+    async def verify(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+def check_access(folder: str) -> None:
+    """The keys of all roles."""
+    from fleetbus.auth.access import access_for
+
+    for role in ("up", "environment", "inference", "learner"):
+        access_for(role, folder)
+
+
+def check_rights(configuration: Configuration) -> None:
+    """The configuration of the server that we start is there and, if `fleetbus auth init` wrote it, allows this run."""
+    from fleetbus.auth.folder import AuthFolder
+    from fleetbus.auth.permissions import USERS, rights_of
+    from fleetbus.auth.server_config import WRITTEN_BY, runs_of
+    from fleetbus_workers.up.plans import stream_plan
+
+    run, nats = configuration.run, configuration.nats
+    config = AuthFolder(Path(nats.auth)).server_config
+    if not config.is_file():
+        raise UserError(f"no configuration for the server at {config}: write it with `fleetbus auth init {nats.auth}`")
+    text, plans = config.read_text(encoding="utf-8"), [stream_plan(configuration)]
+    wanted = [subject for user in USERS for subject in rights_of(user, plans).publish]
+    if not text.startswith(WRITTEN_BY) or all(f'"{subject}"' in text for subject in wanted):
+        return
+    flags = [f"--run {name}" for name in dict.fromkeys((*runs_of(text), run.name))]
+    flags += [f"--pool {run.pool}"] * (run.pool != "default") + [f"--policy {run.policy}"] * (run.policy != "default")
+    flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
+    raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
+
+
+def check_server_program() -> None:
+    """A nats-server that can be started."""
+    from fleetbus.bus.nats.server import find_server
+
+    find_server()
+
+
+def check_port_free(port: int) -> None:
+    """Nobody listens on ``port`` of this machine; 0 is always free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} cannot be used ({error.strerror}): choose another with --nats-port, or none for a free one"
+            ) from error
+
+
+def check_answers(url: str) -> None:
+    """At least one server of a URL list answers as NATS does."""
+    reasons = [reason for each in url.split(",") if (reason := _why_no_answer(each.strip()))]
+    if len(reasons) == len(url.split(",")):
+        raise UserError(f"no NATS server at {without_credentials(url)}: {reasons[0]}")
+
+
+def _why_no_answer(url: str) -> str:
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+    except ValueError:  # its text may quote a part of a password
+        return "not a URL as nats://HOST:4222"
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
+            if parts.scheme in ("ws", "wss") or connection.recv(5, socket.MSG_WAITALL) == b"INFO ":
+                return ""
+            return "something else answers there"
+    except TimeoutError:
+        return f"no answer within {CONNECT_SECONDS:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    except UnicodeError:
+        return "that can be no host"

@@ -1,0 +1,138 @@
+"""The command `fleetbus up` around a `Run`: checks first, then the run's folder and lock, then the run, then the report."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from fleetbus.config.load import Loaded, dump_configuration
+from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.settings import Configuration
+from fleetbus.datasets import is_remote
+from fleetbus.datasets import shown as shown_location
+from fleetbus.files import replace_file
+from fleetbus.logs import configure_logs
+from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
+from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.up.checks import check_everything, check_writable
+from fleetbus_workers.up.display import shown
+from fleetbus_workers.up.fleet import WorkerGaveUp
+from fleetbus_workers.up.identity import check_identity, identity_of, write_identity
+from fleetbus_workers.up.lock import locked
+from fleetbus_workers.up.plans import role_command
+from fleetbus_workers.up.run import Ending, Run
+from fleetbus_workers.up.summary import finished_lines, load_summary, report_lines, write_summary
+
+
+def run_up(loaded: Loaded, json_summary: Path | None) -> int:
+    """Run everything until training is finished or somebody stops it; the exit code. Raises `UserError`."""
+    configuration = with_absolute_paths(loaded.configuration)
+    folder = run_folder(configuration.run)
+    check_everything(configuration)
+    if json_summary is not None:
+        check_writable(json_summary.absolute().parent, flag="--json-summary")
+    check_identity(folder.identity, identity_of(configuration), loaded.given)
+    if _tell_if_finished(configuration, folder, json_summary):
+        return FINISHED
+    _prepare(folder)
+    with locked(folder.lock, configuration.run.name):
+        write_identity(folder.identity, identity_of(configuration))
+        replace_file(folder.configuration, dump_configuration(configuration))
+        configure_logs(configuration.log, run=configuration.run.name, role="up")
+        ending = anyio.run(_run, configuration, folder, backend_options={"use_uvloop": True})
+        return _conclude(ending, folder, json_summary)
+
+
+def with_absolute_paths(configuration: Configuration) -> Configuration:
+    """The same configuration for a process in any working folder."""
+    run = configuration.run
+    named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
+    paths = {key: str(Path(path).expanduser().absolute()) for key, path in named.items() if path and not is_remote(path)}
+    auth = str(Path(configuration.nats.auth).expanduser().absolute()) if configuration.nats.auth else ""
+    return msgspec.structs.replace(
+        configuration,
+        run=msgspec.structs.replace(run, **paths),
+        nats=msgspec.structs.replace(configuration.nats, auth=auth),
+    )
+
+
+def _shown_tasks(location: str) -> str:
+    return shown_location(location) if is_remote(location) else str(shown_path(Path(location)))
+
+
+def opening_line(configuration: Configuration, folder: RunFolder) -> str:
+    """The first line that a person sees."""
+    run, learner = configuration.run, configuration.learner
+    model = shown_path(Path(run.model)) if run.model else "the starter policy"
+    tasks = f" with the tasks of {_shown_tasks(run.tasks)}" if run.tasks else ""
+    verb = "resumes" if folder.store.exists() else "trains"
+    environments = ", ".join(run.environment.split("\n"))
+    return f"run {run.name} {verb} {model} on {environments}{tasks}, {learner.steps} steps ({shown_path(folder.path)})"
+
+
+def shown_path(path: Path) -> str:
+    """``path`` as a person would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _tell_if_finished(configuration: Configuration, folder: RunFolder, json_summary: Path | None) -> bool:
+    summary = load_summary(folder)
+    if summary is None or not summary.finished or max(summary.steps, default=0) < configuration.learner.steps:
+        return False
+    if json_summary is not None:
+        write_summary(summary, json_summary)
+    for line in finished_lines(summary, folder, shown_path):
+        _say(line)
+    return True
+
+
+def _prepare(folder: RunFolder) -> None:
+    for path in (folder.path, folder.logs):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+async def _run(configuration: Configuration, folder: RunFolder) -> Ending:
+    progress = Progress(configuration.learner.steps)
+    async with shown(progress) as display:
+        display.line(opening_line(configuration, folder))
+        run = Run(configuration, folder, command=role_command(folder.configuration), display=display)
+        return await run.run(progress)
+
+
+def _conclude(ending: Ending, folder: RunFolder, json_summary: Path | None) -> int:
+    if ending.summary is not None:
+        write_summary(ending.summary, folder.summary, *([json_summary] if json_summary else []))
+        _draw(ending, folder)
+        for line in report_lines(ending.summary, folder, shown_path):
+            _say(line)
+    if ending.failure is not None:
+        _complain(ending, folder)
+        return CRASHED
+    return INTERRUPTED if ending.signal == signal.SIGINT else FINISHED
+
+
+def _draw(ending: Ending, folder: RunFolder) -> None:
+    from fleetbus_workers.up.picture import draw_rewards
+
+    assert ending.summary is not None
+    try:
+        draw_rewards(ending.summary, folder.picture)
+    except ModuleNotFoundError:
+        _say("no picture of the rewards: pip install 'fleetbus[plot]'")
+
+
+def _complain(ending: Ending, folder: RunFolder) -> None:
+    """The failure in one line, after the last lines of the log of whoever failed."""
+    if isinstance(ending.failure, WorkerGaveUp):
+        for line in ending.failure.tail:
+            print(f"  | {line}", file=sys.stderr)  # noqa: T201
+    print(f"fleetbus: {ending.failure}; its log is in {shown_path(folder.logs)}", file=sys.stderr)  # noqa: T201
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201

@@ -1,0 +1,146 @@
+"""What a person sees while a run goes on: plain lines, or below them a live table when a terminal shows them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+import anyio
+
+from fleetbus_schemas import EvaluationFinished, Heartbeat, Message, StepTrained, WorkerFailed, WorkerStarted
+from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.overview.wording import (
+    duration,
+    evaluation_line,
+    failures,
+    in_flight,
+    rounded,
+    short_step_line,
+    stage_times,
+    step_line,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+REFRESH_SECONDS = 0.25
+BAR_WIDTH = 40
+
+
+class Display(Protocol):
+    """Where the events of a run are shown."""
+
+    def line(self, text: str) -> None:
+        """Something that a person should know of."""
+
+    def happened(self, message: Message) -> None:
+        """An entry of the log, after it was folded into the progress."""
+
+
+class PlainDisplay:
+    """One line per event, without colours or movement: for files, pipes and other programs. ``step`` words a training step."""
+
+    def __init__(
+        self, progress: Progress, write: Callable[[str], None] | None = None, step: Callable[[Progress], str] = step_line
+    ) -> None:
+        self._progress = progress
+        self._write = write or _write_line
+        self._step = step
+        self._said = ""
+
+    def line(self, text: str) -> None:
+        self._write(text)
+
+    def happened(self, message: Message) -> None:
+        match message:
+            case StepTrained():
+                self._write(self._step(self._progress))
+                self._tell_of_signal()
+            case EvaluationFinished():
+                self._write(evaluation_line(message))
+            case WorkerStarted():
+                self._write(f"{message.worker} is ready")
+            case WorkerFailed():
+                self._write(f"{message.worker} failed: {message.error_class}: {message.error}")
+
+    def _tell_of_signal(self) -> None:
+        """That nothing is learned any more: once, when it begins."""
+        found = self._progress.signal.latest
+        kind = found.kind if found is not None else ""
+        if found is not None and kind != self._said:
+            self._write(found.line)
+        self._said = kind
+
+
+def _write_line(text: str) -> None:
+    print(text, flush=True, file=sys.stdout)  # noqa: T201
+
+
+@asynccontextmanager
+async def shown(progress: Progress, stream: TextIO | None = None) -> AsyncIterator[Display]:
+    """A display for standard output: live on a terminal, plain lines elsewhere."""
+    target = stream or sys.stdout
+    if not target.isatty():
+        yield PlainDisplay(progress)
+        return
+    async with _live(progress, target) as display:
+        yield display
+
+
+@asynccontextmanager
+async def _live(progress: Progress, target: TextIO) -> AsyncIterator[Display]:
+    from rich.console import Console
+    from rich.live import Live
+
+    began = anyio.current_time()
+
+    def picture() -> Group:
+        now = anyio.current_time()
+        return live_picture(progress, progress.workers(now), now - began)
+
+    console = Console(file=target)
+    with Live(picture(), console=console, auto_refresh=False, transient=True) as live:
+
+        async def refresh() -> None:
+            while True:
+                live.update(picture(), refresh=True)
+                await anyio.sleep(REFRESH_SECONDS)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refresh)
+            yield PlainDisplay(progress, lambda text: console.print(text, markup=False, highlight=False), short_step_line)
+            tasks.cancel_scope.cancel()
+
+
+def live_picture(progress: Progress, workers: list[Heartbeat], seconds: float) -> Group:
+    """The live part of the screen: a bar, the newest numbers, a row per worker."""
+    from rich.console import Group
+    from rich.text import Text
+
+    episodes, tokens = progress.rates()
+    numbers = [
+        f"step {progress.step}/{progress.steps}",
+        f"version {progress.version}",
+        f"{progress.episodes:,} episodes",
+        f"{episodes:.0f} episodes/s",
+        f"{rounded(tokens)} tokens/s",
+    ]
+    done = round(BAR_WIDTH * min(progress.step / progress.steps, 1.0))
+    bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"), f" {duration(seconds)}")
+    lines = [bar, Text(" · ".join(numbers), style="bold")]
+    lines += [Text(text, style="dim") for text in (stage_times(progress.metrics), failures(progress)) if text]
+    return Group(*lines, _worker_table(workers))
+
+
+def _worker_table(workers: list[Heartbeat]) -> Table:
+    from rich.table import Table
+
+    table = Table("worker", "state", "in flight", "version", box=None, header_style="dim", pad_edge=False)
+    for beat in workers:
+        version = str(beat.policy_version) if beat.policy_version >= 0 else ""
+        state = "draining" if beat.draining else "working"
+        table.add_row(beat.worker, state, in_flight(beat.role, beat.in_flight, beat.slots), version)
+    return table

@@ -1,0 +1,160 @@
+"""A version of the weights as one safetensors file: written atomically by a trainer, checked wholly by an engine.
+
+Shared by learner and inference, which must not import each other. Torch is imported only when a file is written or read, so
+that engines without torch can name `WeightsRejected`. Nothing here ever returns tensors that were not checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
+
+from fleetbus_schemas import TensorEntry
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightsRejected(Exception):
+    """A published version failed validation (names, shapes, dtype, hash, finiteness); the engine still has the old one."""
+
+
+def unique_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without later names of the same memory: tied weights keep their first name only."""
+    seen: set[tuple[object, ...]] = set()
+    unique: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or place not in seen:
+            seen.add(place)
+            unique[name] = tensor
+    return unique
+
+
+def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+    """Write ``tensors`` to ``file`` as safetensors and return the manifest, one entry per tensor written, in their order.
+
+    Tied tensors are written once, under their first name. Whoever opens ``file`` finds the old content, nothing, or all of
+    it: a temporary file in the same folder is written, synced and renamed. Raises `OSError`.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    stored = {name: _alone(tensor.detach().cpu().contiguous()) for name, tensor in unique_tensors(tensors).items()}
+    temporary = file.with_name(f".{file.name}.{uuid4().hex}")
+    try:
+        save_file(stored, temporary, metadata={"format": "pt"})
+        sync(temporary, os.O_RDWR)
+        os.replace(temporary, file)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(found[1]) if found else errno.EIO, f"{file}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(file.parent, os.O_RDONLY)
+    return tuple(_entry(name, tensor) for name, tensor in stored.items())
+
+
+def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
+    """The tensors of a weights file (a path or a ``file://`` URI) on the CPU, exactly those that ``manifest`` lists.
+
+    Raises `WeightsRejected`, in one line that names the file and the first thing wrong: missing or unreadable file, names,
+    shapes, dtypes or hashes that differ from the manifest, values that are not finite.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = _path(location)
+    try:
+        with safe_open(file, framework="pt", device="cpu") as stored:
+            _check_names(file, list(stored.keys()), manifest)
+            return {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
+    except (OSError, SafetensorError) as error:
+        raise WeightsRejected(f"{file}: cannot be read: {error}") from error
+
+
+def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
+    header = stored.get_slice(entry.name)
+    shape, dtype = tuple(header.get_shape()), header.get_dtype()
+    if shape != entry.shape:
+        raise WeightsRejected(f"{file}: {entry.name} has shape {list(shape)}, the manifest says {list(entry.shape)}")
+    if dtype != entry.dtype:
+        raise WeightsRejected(f"{file}: {entry.name} is {dtype}, the manifest says {entry.dtype}")
+    tensor: torch.Tensor = stored.get_tensor(entry.name)
+    if _digest(tensor) != entry.sha256:
+        raise WeightsRejected(f"{file}: {entry.name} differs from the manifest's sha256")
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise WeightsRejected(f"{file}: {entry.name} has values that are not finite")
+    return tensor
+
+
+def _check_names(file: Path, found: Sequence[str], manifest: Sequence[TensorEntry]) -> None:
+    expected = {entry.name for entry in manifest}
+    if not manifest or len(expected) != len(manifest):
+        raise WeightsRejected(f"{file}: the manifest is empty or names a tensor twice")
+    check_names(str(file), set(found), expected)
+
+
+def check_names(what: str, found: set[str], expected: set[str]) -> None:
+    """Raise `WeightsRejected` naming up to three tensors that ``what`` lacks or has too many."""
+    for kind, names in (("lacks", expected - found), ("has unknown", found - expected)):
+        if names:
+            listed = ", ".join(sorted(names)[:3])
+            raise WeightsRejected(f"{what}: {kind} {len(names)} of {len(expected)} tensors: {listed}")
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Safetensors refuses tensors that share memory, as slices of one larger tensor do."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(name=name, shape=tuple(tensor.shape), dtype=_dtype_names()[tensor.dtype], sha256=_digest(tensor))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    import torch
+
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]  # arrays are buffers; typed so from Python 3.12 on
+
+
+def _dtype_names() -> dict[torch.dtype, str]:
+    import torch
+
+    return {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
+
+
+def _path(location: str | Path) -> Path:
+    if isinstance(location, Path) or "://" not in location:
+        return Path(location)
+    parts = urlsplit(location)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise WeightsRejected(f"{location}: only paths and file:// URIs can be read")
+    return Path(unquote(parts.path))
+
+
+def sync(path: Path, flags: int) -> None:
+    """Force a file or folder to the disk; ``flags`` are those that it is opened with."""
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

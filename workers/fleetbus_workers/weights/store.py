@@ -1,0 +1,113 @@
+"""Where versions of the weights lie between learner and engines: shared files, the bus's object store, or what fsspec knows.
+
+The learner puts a file and publishes the URI that it gets; `fleetbus_workers.weights.fetch` turns that URI into a local file
+again. What arrives is checked against the manifest before an engine takes it, so that a store need not be trusted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio.to_thread
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.objects import ObjectStore, weights_bucket
+from fleetbus.errors import UserError
+
+OBJECT_SCHEME = "nats-object"
+
+
+class WeightsStore(Protocol):
+    """Takes files of the learner's weights folder, by absolute path."""
+
+    async def put(self, file: Path) -> str:
+        """Make a file readable for every engine and return its URI. Raises `OSError` or `BusError`."""
+
+    async def remove(self, file: Path) -> None:
+        """Forget a file that was put; the local one is the caller's."""
+
+
+class FolderStore:
+    """The folder itself is shared, or served as it is below ``public_url``."""
+
+    def __init__(self, public_url: str = "") -> None:
+        self._public_url = public_url.rstrip("/")
+
+    async def put(self, file: Path) -> str:
+        return f"{self._public_url}/{file.name}" if self._public_url else file.as_uri()
+
+    async def remove(self, file: Path) -> None:
+        """Nothing but the file itself."""
+
+
+class BusStore:
+    """The object store of the bus; nothing is shared but the server."""
+
+    def __init__(self, objects: ObjectStore, bucket: str) -> None:
+        self._objects = objects
+        self._bucket = bucket
+
+    async def put(self, file: Path) -> str:
+        await self._objects.put(file.name, file)
+        return f"{OBJECT_SCHEME}://{self._bucket}/{file.name}"
+
+    async def remove(self, file: Path) -> None:
+        await self._objects.remove(file.name)
+
+
+class FsspecStore:
+    """Any place that fsspec writes, as ``s3://bucket/path``; engines may read it from ``public_url`` instead."""
+
+    def __init__(self, url: str, public_url: str = "") -> None:
+        self._url = url.rstrip("/")
+        self._public_url = (public_url or url).rstrip("/")
+        self._files: Any = filesystem(self._url)
+
+    async def put(self, file: Path) -> str:
+        await anyio.to_thread.run_sync(self._upload, file)
+        return f"{self._public_url}/{file.name}"
+
+    async def remove(self, file: Path) -> None:
+        await anyio.to_thread.run_sync(self._delete, file)
+
+    def _upload(self, file: Path) -> None:
+        self._files.makedirs(self._url, exist_ok=True)
+        self._files.put_file(str(file), f"{self._url}/{file.name}")
+
+    def _delete(self, file: Path) -> None:
+        if self._files.exists(f"{self._url}/{file.name}"):
+            self._files.rm_file(f"{self._url}/{file.name}")
+
+
+def filesystem(url: str) -> Any:
+    """fsspec's file system for a URL; raises `UserError` naming what has to be installed."""
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(url)[0]
+    except ModuleNotFoundError as error:
+        raise UserError(f"{url} needs fsspec: pip install 'fleetbus[stores]'") from error
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url}: {' '.join(str(error).split())}") from error
+
+
+def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> WeightsStore:
+    """The store that the setting ``weights.store`` names; raises `UserError`."""
+    if store == "folder":
+        return FolderStore(public_url)
+    if store == "nats":
+        objects = objects_of(bus, run)
+        if objects is None:
+            raise UserError("weights.store = nats needs a NATS server; this bus stores no objects")
+        return BusStore(objects, weights_bucket(run))
+    if "://" not in store:
+        raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")
+    return FsspecStore(store, public_url)
+
+
+def objects_of(bus: Bus, run: str) -> ObjectStore | None:
+    """The object store behind a bus, None if it has none (the bus in memory)."""
+    made = getattr(bus, "objects", None)
+    store: ObjectStore | None = made(weights_bucket(run)) if made is not None else None
+    return store

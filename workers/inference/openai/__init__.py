@@ -1,5 +1,0 @@
-"""OpenAI-compatible servers over HTTP: vLLM's token endpoint, completions with token ids, or, for evaluation, text alone."""
-
-from workers.inference.openai.sampler import OpenAISampler
-
-__all__ = ["OpenAISampler"]

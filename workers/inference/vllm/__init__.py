@@ -1,5 +1,0 @@
-"""vLLM in this process (its engine core and workers are processes of their own): tokens in, tokens out."""
-
-from workers.inference.vllm.sampler import VllmSampler
-
-__all__ = ["VllmSampler"]

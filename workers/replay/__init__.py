@@ -1,7 +1,0 @@
-"""Recorded inputs fed to one real worker on the in-memory bus, and what it publishes compared with what was recorded."""
-
-from workers.replay.adapters import Replay
-from workers.replay.report import Difference, Report
-from workers.replay.run import replay_recording
-
-__all__ = ["Difference", "Replay", "Report", "replay_recording"]
