@@ -40,7 +40,7 @@ def test_every_message_type_has_an_example_and_no_example_is_left_over() -> None
 
 
 def test_every_subclass_of_message_is_listed_in_the_contract() -> None:
-    declared = {kind for kind in Message.__subclasses__() if kind.__module__.startswith("schemas.")}
+    declared = {kind for kind in Message.__subclasses__() if kind.__module__.startswith("fleetbus_schemas.")}
     assert declared == set(MESSAGES)
 
 

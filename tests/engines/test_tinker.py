@@ -42,7 +42,7 @@ pytestmark = [
     ),
 ]
 
-STARTER = Path(__file__).parents[2] / "workers" / "starter" / "policy"
+STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
 START_SECONDS = 900
 STOP = 2
 LENGTH, PROMPT = 32, 16

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
 ]
 
-STARTER = Path(__file__).parents[2] / "workers" / "starter" / "policy"
+STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
 LENGTH = 512
 CLOSE = 1e-4
 LIMIT_SECONDS = 1200

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
 ]
 
-STARTER = Path(__file__).parents[2] / "workers" / "starter" / "policy"
+STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
 START_SECONDS = 900
 CLOSE = 1e-4
 

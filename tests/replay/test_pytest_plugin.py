@@ -29,7 +29,7 @@ def test_loading_the_plugin_imports_nothing_but_pytest() -> None:
         "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
-    assert done.stdout.strip() == "['workers']"
+    assert done.stdout.strip() == "['fleetbus_workers']"
 
 
 @ASYNCIO

@@ -143,7 +143,7 @@ def test_a_name_that_is_no_module_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["json", "random", "schemas", "anyio"])
+@pytest.mark.parametrize("name", ["json", "random", "fleetbus_schemas", "anyio"])
 def test_a_name_that_would_hide_another_module_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -65,7 +65,7 @@ def check_engine(configuration: Configuration) -> None:
     if not inference.python:
         check_packages(inference.engine)
         return
-    wanted = ("workers", *PACKAGES[inference.engine])
+    wanted = ("fleetbus_workers", *PACKAGES[inference.engine])
     code = f"import importlib.util as u, sys; print(*(p for p in {wanted!r} if u.find_spec(p) is None))"
     try:
         found = subprocess.run(
@@ -74,7 +74,7 @@ def check_engine(configuration: Configuration) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"inference.python = {inference.python} cannot be run: {error}") from error
     if found.returncode or found.stdout.strip():
-        missing = ", ".join(found.stdout.split()).replace("workers", "fleetbus") or found.stderr.strip()[-200:]
+        missing = ", ".join(found.stdout.split()).replace("fleetbus_workers", "fleetbus") or found.stderr.strip()[-200:]
         raise UserError(f"{inference.python} lacks {missing}: install fleetbus and the extra {inference.engine} there")
 
 
