@@ -40,7 +40,7 @@ test-slow *arguments:
 test-trl *arguments:
     test -d .venv-trl || python3 -m venv .venv-trl
     .venv-trl/bin/pip install -q -c constraints.txt -e '.[test]' 'trl>=1.16,<2'
-    HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -q tests/unit/test_against_trl.py tests/unit/test_trainer_shapes.py --timeout 300 {{arguments}}
+    HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -q tests/unit/test_trl_parity.py tests/unit/test_trainer_formats.py --timeout 300 {{arguments}}
 
 # The real OpenEnv server, from an environment of its own: it needs an older mcp
 test-openenv *arguments:

@@ -31,7 +31,7 @@ import msgspec
 import structlog
 import uvloop
 
-from benchmarks.plan import temporary_server
+from benchmarks.load_plan import temporary_server
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import (
@@ -43,14 +43,14 @@ from fleetbus.config.settings import (
     LearnerSettings,
     RunSettings,
 )
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decode_entries
 from fleetbus_schemas import Action, LineageStarted, StepTrained, Subjects, Task
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step, Verdict
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.book import OTHER_ENTRIES
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.journal import OTHER_ENTRIES
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 TURNS = 3
@@ -118,7 +118,7 @@ def configuration(mode: str, folder: str) -> Configuration:
         run=RunSettings(name=RUN, folder=folder),
         episode=EpisodeSettings(max_tokens=TOKENS_PER_TURN, max_turns=TURNS, max_episode_tokens=1024),
         environment=EnvironmentSettings(slots=SLOTS),
-        inference=InferenceSettings(slots=2 * SLOTS, max_length=1024),
+        inference=InferenceSettings(slots=2 * SLOTS, max_model_len=1024),
         learner=LearnerSettings(
             steps=WARM_UP_STEPS[mode] + WINDOWS * WINDOW_STEPS[mode] + 1,
             groups=GROUPS,
@@ -192,7 +192,7 @@ async def measure(mode: str) -> dict[str, float | list[float]]:
                     while len(steps) < settings.learner.steps:
                         entry = await reader.receive()
                         others = [kind for kind in OTHER_ENTRIES if kind is not StepTrained]
-                        found = decoded(StepTrained, [entry], beside=(LineageStarted, *others))
+                        found = decode_entries(StepTrained, [entry], beside=(LineageStarted, *others))
                         steps += [(stored.time_ns, trained) for stored, trained in found]
     measured = steps[WARM_UP_STEPS[mode] :]
     width = WINDOW_STEPS[mode]

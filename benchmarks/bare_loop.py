@@ -24,7 +24,7 @@ import nats
 import uvloop
 from nats.js.api import ConsumerConfig, StreamConfig
 
-from benchmarks.plan import Plan, latency_fields, parse_plan, temporary_server
+from benchmarks.load_plan import LoadPlan, parse_plan, summarize_latencies, temporary_server
 
 CREDITS = 64
 CONTENT_BYTES = 400
@@ -70,7 +70,7 @@ class AnsweringSide:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        await self._connection.subscribe(self._inbox, cb=self._received)
+        await self._connection.subscribe(self._inbox, cb=self._on_message)
         await self._pull(CREDITS)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
@@ -80,7 +80,7 @@ class AnsweringSide:
         wanted = json.dumps({"batch": credits, "expires": 30_000_000_000}).encode()
         await self._connection.publish(f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.answering", wanted, reply=self._inbox)
 
-    async def _received(self, message: Any) -> None:
+    async def _on_message(self, message: Any) -> None:
         if message.data:
             task = asyncio.create_task(self._answer(message))
             self._tasks.add(task)
@@ -125,15 +125,15 @@ class AskingSide:
                 max_ack_pending=4096,
             ),
         )
-        await self._connection.subscribe("floor.act.>", cb=self._received)
+        await self._connection.subscribe("floor.act.>", cb=self._on_message)
 
-    async def measure(self, plan: Plan) -> dict[str, float]:
+    async def measure(self, plan: LoadPlan) -> dict[str, float]:
         latencies: list[float] = []
         cpu, started = time.process_time(), time.perf_counter()
         names = (f"e{plan.sessions}x{index}" for index in range(plan.sessions))
         await asyncio.gather(*(self._session(name, plan.turns, latencies) for name in names))
         wall, cpu = time.perf_counter() - started, time.process_time() - cpu
-        return {"sessions": plan.sessions} | latency_fields(latencies, wall_seconds=wall, cpu_seconds=cpu)
+        return {"sessions": plan.sessions} | summarize_latencies(latencies, wall_seconds=wall, cpu_seconds=cpu)
 
     async def _session(self, name: str, turns: int, latencies: list[float]) -> None:
         messages = [{"role": "user", "content": "y" * CONTENT_BYTES}]
@@ -145,7 +145,7 @@ class AskingSide:
             await answered
             latencies.append(time.perf_counter() - started)
 
-    async def _received(self, message: Any) -> None:
+    async def _on_message(self, message: Any) -> None:
         answer = _decode_answered(message.data)
         waiting = self._waiting.pop((answer.episode, answer.turn), None)
         if waiting is not None and not waiting.done():
@@ -158,7 +158,7 @@ async def answer(url: str) -> None:
     await AnsweringSide(connection).run()
 
 
-async def measure_floor(url: str, plans: list[Plan]) -> list[dict[str, float]]:
+async def measure_floor(url: str, plans: list[LoadPlan]) -> list[dict[str, float]]:
     """The floor on a running server, one measurement per plan."""
     connection = await nats.connect(url)
     asking = AskingSide(connection)
@@ -175,7 +175,7 @@ async def measure_floor(url: str, plans: list[Plan]) -> list[dict[str, float]]:
         await asyncio.shield(connection.close())
 
 
-async def _main(plans: list[Plan]) -> None:
+async def _main(plans: list[LoadPlan]) -> None:
     async with temporary_server() as url:
         for measured in await measure_floor(url, plans):
             print(json.dumps(measured), flush=True)

@@ -30,8 +30,8 @@ import msgspec
 import structlog
 
 from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills
-from benchmarks.chaos_fleet import ChaosFleet
-from benchmarks.chaos_recovery import Entry, Heard, Recovery, percentiles
+from benchmarks.chaos_processes import ChaosDeployment
+from benchmarks.chaos_recovery import Entry, Heard, Recovery, compute_percentiles
 from fleetbus.audit import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
@@ -48,7 +48,7 @@ from fleetbus.config.settings import (
     RunSettings,
 )
 from fleetbus.core.audit_findings import Report
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decode_entries
 from fleetbus_schemas import (
     MESSAGES,
     CheckpointStored,
@@ -62,7 +62,7 @@ from fleetbus_schemas import (
     decode,
 )
 from fleetbus_schemas.message import decode_any
-from fleetbus_workers.up.book import Book, Summary
+from fleetbus_workers.up.summary_builder import Summary, SummaryBuilder
 
 RUN = "chaos"
 PLACES = {"environment": 2, "inference": 2, "learner": 1}
@@ -93,7 +93,7 @@ def configuration(url: str, folder: Path, plan: Plan) -> Configuration:
 class Chaos:
     """One run, from the first process to the audit."""
 
-    def __init__(self, bus: Bus, fleet: ChaosFleet, plan: Plan, settings: Configuration) -> None:
+    def __init__(self, bus: Bus, fleet: ChaosDeployment, plan: Plan, settings: Configuration) -> None:
         self._bus = bus
         self._fleet = fleet
         self._plan = plan
@@ -108,30 +108,30 @@ class Chaos:
             tasks.start_soon(self._listen)
             for member in self._fleet.members:
                 tasks.start_soon(member.keep_running)
-            await self._everybody_started()
-            self._say("the fleet is at work")
-            await self._fleet.suffer(_faults(self._plan))
-            self._say(f"{len(self._fleet.struck)} faults; quiet now")
+            await self._wait_until_started()
+            self._print("the fleet is at work")
+            await self._fleet.inject_faults(_build_faults(self._plan))
+            self._print(f"{len(self._fleet.injected)} faults; quiet now")
             await anyio.sleep(self._plan.quiet)
             await self._retire("learner", LEARNER_STOP_SECONDS)
-            self._say("the learner has stopped")
+            self._print("the learner has stopped")
             if self._plan.evaluate:
-                await self._evaluate_at_the_end(tasks)
-            await self._all_finished()
-            self._say("every episode has an outcome, or its time is up")
+                await self._run_final_evaluation(tasks)
+            await self._wait_all_finished()
+            self._print("every episode has an outcome, or its time is up")
             await self._retire("environment", STOP_SECONDS)
             await self._retire("inference", STOP_SECONDS)
             tasks.cancel_scope.cancel()
         return await self._report()
 
-    async def _everybody_started(self) -> None:
+    async def _wait_until_started(self) -> None:
         """Every place has said hello; raises `TimeoutError`."""
         waiting = {member.name or member.role for member in self._fleet.members}
         with anyio.fail_after(START_SECONDS):
             async with self._bus.read([self._subjects.life("*", "*")]) as reader:
                 started: set[str] = set()
                 while len(started) < len(waiting):
-                    started |= {hello.worker for _, hello in decoded(WorkerStarted, [await reader.receive()])}
+                    started |= {hello.worker for _, hello in decode_entries(WorkerStarted, [await reader.receive()])}
 
     async def _listen(self) -> None:
         async with self._bus.listen(self._subjects.heartbeats) as heartbeats:
@@ -152,10 +152,10 @@ class Chaos:
 
                 tasks.start_soon(retire)
 
-    async def _evaluate_at_the_end(self, tasks: anyio.abc.TaskGroup) -> None:
+    async def _run_final_evaluation(self, tasks: anyio.abc.TaskGroup) -> None:
         """A further learner whose last step is the checkpointed one has nothing to train: it evaluates and finishes."""
         stored = [entry async for entry in self._bus.scan([self._subjects.train("default")])]
-        checkpoints = [message for entry in stored if isinstance(message := _message(entry.payload), CheckpointStored)]
+        checkpoints = [message for entry in stored if isinstance(message := _decode_message(entry.payload), CheckpointStored)]
         if not checkpoints:
             return
         member = self._fleet.member("learner", "learner-last", "--learner-steps", str(checkpoints[-1].step), final=True)
@@ -166,7 +166,7 @@ class Chaos:
             return
         await self._retire("learner", LEARNER_STOP_SECONDS)
 
-    async def _all_finished(self) -> None:
+    async def _wait_all_finished(self) -> None:
         """Every request has a result: environment workers alone see to it once the deadline has passed."""
         open_requests: set[str] = set()
         position = 1
@@ -174,7 +174,7 @@ class Chaos:
             while True:
                 async for entry in self._bus.scan([self._subjects.tasks(), self._subjects.episodes], start=position):
                     position = entry.sequence + 1
-                    match _message(entry.payload):
+                    match _decode_message(entry.payload):
                         case EpisodeRequested(episode_id=episode):
                             open_requests.add(episode)
                         case EpisodeFinished(episode_id=episode):
@@ -185,45 +185,45 @@ class Chaos:
 
     async def _report(self) -> dict[str, Any]:
         stored = [entry async for entry in self._bus.scan([self._subjects.log])]
-        log = [Entry(entry.time_ns, entry.subject, message) for entry in stored if (message := _message(entry.payload))]
+        log = [Entry(entry.time_ns, entry.subject, message) for entry in stored if (message := _decode_message(entry.payload))]
         audit = await audit_run(self._bus, self._subjects)
-        book = Book()
+        book = SummaryBuilder()
         for entry in log:
             book.apply(entry.message)
         summary = book.summary(run=RUN, seed=self._plan.seed, wall_seconds=0.0)
-        figures = _figures(log, audit, summary)
+        figures = _build_figures(log, audit, summary)
         self._fleet.write_history()
         return {
             "seed": self._plan.seed,
             "seconds": self._plan.seconds,
             "quiet": self._plan.quiet,
-            "faults": _by_role(self._fleet),
+            "faults": _count_by_role(self._fleet),
             "faults_skipped": self._fleet.skipped,
             "unplanned_exits": [f"{each.name}: {each.status}" for each in self._fleet.ended if not each.planned],
             "late_to_stop": self._late_to_stop,
             **figures,
-            "recovery_seconds": _recovery(Recovery(log, self._fleet.struck, self._heard)),
-            "left_behind": await self._fleet.survivors(),
+            "recovery_seconds": _build_recovery(Recovery(log, self._fleet.injected, self._heard)),
+            "left_behind": await self._fleet.find_survivors(),
         }
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def _faults(plan: Plan) -> list[Fault]:
+def _build_faults(plan: Plan) -> list[Fault]:
     if plan.kills:
         return plan_kills(plan.seed, plan.seconds)
     return plan_faults(plan.seed, plan.seconds, mean_seconds=plan.mean)
 
 
-def _message(payload: bytes) -> Message | None:
+def _decode_message(payload: bytes) -> Message | None:
     try:
         return decode_any(MESSAGES, payload)
     except MalformedMessage:
         return None
 
 
-def _figures(log: Iterable[Entry], audit: Report, summary: Summary) -> dict[str, Any]:
+def _build_figures(log: Iterable[Entry], audit: Report, summary: Summary) -> dict[str, Any]:
     requested = {entry.message.episode_id for entry in log if isinstance(entry.message, EpisodeRequested)}
     results = [entry.message for entry in log if isinstance(entry.message, EpisodeFinished)]
     found = {finding.kind: finding.count for finding in audit.findings}
@@ -246,28 +246,28 @@ def _figures(log: Iterable[Entry], audit: Report, summary: Summary) -> dict[str,
     }
 
 
-def _recovery(recovery: Recovery) -> dict[str, dict[str, float | int | None]]:
+def _build_recovery(recovery: Recovery) -> dict[str, dict[str, float | int | None]]:
     """``undisturbed``: after kills during whose recovery no other member of the role, nor the server, was struck or away."""
     return {
-        "environment": percentiles(recovery.environment()),
-        "environment_undisturbed": percentiles(recovery.environment(undisturbed=True)),
-        "inference": percentiles(recovery.inference()),
-        "inference_undisturbed": percentiles(recovery.inference(undisturbed=True)),
-        "learner": percentiles(recovery.learner()),
-        "learner_undisturbed": percentiles(recovery.learner(undisturbed=True)),
-        "server": percentiles(recovery.server()),
+        "environment": compute_percentiles(recovery.environment()),
+        "environment_undisturbed": compute_percentiles(recovery.environment(undisturbed=True)),
+        "inference": compute_percentiles(recovery.inference()),
+        "inference_undisturbed": compute_percentiles(recovery.inference(undisturbed=True)),
+        "learner": compute_percentiles(recovery.learner()),
+        "learner_undisturbed": compute_percentiles(recovery.learner(undisturbed=True)),
+        "server": compute_percentiles(recovery.server()),
     }
 
 
-def _by_role(fleet: ChaosFleet) -> dict[str, dict[str, int]]:
+def _count_by_role(fleet: ChaosDeployment) -> dict[str, dict[str, int]]:
     counts: dict[str, Counter[str]] = {}
-    for fault in fleet.struck:
+    for fault in fleet.injected:
         counts.setdefault(fault.role, Counter())[fault.kind] += 1
     return {role: dict(kinds) for role, kinds in sorted(counts.items())}
 
 
 @asynccontextmanager
-async def fleet_folder(keep: str | None) -> AsyncIterator[Path]:
+async def open_run_folder(keep: str | None) -> AsyncIterator[Path]:
     """A folder for stores and logs, gone at the end unless one is named."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="fleetbus-chaos-", ignore_cleanup_errors=True) as temporary:
@@ -280,17 +280,17 @@ async def fleet_folder(keep: str | None) -> AsyncIterator[Path]:
 async def run_chaos(plan: Plan) -> dict[str, Any]:
     """The report of one run; raises `TimeoutError` if it does not end in time."""
     limit = plan.seconds + plan.quiet + START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
-    async with fleet_folder(plan.folder) as folder, run_server(folder / "nats", monitor_port=None) as server:
+    async with open_run_folder(plan.folder) as folder, run_server(folder / "nats", monitor_port=None) as server:
         settings = configuration(server.url, folder, plan)
         (folder / "config.json").write_bytes(dump_configuration(settings))
         with anyio.fail_after(limit):
             async with connect(server.url, run=RUN, role="test", worker="chaos") as bus:
                 await bus.declare(plan_run(RUN))
-                fleet = ChaosFleet(bus, Subjects(RUN), server, folder, PLACES)
+                fleet = ChaosDeployment(bus, Subjects(RUN), server, folder, PLACES)
                 return await Chaos(bus, fleet, plan, settings).run()
 
 
-async def until_told(plan: Plan) -> dict[str, Any]:
+async def run_until_signal(plan: Plan) -> dict[str, Any]:
     """As `run_chaos`; a signal ends everything."""
     report: dict[str, Any] = {}
     async with anyio.create_task_group() as tasks:
@@ -306,7 +306,7 @@ async def until_told(plan: Plan) -> dict[str, Any]:
     return report
 
 
-def parse() -> Plan:
+def parse_arguments() -> Plan:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=120, help="how long faults happen")
@@ -331,9 +331,9 @@ def is_sound(report: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    options = parse()
+    options = parse_arguments()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    outcome = anyio.run(until_told, options, backend_options={"use_uvloop": True})
+    outcome = anyio.run(run_until_signal, options, backend_options={"use_uvloop": True})
     if not outcome:
         sys.exit(130)
     print(json.dumps(outcome, indent=None if options.json else 2))

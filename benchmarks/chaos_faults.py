@@ -51,9 +51,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 def plan_faults(seed: int, seconds: float, *, mean_seconds: float = MEAN_SECONDS) -> list[Fault]:
     """The faults of a run of that many seconds, in order of time."""
     random_numbers = random.Random(seed)
-    faults = _of_workers(random_numbers, seconds, mean_seconds)
+    faults = _draw_worker_faults(random_numbers, seconds, mean_seconds)
     for role in ("learner", "server"):
-        faults += _rare(random_numbers, seconds, role)
+        faults += _draw_rare_faults(random_numbers, seconds, role)
     return sorted(faults, key=lambda fault: fault.at_seconds)
 
 
@@ -64,27 +64,27 @@ def plan_kills(seed: int, seconds: float) -> list[Fault]:
     at, turn = 2.0, 0
     while at < seconds:
         role, apart = KILLS_APART[turn % len(KILLS_APART)]
-        faults.append(_fault(random_numbers, at, role, "kill"))
+        faults.append(_draw_fault(random_numbers, at, role, "kill"))
         at, turn = at + apart, turn + 1
     return faults
 
 
-def _of_workers(random_numbers: random.Random, seconds: float, mean_seconds: float) -> list[Fault]:
+def _draw_worker_faults(random_numbers: random.Random, seconds: float, mean_seconds: float) -> list[Fault]:
     faults: list[Fault] = []
     at = random_numbers.expovariate(1 / mean_seconds)
     while at < seconds:
         role: FaultRole = random_numbers.choice(("environment", "inference"))
-        faults.append(_fault(random_numbers, at, role, random_numbers.choices(_KINDS, _WEIGHTS)[0]))
+        faults.append(_draw_fault(random_numbers, at, role, random_numbers.choices(_KINDS, _WEIGHTS)[0]))
         at += random_numbers.expovariate(1 / mean_seconds)
     return faults
 
 
-def _rare(random_numbers: random.Random, seconds: float, role: FaultRole) -> list[Fault]:
+def _draw_rare_faults(random_numbers: random.Random, seconds: float, role: FaultRole) -> list[Fault]:
     """One per equal part of the run, none in its first fifth: there the fleet begins."""
     count = min(MOST_RARE_FAULTS, math.ceil(seconds / SECONDS_PER_RARE_FAULT))
     begin, part = seconds / 5, seconds * 4 / 5 / max(count, 1)
     return [
-        _fault(
+        _draw_fault(
             random_numbers,
             begin + part * (index + random_numbers.random()),
             role,
@@ -94,6 +94,6 @@ def _rare(random_numbers: random.Random, seconds: float, role: FaultRole) -> lis
     ]
 
 
-def _fault(random_numbers: random.Random, at: float, role: FaultRole, kind: FaultKind) -> Fault:
+def _draw_fault(random_numbers: random.Random, at: float, role: FaultRole, kind: FaultKind) -> Fault:
     bounds = PAUSE_SECONDS[role] if kind == "pause" else RESTART_SECONDS
     return Fault(at_seconds=at, role=role, kind=kind, pick=random_numbers.random(), seconds=random_numbers.uniform(*bounds))

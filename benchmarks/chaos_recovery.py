@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from benchmarks.chaos_fleet import Struck
+from benchmarks.chaos_processes import InjectedFault
 from fleetbus.bus.streams import TASK_LEASE_SECONDS
 from fleetbus_schemas import (
     ANY_LANE,
@@ -56,8 +56,8 @@ class Heard(msgspec.Struct, frozen=True):
 class Recovery:
     """The log of a run, indexed once."""
 
-    def __init__(self, log: Sequence[Entry], struck: Sequence[Struck], heard: Sequence[Heard] = ()) -> None:
-        self._struck = struck
+    def __init__(self, log: Sequence[Entry], injected: Sequence[InjectedFault], heard: Sequence[Heard] = ()) -> None:
+        self._struck = injected
         self._episodes: defaultdict[str, list[tuple[int, EpisodeEntry]]] = defaultdict(list)
         self._asked: defaultdict[Turn, list[tuple[int, str]]] = defaultdict(list)
         self._answered: dict[Turn, int] = {}
@@ -65,16 +65,16 @@ class Recovery:
         self._signs: defaultdict[str, list[int]] = defaultdict(list)
         self._lane: dict[str, str] = {}
         self._ready: dict[str, int] = {}
-        author = _Authors()
+        author = _AuthorIndex()
         for entry in log:
-            self._enter(entry)
+            self._index_entry(entry)
             if worker := author.of(entry.message):
                 self._signs[worker].append(entry.time_ns)
         for each in heard:
             if each.heartbeat.role == "learner" or not each.heartbeat.in_flight:
                 self._signs[each.heartbeat.worker].append(each.time_ns)
 
-    def _enter(self, entry: Entry) -> None:
+    def _index_entry(self, entry: Entry) -> None:
         time_ns, message = entry.time_ns, entry.message
         match message:
             case AttemptStarted() | AttemptReleased() | EpisodeFinished():
@@ -93,12 +93,12 @@ class Recovery:
     def environment(self, *, undisturbed: bool = False) -> list[float]:
         """Seconds per episode that a killed environment worker held."""
         seconds: list[float] = []
-        for kill in self._kills("environment", undisturbed):
+        for kill in self._select_kills("environment", undisturbed):
             for entries in self._episodes.values():
                 seconds += self._episode_moved(entries, kill)
         return seconds
 
-    def _episode_moved(self, entries: Sequence[tuple[int, EpisodeEntry]], kill: Struck) -> list[float]:
+    def _episode_moved(self, entries: Sequence[tuple[int, EpisodeEntry]], kill: InjectedFault) -> list[float]:
         for (_, claim), following in zip(entries, [*entries[1:], None], strict=True):
             if isinstance(claim, AttemptStarted) and claim.worker == kill.name:
                 if following is None:
@@ -111,15 +111,15 @@ class Recovery:
         """Seconds per turn that a killed inference worker held, or that waited on its lane. Turns whose attempt was
         superseded meanwhile had no Action to get, and are left out."""
         seconds: list[float] = []
-        for kill in self._kills("inference", undisturbed):
+        for kill in self._select_kills("inference", undisturbed):
             for turn, asked in self._asked.items():
                 answered = self._answered.get(turn, math.inf)
-                if asked[0][0] < kill.time_ns < answered and self._was_with(kill, turn, asked):
+                if asked[0][0] < kill.time_ns < answered and self._was_held_by(kill, turn, asked):
                     if answered < math.inf or not self._superseded(turn, kill.time_ns):
                         seconds.append((answered - kill.time_ns) / 1e9)
         return seconds
 
-    def _was_with(self, kill: Struck, turn: Turn, asked: Sequence[tuple[int, str]]) -> bool:
+    def _was_held_by(self, kill: InjectedFault, turn: Turn, asked: Sequence[tuple[int, str]]) -> bool:
         lane = [lane for time_ns, lane in asked if time_ns < kill.time_ns][-1]
         waiting = lane != ANY_LANE and lane == self._lane.get(kill.name)
         return waiting or ".".join(map(str, turn)) in kill.held
@@ -133,7 +133,7 @@ class Recovery:
     def learner(self, *, undisturbed: bool = False) -> list[float]:
         """Seconds from each kill of the learner to the next step of another one."""
         seconds = []
-        for kill in self._kills("learner", undisturbed):
+        for kill in self._select_kills("learner", undisturbed):
             before = {lineage for time_ns, lineage in self._steps if time_ns <= kill.time_ns}
             later = [time_ns for time_ns, lineage in self._steps if time_ns > kill.time_ns and lineage not in before]
             seconds.append((min(later, default=math.inf) - kill.time_ns) / 1e9)
@@ -145,26 +145,26 @@ class Recovery:
         for fault in self._struck:
             for worker in fault.alive if fault.role == "server" else ():
                 sign = min((time_ns for time_ns in self._signs[worker] if time_ns >= fault.back_ns), default=math.inf)
-                struck = [other.time_ns for other in self._struck if other.name == worker and other.time_ns >= fault.time_ns]
-                if min(self._signs[worker], default=math.inf) < fault.time_ns and sign < min(struck, default=math.inf):
+                injected = [other.time_ns for other in self._struck if other.name == worker and other.time_ns >= fault.time_ns]
+                if min(self._signs[worker], default=math.inf) < fault.time_ns and sign < min(injected, default=math.inf):
                     seconds.append((sign - fault.back_ns) / 1e9)
         return seconds
 
-    def _kills(self, role: str, undisturbed: bool) -> list[Struck]:
+    def _select_kills(self, role: str, undisturbed: bool) -> list[InjectedFault]:
         """The kills in a role; only those during whose recovery all others of the role and the server were there, if so asked:
         nobody can take over while all are dead, and a stopped process swallows what it is given next."""
         kills = [fault for fault in self._struck if (fault.role, fault.kind) == (role, "kill")]
         return [kill for kill in kills if not undisturbed or self._is_undisturbed(kill)]
 
-    def _is_undisturbed(self, kill: Struck) -> bool:
+    def _is_undisturbed(self, kill: InjectedFault) -> bool:
         until_ns = kill.time_ns + int(LIMITS_SECONDS[kill.role] * 1e9)
         return not any(
-            fault.time_ns < until_ns and self._over_ns(fault) > kill.time_ns
+            fault.time_ns < until_ns and self._find_recovered_ns(fault) > kill.time_ns
             for fault in self._struck
             if fault.role in (kill.role, "server") and fault is not kill
         )
 
-    def _over_ns(self, fault: Struck) -> float:
+    def _find_recovered_ns(self, fault: InjectedFault) -> float:
         """When the struck process went on, or another in its place was ready."""
         if fault.back_ns:
             return fault.back_ns
@@ -173,7 +173,7 @@ class Recovery:
         return min((time_ns for time_ns in ready if time_ns > fault.time_ns), default=math.inf)
 
 
-class _Authors:
+class _AuthorIndex:
     """Who stored an entry; claims and lineages tell it for those that do not name their worker."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class _Authors:
         return ""
 
 
-def percentiles(seconds: Iterable[float]) -> dict[str, float | int | None]:
+def compute_percentiles(seconds: Iterable[float]) -> dict[str, float | int | None]:
     """Count, median, 99th percentile and maximum (nearest rank); ``never`` counts what did not recover."""
     ordered = sorted(seconds)
 

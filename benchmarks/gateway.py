@@ -47,11 +47,11 @@ import psutil
 from PIL import Image
 from websockets.asyncio.client import connect as connect_socket
 
-from benchmarks.plan import Plan, latency_fields, parse_plan, temporary_server
+from benchmarks.load_plan import LoadPlan, parse_plan, summarize_latencies, temporary_server
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Subjects
-from fleetbus_workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
+from fleetbus_workers.environment.adapters.remote_gym.wire import build_request_headers, decode_response, encode_request
 from fleetbus_workers.gateway.gym_service import BaseGymHandler, build_gym_service
 
 RUN = "gatewaybench"
@@ -98,7 +98,7 @@ def serve_painter(port: int) -> None:
 
 
 @asynccontextmanager
-async def on_the_bus(kind: str, environment: str) -> AsyncIterator[tuple[str, Serving]]:
+async def serve_bus_environment(kind: str, environment: str) -> AsyncIterator[tuple[str, Serving]]:
     """The address of a gateway, and the processes behind it."""
     port = free_port()
     async with temporary_server() as url, connect(url, run=RUN) as bus:
@@ -115,22 +115,22 @@ async def on_the_bus(kind: str, environment: str) -> AsyncIterator[tuple[str, Se
 
 
 @asynccontextmanager
-async def of_openenv(python: str) -> AsyncIterator[tuple[str, Serving]]:
+async def serve_openenv(python: str) -> AsyncIterator[tuple[str, Serving]]:
     """The real OpenEnv server."""
     port = free_port()
     with running(str(Path(__file__).with_name("openenv_painted.py")), str(port), python=python) as process:
-        yield await answering(port), {"server": process.pid}
+        yield await wait_until_answering(port), {"server": process.pid}
 
 
 @asynccontextmanager
-async def in_one_process() -> AsyncIterator[tuple[str, Serving]]:
+async def serve_in_process() -> AsyncIterator[tuple[str, Serving]]:
     """`GymService` around a class."""
     port = free_port()
     with running(__file__, "--serve", str(port)) as process:
-        yield await answering(port), {"service": process.pid}
+        yield await wait_until_answering(port), {"service": process.pid}
 
 
-async def answering(port: int) -> str:
+async def wait_until_answering(port: int) -> str:
     """The address of a server, once it answers."""
     url = f"http://127.0.0.1:{port}"
     with anyio.fail_after(START_SECONDS):
@@ -163,14 +163,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def gym_player(config: dict[str, Any], action: str = ACTION) -> Player:
+def build_gym_player(config: dict[str, Any], action: str = ACTION) -> Player:
     @asynccontextmanager
     async def player(url: str) -> AsyncIterator[Step]:
         async with httpx.AsyncClient(timeout=120) as client:
 
             async def call(route: str, fields: dict[str, Any]) -> dict[str, Any]:
                 boundary = f"gym_env_{uuid.uuid4().hex}"
-                body, headers = encode_request(fields, boundary), request_headers(boundary)
+                body, headers = encode_request(fields, boundary), build_request_headers(boundary)
                 response = await client.post(url + route, content=body, headers=headers)
                 response.raise_for_status()
                 return decode_response(response.headers["content-type"], response.content).fields
@@ -186,7 +186,7 @@ def gym_player(config: dict[str, Any], action: str = ACTION) -> Player:
     return player
 
 
-def openenv_player(settings: dict[str, Any], action: str = ACTION) -> Player:
+def build_openenv_player(settings: dict[str, Any], action: str = ACTION) -> Player:
     @asynccontextmanager
     async def player(url: str) -> AsyncIterator[Step]:
         async with connect_socket(url.replace("http", "ws", 1) + "/ws", compression=None, max_size=None) as client:
@@ -206,12 +206,12 @@ def openenv_player(settings: dict[str, Any], action: str = ACTION) -> Player:
     return player
 
 
-def painted(size: int) -> dict[str, Any]:
+def build_environment_settings(size: int) -> dict[str, Any]:
     """What makes the environments of the bus show images."""
-    return {"id": "fleetbus/Painted-v0", "frames": True, "kwargs": {"size": size}, "modules": ["benchmarks.painted"]}
+    return {"id": "fleetbus/Painted-v0", "frames": True, "kwargs": {"size": size}, "modules": ["benchmarks.image_environment"]}
 
 
-async def measured(plan: Plan, url: str, serving: Serving, player: Player) -> dict[str, Any]:
+async def measure(plan: LoadPlan, url: str, serving: Serving, player: Player) -> dict[str, Any]:
     """All sessions at once, after each has made one step."""
     latencies: list[float] = []
     begin, everybody = anyio.Event(), anyio.Event()
@@ -234,34 +234,40 @@ async def measured(plan: Plan, url: str, serving: Serving, player: Player) -> di
         for _ in range(plan.sessions):
             group.start_soon(play)
         await everybody.wait()
-        before, started, own = cpu_of(serving), time.perf_counter(), time.process_time()
+        before, started, own = measure_cpu(serving), time.perf_counter(), time.process_time()
         begin.set()
     wall, steps = time.perf_counter() - started, len(latencies)
-    spent = {name: seconds - before[name] for name, seconds in cpu_of(serving).items()}
-    fields = latency_fields(latencies, wall_seconds=wall, cpu_seconds=sum(spent.values()))
+    spent = {name: seconds - before[name] for name, seconds in measure_cpu(serving).items()}
+    fields = summarize_latencies(latencies, wall_seconds=wall, cpu_seconds=sum(spent.values()))
     by_process = {name: round(seconds / steps * 1e6) for name, seconds in spent.items()}
     client_us = round((time.process_time() - own) / steps * 1e6, 1)
     return {"clients": plan.sessions, **fields, "cpu_us_by_process": by_process, "client_cpu_us_per_step": client_us}
 
 
-def cpu_of(serving: Serving) -> dict[str, float]:
+def measure_cpu(serving: Serving) -> dict[str, float]:
     """Seconds of CPU by process, those that it started included."""
     times = {name: psutil.Process(process).cpu_times() for name, process in serving.items()}
     return {name: each.user + each.system for name, each in times.items()}
 
 
-async def main(plans: list[Plan], only: str) -> None:
+async def main(plans: list[LoadPlan], only: str) -> None:
     sizes, images = (0, 64, 512), (64, 512)
     cases: list[tuple[Any, list[tuple[str, Player]]]] = [
-        (on_the_bus("gym", "scripted:1000000"), [("gym, text", gym_player({}))]),
-        (on_the_bus("gym", "gym:"), [(f"gym, {size}", gym_player(painted(size), GO_ON)) for size in images]),
-        (on_the_bus("openenv", "scripted:1000000"), [("openenv, text", openenv_player({}))]),
-        (on_the_bus("openenv", "gym:"), [(f"openenv, {size}", openenv_player(painted(size), GO_ON)) for size in images]),
-        (in_one_process(), [(f"service, {size or 'text'}", gym_player({"size": size})) for size in sizes]),
+        (serve_bus_environment("gym", "scripted:1000000"), [("gym, text", build_gym_player({}))]),
+        (
+            serve_bus_environment("gym", "gym:"),
+            [(f"gym, {size}", build_gym_player(build_environment_settings(size), GO_ON)) for size in images],
+        ),
+        (serve_bus_environment("openenv", "scripted:1000000"), [("openenv, text", build_openenv_player({}))]),
+        (
+            serve_bus_environment("openenv", "gym:"),
+            [(f"openenv, {size}", build_openenv_player(build_environment_settings(size), GO_ON)) for size in images],
+        ),
+        (serve_in_process(), [(f"service, {size or 'text'}", build_gym_player({"size": size})) for size in sizes]),
     ]
     if python := os.environ.get("OPENENV_PYTHON"):
-        players = [(f"real OpenEnv server, {size or 'text'}", openenv_player({"size": size})) for size in sizes]
-        cases.append((of_openenv(python), players))
+        players = [(f"real OpenEnv server, {size or 'text'}", build_openenv_player({"size": size})) for size in sizes]
+        cases.append((serve_openenv(python), players))
     for entered, players in cases:
         wanted = [(name, player) for name, player in players if only in name]
         if not wanted:
@@ -269,7 +275,7 @@ async def main(plans: list[Plan], only: str) -> None:
         async with entered as (url, serving):
             for name, player in wanted:
                 for plan in plans:
-                    print(json.dumps({"case": name} | await measured(plan, url, serving, player)), flush=True)
+                    print(json.dumps({"case": name} | await measure(plan, url, serving, player)), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ import anyio
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.openenv import OpenEnvEnvironment
-from fleetbus_workers.environment.openenv_server import OpenEnvServer
+from fleetbus_workers.environment.adapters.openenv.environment import OpenEnvEnvironment
+from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
 from tests.support.openenv_process import openenv_python, openenv_server
 
 PLAIN = Path(__file__).with_name("openenv_plain.py")
 
 
-async def rounds_of(url: str, sessions: int, seconds: float, rounds: int) -> list[dict[str, float]]:
+async def measure_rounds(url: str, sessions: int, seconds: float, rounds: int) -> list[dict[str, float]]:
     """Steps per second of both, round by round; all sessions stay open."""
     python = openenv_python()
     assert python is not None
@@ -47,7 +47,7 @@ async def rounds_of(url: str, sessions: int, seconds: float, rounds: int) -> lis
                 for _ in range(rounds):
                     print(seconds, file=plain.stdin, flush=True)
                     theirs = float(await anyio.to_thread.run_sync(plain.stdout.readline))
-                    ours = await paced(environments, seconds)
+                    ours = await measure_rate(environments, seconds)
                     found.append({"plain": round(theirs, 1), "fleetbus": round(ours, 1), "ratio": round(ours / theirs, 3)})
                 for environment in environments:
                     await environment.close()
@@ -56,7 +56,7 @@ async def rounds_of(url: str, sessions: int, seconds: float, rounds: int) -> lis
     return found
 
 
-async def paced(environments: list[OpenEnvEnvironment], seconds: float) -> float:
+async def measure_rate(environments: list[OpenEnvEnvironment], seconds: float) -> float:
     steps = 0
     started = time.perf_counter()
 
@@ -85,7 +85,7 @@ def main() -> int:
         return 2
     backend = {"use_uvloop": sys.platform != "win32"}
     with openenv_server("echo", 2 * given.sessions) as url:
-        rounds = anyio.run(rounds_of, url, given.sessions, given.seconds, given.rounds, backend_options=backend)
+        rounds = anyio.run(measure_rounds, url, given.sessions, given.seconds, given.rounds, backend_options=backend)
     facts = {
         "sessions": given.sessions,
         "seconds": given.seconds,

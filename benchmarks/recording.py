@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import anyio
 
 from benchmarks import step_loop
-from benchmarks.cpu_of_tree import TreeCpu
-from benchmarks.plan import Plan, temporary_server
+from benchmarks.load_plan import LoadPlan, temporary_server
+from benchmarks.process_tree_cpu import TreeCpu
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording.export import Export
-from fleetbus.recording.format import RecordingHeader, message_schema
+from fleetbus.recording.format import RecordingHeader, compute_message_schema
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import Action, ChatMessage, Observation, Subjects, VersionSpan, encode
@@ -97,7 +97,7 @@ async def measure_export(count: int, folder: Path) -> dict[str, Any]:
                         group.start_soon(publish, subject, payload)
         file = folder / "export.fbrec"
         began, cpu = time.perf_counter(), time.process_time()
-        with create_recording(file, RecordingHeader(run=RUN, messages=message_schema())) as writer:
+        with create_recording(file, RecordingHeader(run=RUN, messages=compute_message_schema())) as writer:
             await Export(writer, redactor=Redactor()).copy(bus.scan([Subjects(RUN).log]))
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         used, _ = await bus.usage()
@@ -156,12 +156,12 @@ async def measure_cost(sessions: int, turns: int, repeats: int) -> dict[str, Any
     rates: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(repeats):
         for way in rates:
-            rates[way].append(await _step_loop(Plan(sessions, turns), recorded=way == "with"))
+            rates[way].append(await _step_loop(LoadPlan(sessions, turns), recorded=way == "with"))
     plain, recorded = statistics.median(rates["without"]), statistics.median(rates["with"])
     return {"sessions": sessions, "turns": turns, "steps_per_second": rates, "cost": round(1 - recorded / plain, 4)}
 
 
-async def _step_loop(plan: Plan, *, recorded: bool) -> float:
+async def _step_loop(plan: LoadPlan, *, recorded: bool) -> float:
     """Scripted workers on a nats-server of their own; with ``recorded``, a recorder process follows the log."""
     async with temporary_server() as url:
         with tempfile.TemporaryDirectory(prefix="fleetbus-bench-") as place:

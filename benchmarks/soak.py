@@ -30,7 +30,7 @@ import psutil
 import structlog
 import uvloop
 
-from benchmarks.plan import temporary_server
+from benchmarks.load_plan import temporary_server
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
@@ -104,17 +104,17 @@ def configuration(folder: str) -> Configuration:
     return Configuration(
         run=RunSettings(name=RUN, folder=folder),
         environment=EnvironmentSettings(slots=32),
-        inference=InferenceSettings(slots=64, max_length=1 << 16),
+        inference=InferenceSettings(slots=64, max_model_len=1 << 16),
         learner=LearnerSettings(steps=10**6, groups=16, group_size=8, max_staleness=1, checkpoint_every=2),
         evaluation=EvaluationSettings(episodes=0),
     )
 
 
-def work_of(role: str, folder: str) -> Callable[[Bus, anyio.Event], Awaitable[None]]:
+def build_work(role: str, folder: str) -> Callable[[Bus, anyio.Event], Awaitable[None]]:
     """The loop of one role."""
     settings = configuration(folder)
     if role == "environment":
-        from fleetbus_workers.environment.scripted import ScriptedEnvironment
+        from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
         from fleetbus_workers.environment.worker import run_environment
 
         return lambda bus, drain: run_environment(bus, configuration=settings, name=role, drain=drain, make=ScriptedEnvironment)
@@ -149,11 +149,11 @@ async def serve(role: str, url: str, folder: str) -> None:
     """One worker's process, until it is killed; a line of figures every second."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     async with connect(url, run=RUN, role=role, worker=role) as bus, anyio.create_task_group() as tasks:
-        tasks.start_soon(tell)
-        await work_of(role, folder)(bus, anyio.Event())
+        tasks.start_soon(report)
+        await build_work(role, folder)(bus, anyio.Event())
 
 
-async def tell() -> None:
+async def report() -> None:
     process = psutil.Process()
     while True:
         await anyio.sleep(1)
@@ -194,7 +194,7 @@ async def soak(url: str, folder: str, seconds: float) -> list[Growth]:
             dead = [role for role, process in zip(ROLES, processes, strict=True) if process.poll() is not None]
             if dead:
                 raise SystemExit(f"ended before the soak was over: {', '.join(dead)}")
-            return [growth(role, samples_of(outputs[role]), episodes, begun) for role in ROLES]
+            return [compute_growth(role, read_samples(outputs[role]), episodes, begun) for role in ROLES]
 
 
 def start(role: str, url: str, folder: str, output: object, stack: ExitStack) -> subprocess.Popen[bytes]:
@@ -209,19 +209,19 @@ def start(role: str, url: str, folder: str, output: object, stack: ExitStack) ->
     return process  # type: ignore[no-any-return]
 
 
-def samples_of(output: object) -> list[Sample]:
+def read_samples(output: object) -> list[Sample]:
     output.seek(0)  # type: ignore[attr-defined]
     lines = output.read().splitlines()  # type: ignore[attr-defined]
     return [msgspec.json.decode(line, type=Sample) for line in lines if line.endswith(b"}")]
 
 
-def growth(role: str, samples: list[Sample], episodes: int, begun: float) -> Growth:
+def compute_growth(role: str, samples: list[Sample], episodes: int, begun: float) -> Growth:
     """What changed between the first and the last quarter of what is counted; episodes came evenly between their middles."""
     counted = [sample for sample in samples if sample.seconds >= begun]
     quarter = max(len(counted) // 4, 1)
     first, last = counted[:quarter], counted[-quarter:]
 
-    def grown(field: str) -> float:
+    def compute_change(field: str) -> float:
         before, after = (min(getattr(sample, field) for sample in part) for part in (first, last))
         return float(after - before)
 
@@ -229,11 +229,11 @@ def growth(role: str, samples: list[Sample], episodes: int, begun: float) -> Gro
     return Growth(
         role=role,
         episodes=between,
-        blocks=grown("blocks"),
-        blocks_per_episode=round(grown("blocks") / between, 4),
-        tasks=round(grown("tasks"), 1),
-        descriptors=round(grown("descriptors"), 1),
-        rss_kib=round(grown("rss_kib")),
+        blocks=compute_change("blocks"),
+        blocks_per_episode=round(compute_change("blocks") / between, 4),
+        tasks=round(compute_change("tasks"), 1),
+        descriptors=round(compute_change("descriptors"), 1),
+        rss_kib=round(compute_change("rss_kib")),
         rss_mib_at_end=round(counted[-1].rss_kib / 1024, 1),
     )
 
@@ -255,17 +255,17 @@ def main() -> int:
     if arguments.serve:
         uvloop.run(serve(arguments.serve, arguments.url, arguments.folder))
         return 0
-    grown = uvloop.run(run(arguments.seconds))
+    compute_change = uvloop.run(run(arguments.seconds))
     if arguments.json:
-        print(json.dumps([msgspec.structs.asdict(each) for each in grown]))
+        print(json.dumps([msgspec.structs.asdict(each) for each in compute_change]))
     else:
-        for each in grown:
+        for each in compute_change:
             print(
                 f"{each.role:12} {each.episodes} episodes: {each.blocks_per_episode:+.4f} blocks each, "
                 f"{each.rss_kib:+} KiB resident of {each.rss_mib_at_end} MiB, {each.descriptors:+} descriptors, "
                 f"{each.tasks:+} tasks"
             )
-    return 0 if all(each.is_flat for each in grown) else 1
+    return 0 if all(each.is_flat for each in compute_change) else 1
 
 
 if __name__ == "__main__":

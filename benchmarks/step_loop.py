@@ -28,12 +28,12 @@ import structlog
 import uvloop
 
 from benchmarks.bare_loop import CONTENT_BYTES, TEXT_BYTES, TOKENS, measure_floor
-from benchmarks.plan import Plan, latency_fields, parse_plan, temporary_server
+from benchmarks.load_plan import LoadPlan, parse_plan, summarize_latencies, temporary_server
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, RunSettings
-from fleetbus.episodes import decoded, episode_entry
+from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
     Action,
     ChatMessage,
@@ -46,8 +46,8 @@ from fleetbus_schemas import (
     WorkerStarted,
     encode,
 )
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Start, Step, Verdict
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 
@@ -100,10 +100,10 @@ class FixedTemplate(ScriptedTemplate):
     _delta: ClassVar = [5] * 40
     _text = "x" * TEXT_BYTES
 
-    def proceed(self, last_sampled: object, messages: object) -> list[int]:
+    def encode_continuation(self, last_sampled: object, messages: object) -> list[int]:
         return list(self._delta)
 
-    def text(self, ids: object) -> str:
+    def decode_text(self, ids: object) -> str:
         return self._text
 
 
@@ -111,7 +111,7 @@ def configuration(sessions: int) -> Configuration:
     return Configuration(
         run=RunSettings(name=RUN),
         environment=EnvironmentSettings(slots=max(sessions, 1)),
-        inference=InferenceSettings(slots=SLOTS, max_length=1 << 20),
+        inference=InferenceSettings(slots=SLOTS, max_model_len=1 << 20),
     )
 
 
@@ -160,7 +160,7 @@ async def worker_process(role: str, url: str, sessions: int, report: Path) -> As
         process.wait()
 
 
-async def measure(url: str, plan: Plan, report: Path) -> dict[str, float]:
+async def measure(url: str, plan: LoadPlan, report: Path) -> dict[str, float]:
     """Fleetbus under one plan: ask for the episodes, wait for their results."""
     subjects = Subjects(RUN)
     async with connect(url, run=RUN, role="test", worker="driver") as bus:
@@ -171,23 +171,23 @@ async def measure(url: str, plan: Plan, report: Path) -> dict[str, float]:
             worker_process("inference", url, plan.sessions, report),
             worker_process("environment", url, plan.sessions, report),
         ):
-            await _started(bus, subjects)
-            await _play(bus, subjects, Plan(1, 20), WARM)
+            await _wait_until_started(bus, subjects)
+            await _play(bus, subjects, LoadPlan(1, 20), WARM)
             wall = await _play(bus, subjects, plan, "step")
     measured = json.loads(await anyio.Path(report).read_text())
-    fields = latency_fields(measured["latencies"], wall_seconds=wall, cpu_seconds=measured["cpu_seconds"])
+    fields = summarize_latencies(measured["latencies"], wall_seconds=wall, cpu_seconds=measured["cpu_seconds"])
     return {"sessions": plan.sessions} | fields
 
 
-async def _started(bus: Bus, subjects: Subjects) -> None:
+async def _wait_until_started(bus: Bus, subjects: Subjects) -> None:
     """Both workers have said hello."""
     seen: set[str] = set()
     async with bus.read([subjects.life("*", "*")]) as reader:
         while seen < {"environment", "inference"}:
-            seen |= {started.role for _, started in decoded(WorkerStarted, [await reader.receive()])}
+            seen |= {started.role for _, started in decode_entries(WorkerStarted, [await reader.receive()])}
 
 
-async def _play(bus: Bus, subjects: Subjects, plan: Plan, prefix: str) -> float:
+async def _play(bus: Bus, subjects: Subjects, plan: LoadPlan, prefix: str) -> float:
     """Seconds from the first request to the last result."""
     start = await bus.last_sequence() + 1
     started = time.perf_counter()
@@ -196,7 +196,7 @@ async def _play(bus: Bus, subjects: Subjects, plan: Plan, prefix: str) -> float:
             group.start_soon(_request, bus, subjects, f"{prefix}{plan.sessions}x{index}", plan.turns)
         finished = 0
         while finished < plan.sessions:
-            entry = episode_entry(await reader.receive())
+            entry = decode_episode_entry(await reader.receive())
             if isinstance(entry, EpisodeFinished):
                 finished += 1
                 assert entry.outcome == "completed", entry
@@ -218,7 +218,7 @@ async def _request(bus: Bus, subjects: Subjects, episode: str, turns: int) -> No
     await bus.publish(subjects.task("default", episode), encode(request), expected_last=0)
 
 
-async def main(plans: list[Plan], as_json: bool) -> None:
+async def main(plans: list[LoadPlan], as_json: bool) -> None:
     for plan in plans:
         async with temporary_server() as url:
             (floor,) = await measure_floor(url, [plan])

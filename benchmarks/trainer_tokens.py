@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.torch.batches import MicroBatch, micro_batches
+from fleetbus_workers.learner.torch.batches import MicroBatch, split_micro_batches
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
@@ -98,7 +98,7 @@ def bare_step(
 def measure(width: int, layers: int) -> dict[str, float]:
     batch = make_batch()
     ids, masks = [sequence.ids for sequence in batch], [sequence.loss_mask for sequence in batch]
-    rows = list(micro_batches(ids, masks, prefix=0, size=SEQUENCES, budget=BUDGET, packing=True))
+    rows = list(split_micro_batches(ids, masks, prefix=0, size=SEQUENCES, budget=BUDGET, packing=True))
     tokens = sum(row.ids.numel() for row in rows)
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch), width, layers)

@@ -27,14 +27,14 @@ import psutil
 import structlog
 import uvloop
 
-from benchmarks.plan import temporary_server
+from benchmarks.load_plan import temporary_server
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, RunSettings
-from fleetbus.presence import HEARTBEAT_SECONDS
+from fleetbus.worker_lifecycle import HEARTBEAT_SECONDS
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, encode
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 
 RUN = "waiting"
 NAME = "environment"

@@ -29,20 +29,20 @@ import msgspec
 import structlog
 import uvloop
 
-from benchmarks.plan import temporary_server
+from benchmarks.load_plan import temporary_server
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decoded
-from fleetbus.ports import Ports
+from fleetbus.episodes import decode_entries
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import LineageStarted, PolicyPublished, SamplingSettings, Subjects, TensorEntry
 from fleetbus_workers.inference.base import GenerationRequest
-from fleetbus_workers.learner.book import Chain
+from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import write_weights
-from fleetbus_workers.weights.store import objects_of, open_store
+from fleetbus_workers.weights.store import get_object_store, open_store
 
 RUN = "weightsplane"
 REPEATS = {"0.5M": 5, "200M": 2}
@@ -80,12 +80,12 @@ class Stages:
         return {name: round(statistics.median(values), 4) for name, values in self.seconds.items()}
 
 
-def model_folder(name: str, folder: Path) -> Path:
+def find_model_folder(name: str, folder: Path) -> Path:
     """The starter policy, or a random Llama of about 200 M parameters, float32."""
     if name == "0.5M":
-        from fleetbus_workers.starter.build import starter_folder
+        from fleetbus_workers.starter.build import find_starter_folder
 
-        return starter_folder()
+        return find_starter_folder()
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -129,23 +129,23 @@ async def measure(bus: Bus, name: str, store: str, model: Path, trainer: FixedTr
             lineage="l1",
             folder=folder,
             keep=2,
-            ports=Ports(),
+            runtime=Runtime(),
             store=open_store(bus, store, run=RUN),
         )
-        train = Chain(bus, subjects.train(policy), 0)
+        train = FencedAppender(bus, subjects.train(policy), 0)
         started = LineageStarted(lineage="l1", worker="learner")
         await train.append(started)
-        await publication.fence(started, decided_on=train)
+        await publication.fence(started, authority=train)
         publication.version = sampler.version
-        fetcher = WeightsFetcher(folder / "copies", objects_of(bus, RUN))
+        fetcher = WeightsFetcher(folder / "copies", get_object_store(bus, RUN))
         async with bus.read([subjects.policy(policy)], start=await bus.last_sequence() + 1) as reader:
             for repeat in range(REPEATS[name] + WARM_UP[name]):
                 begun = time.perf_counter()
                 with stages.timed("write_put_announce"):
                     version = await publication.publish(repeat)
-                ((_, published),) = decoded(PolicyPublished, [await reader.receive()])
+                ((_, published),) = decode_entries(PolicyPublished, [await reader.receive()])
                 with stages.timed("fetch"):
-                    local = await fetcher.local(published)
+                    local = await fetcher.fetch_local(published)
                 with stages.timed("validate_swap"):
                     await sampler.load(local)
                 with stages.timed("first_token"):
@@ -189,9 +189,9 @@ async def main(names: list[str], stores: list[str], as_json: bool) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
-            model = model_folder(name, Path(scratch))
+            model = find_model_folder(name, Path(scratch))
             trainer = FixedTrainer(model)
-            sampler = TorchSampler(model, slots=2, max_length=64)
+            sampler = TorchSampler(model, slots=2, max_model_len=64)
             async with temporary_server() as url, connect(url, run=RUN) as bus, sampler.running():
                 await bus.declare(plan_run(RUN, lanes=1))
                 for store in stores:

@@ -10,25 +10,25 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
-from fleetbus.archive_format import ArchiveDamaged, TornRecord, first_sequence, read_entries, read_header, segment_files
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.archive_format import ArchiveDamaged, TornRecord, list_segments, parse_first_sequence, read_entries, read_header
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.errors import UserError
-from fleetbus.ports import run_in_thread
+from fleetbus.runtime import run_in_thread
 from fleetbus_schemas import Subjects
 
 ENTRIES_AT_A_TIME = 1024
 """Read per call in a thread; bounds what waits in memory."""
 
 
-def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Iterator[Stored]:
+def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Iterator[StreamEntry]:
     """The archived entries from sequence ``start`` on; blocking.
 
     Raises `UserError` when there is no archive or it is of another run, `ArchiveDamaged` when a segment is not whole.
     """
-    segments = segment_files(folder)
+    segments = list_segments(folder)
     if not segments:
         raise UserError(f"{folder} holds no archive: give the folder that `fleetbus recorder --archive` writes to")
-    following = [first_sequence(segment) for segment in segments[1:]]
+    following = [parse_first_sequence(segment) for segment in segments[1:]]
     for index, segment in enumerate(segments):
         if index < len(following) and following[index] <= start:
             continue
@@ -37,9 +37,9 @@ def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Ite
                 yield entry
 
 
-def archived_entries(folder: Path, sequences: Collection[int], *, run: str | None = None) -> dict[int, Stored]:
+def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str | None = None) -> dict[int, StreamEntry]:
     """Those of the entries at ``sequences`` that the archive holds; blocking. Reads from the lowest to the highest of them."""
-    found: dict[int, Stored] = {}
+    found: dict[int, StreamEntry] = {}
     last = max(sequences, default=0)
     for entry in read_archive(folder, run=run, start=min(sequences, default=1)):
         if entry.sequence > last:
@@ -49,7 +49,7 @@ def archived_entries(folder: Path, sequences: Collection[int], *, run: str | Non
     return found
 
 
-async def scan_whole(bus: Bus, subjects: Subjects, folder: Path | None) -> AsyncIterator[Stored]:
+async def scan_archive_and_log(bus: Bus, subjects: Subjects, folder: Path | None) -> AsyncIterator[StreamEntry]:
     """Archive and log as one, to the end of the log; without a folder the log alone."""
     last = 0
     if folder is not None:
@@ -62,19 +62,19 @@ async def scan_whole(bus: Bus, subjects: Subjects, folder: Path | None) -> Async
         yield entry
 
 
-async def scan_archive(folder: Path, *, run: str | None = None) -> AsyncIterator[Stored]:
+async def scan_archive(folder: Path, *, run: str | None = None) -> AsyncIterator[StreamEntry]:
     """As `read_archive`, without blocking the event loop."""
     entries = read_archive(folder, run=run)
-    while batch := await run_in_thread(_take, entries):
+    while batch := await run_in_thread(_read_batch, entries):
         for entry in batch:
             yield entry
 
 
-def _take(entries: Iterator[Stored]) -> list[Stored]:
+def _read_batch(entries: Iterator[StreamEntry]) -> list[StreamEntry]:
     return list(islice(entries, ENTRIES_AT_A_TIME))
 
 
-def _read_segment(segment: Path, run: str | None, *, newest: bool) -> Iterator[Stored]:
+def _read_segment(segment: Path, run: str | None, *, newest: bool) -> Iterator[StreamEntry]:
     with segment.open("rb") as file:
         try:
             read_header(file, segment, run)

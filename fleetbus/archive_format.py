@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 
 FORMAT = 1
@@ -60,29 +60,29 @@ _decode_header = msgspec.msgpack.Decoder(SegmentHeader).decode
 _decode_entry = msgspec.msgpack.Decoder(ArchivedEntry).decode
 
 
-def segment_path(folder: Path, first: int) -> Path:
+def build_segment_path(folder: Path, first: int) -> Path:
     """The segment that begins with that sequence; names sort like sequences."""
     return folder / f"{first:020d}{SUFFIX}"
 
 
-def segment_files(folder: Path) -> list[Path]:
+def list_segments(folder: Path) -> list[Path]:
     """All segments in order."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
 
 
-def first_sequence(segment: Path) -> int:
+def parse_first_sequence(segment: Path) -> int:
     """The sequence of a segment's first entry, which is its file's name."""
     return int(segment.stem)
 
 
 def encode_segment_start(run: str, first: int) -> bytes:
     """What stands before the first entry of a segment."""
-    return MAGIC + frame(_encode(SegmentHeader(run=run, format=FORMAT, first=first)))
+    return MAGIC + encode_frame(_encode(SegmentHeader(run=run, format=FORMAT, first=first)))
 
 
-def encode_entry(entry: Stored) -> bytes:
+def encode_entry(entry: StreamEntry) -> bytes:
     """The record of one entry."""
-    return frame(_encode(ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)))
+    return encode_frame(_encode(ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)))
 
 
 def read_header(file: BufferedReader, segment: Path, run: str | None) -> None:
@@ -96,14 +96,14 @@ def read_header(file: BufferedReader, segment: Path, run: str | None) -> None:
         raise UserError(f"{segment.parent} is the archive of run {header.run}, not of {run}: give another --archive")
 
 
-def read_entries(file: BufferedReader) -> Iterator[Stored]:
+def read_entries(file: BufferedReader) -> Iterator[StreamEntry]:
     """The entries from here to the end of the file; raises `TornRecord`."""
     while file.peek(1):
         entry = _decode_entry(read_frame(file))
-        yield Stored(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
+        yield StreamEntry(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
 
 
-def frame(payload: bytes) -> bytes:
+def encode_frame(payload: bytes) -> bytes:
     """A payload with its length and check sum before it."""
     return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
 

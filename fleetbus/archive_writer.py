@@ -20,15 +20,15 @@ import structlog
 from fleetbus.archive_format import (
     ArchiveDamaged,
     TornRecord,
+    build_segment_path,
     encode_entry,
     encode_segment_start,
-    first_sequence,
+    list_segments,
+    parse_first_sequence,
     read_entries,
     read_header,
-    segment_files,
-    segment_path,
 )
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 
 SEGMENT_BYTES = 64 << 20
@@ -53,7 +53,7 @@ class ArchiveWriter:
         self._segment_bytes = segment_bytes
         self._file: int | None = None
         self._size = 0
-        self.last: Stored | None = None
+        self.last: StreamEntry | None = None
         """The newest entry that is synced."""
         self.guarded = _read_guard(folder)
 
@@ -63,23 +63,25 @@ class ArchiveWriter:
 
     def recover(self) -> None:
         """Find the end, and cut what is torn there; raises `ArchiveDamaged` when more is gone than a crash can tear."""
-        for segment in reversed(segment_files(self._folder)):
+        for segment in reversed(list_segments(self._folder)):
             size = self._find_end(segment)
-            if self.last is None and first_sequence(segment) > self.guarded:
+            if self.last is None and parse_first_sequence(segment) > self.guarded:
                 segment.unlink()
                 continue
             if size < segment.stat().st_size:
                 self._check_guard()
-                log.warning("archive cut", segment=segment.name, cut_bytes=segment.stat().st_size - size)
+                log.warning(
+                    "archive has a torn tail; truncating it", segment=segment.name, cut_bytes=segment.stat().st_size - size
+                )
                 os.truncate(segment, size)
             self._file = os.open(segment, os.O_WRONLY | os.O_APPEND)
             self._size = size
             break
         self._check_guard()
 
-    def append(self, entries: Sequence[Stored]) -> None:
+    def append(self, entries: Sequence[StreamEntry]) -> None:
         """Write entries, in order after those before, and sync them."""
-        for start, stop in self._parts(entries):
+        for start, stop in self._split_batch(entries):
             if self._file is None or self._size >= self._segment_bytes:
                 self._begin_segment(entries[start].sequence)
             assert self._file is not None
@@ -98,7 +100,7 @@ class ArchiveWriter:
             os.close(self._file)
             self._file = None
 
-    def _parts(self, entries: Sequence[Stored]) -> Iterator[tuple[int, int]]:
+    def _split_batch(self, entries: Sequence[StreamEntry]) -> Iterator[tuple[int, int]]:
         """Cut a batch where it would exceed a segment by much."""
         start = size = 0
         for index, entry in enumerate(entries):
@@ -118,7 +120,7 @@ class ArchiveWriter:
 
     def _begin_segment(self, first: int) -> None:
         self.close()
-        path = segment_path(self._folder, first)
+        path = build_segment_path(self._folder, first)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
         self._write(encode_segment_start(self._run, first))
@@ -149,7 +151,7 @@ class ArchiveWriter:
 @contextmanager
 def open_archive(folder: Path, run: str, *, segment_bytes: int = SEGMENT_BYTES) -> Iterator[ArchiveWriter]:
     """The archive in ``folder``, made if there is none, for one writer at a time; raises `UserError`."""
-    with _lock_of(folder) as holder:
+    with _open_lock(folder) as holder:
         try:
             fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -162,7 +164,7 @@ def open_archive(folder: Path, run: str, *, segment_bytes: int = SEGMENT_BYTES) 
             writer.close()
 
 
-def _lock_of(folder: Path) -> IO[str]:
+def _open_lock(folder: Path) -> IO[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / LOCK).open("a")

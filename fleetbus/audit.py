@@ -1,6 +1,6 @@
 """Reads a run's log, its archive if there is one, or a recording of it into the audit of `fleetbus.core.audit`.
 
-Above it is the command line and whoever tests a fleet; it only reads.
+Used by the command line and by tests; it only reads.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from fleetbus.archive import scan_archive, scan_whole
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.archive import scan_archive, scan_archive_and_log
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.audit import Audit
 from fleetbus.core.audit_findings import Report
 from fleetbus.errors import UserError
@@ -25,7 +25,7 @@ _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "p
 
 async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None) -> Report:
     """The books of a run as of now. Raises `UserError` for a log that was trimmed when no archive is given."""
-    audit = await _audited(scan_whole(bus, subjects, archive))
+    audit = await _audit_entries(scan_archive_and_log(bus, subjects, archive))
     if audit.missing and archive is None:
         raise UserError(
             f"{audit.missing} entries of the log of run {subjects.run} were trimmed: give --archive with the recorder's folder"
@@ -35,7 +35,7 @@ async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None
 
 async def audit_archive(subjects: Subjects, archive: Path) -> Report:
     """The books of a run as far as its archive goes, without any server."""
-    return (await _audited(scan_archive(archive, run=subjects.run))).report()
+    return (await _audit_entries(scan_archive(archive, run=subjects.run))).report()
 
 
 async def audit_recording(reader: RecordingReader) -> Report:
@@ -46,7 +46,7 @@ async def audit_recording(reader: RecordingReader) -> Report:
         only = f"{len(header.selected)} episode{'' if len(header.selected) == 1 else 's'}"
         raise UserError(f"{path} holds only {only} of run {header.run}: an audit needs a recording of the whole log")
     try:
-        audit = await _audited(scan_recording(reader))
+        audit = await _audit_entries(scan_recording(reader))
     except ValueError as error:
         raise UserError(f"{path} does not hold a log in its order: {error}") from error
     if audit.missing:
@@ -56,14 +56,14 @@ async def audit_recording(reader: RecordingReader) -> Report:
     return audit.report()
 
 
-async def _audited(entries: AsyncIterator[Stored]) -> Audit:
+async def _audit_entries(entries: AsyncIterator[StreamEntry]) -> Audit:
     audit = Audit()
     async for entry in entries:
         enter(audit, entry)
     return audit
 
 
-def enter(audit: Audit, entry: Stored) -> None:
+def enter(audit: Audit, entry: StreamEntry) -> None:
     """Enter one entry of the log."""
     expected = _MESSAGES.get(entry.subject.split(".", 3)[2])
     if expected is None:

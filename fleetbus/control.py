@@ -52,7 +52,7 @@ class Control:
         try:
             wanted = decode(ControlRequested, request.payload, subject=request.subject)
         except MalformedMessage as malformed:
-            log.warning("control request ignored", reason=str(malformed))
+            log.warning("malformed control request; ignored", reason=str(malformed))
             return
         busy = tuple(self._busy_with())
         detail = ""
@@ -70,7 +70,7 @@ class Control:
         await request.respond(encode(answer))
 
 
-async def unless_drained(drain: anyio.Event, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
+async def run_until_drained(drain: anyio.Event, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
     """Run to the end, or until ``drain`` is set."""
     async with anyio.create_task_group() as group:
 

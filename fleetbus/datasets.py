@@ -1,7 +1,7 @@
 """Where tasks come from: a file, a folder, HTTP, S3 or any other place that fsspec knows, in versions that every message names.
 
 A location is a path or a URL of a tasks file, or of a folder of them. ``LOCATION@VERSION`` names a version: it stands where the
-location says ``{version}``, else it is a folder below the location. What was read is told by the version, and without one by
+location says ``{version}``, else it is a folder below the location. A dataset is identified by its version, and without one by
 the hash of the bytes, so that a file that was changed between two runs is another dataset. Everything is read and checked
 before a run starts. HTTP and S3 need ``pip install 'fleetbus[datasets]'``, Parquet too.
 """
@@ -57,31 +57,33 @@ def split_version(location: str) -> tuple[str, str]:
     if not mark or "/" in version:
         return location, ""
     if not base or not _VERSION.fullmatch(version):
-        raise UserError(f"{shown(location)}: {version!r} is no version; use letters, digits, dots and dashes, as in data@v0.2")
+        raise UserError(
+            f"{redact_location(location)}: {version!r} is no version; use letters, digits, dots and dashes, as in data@v0.2"
+        )
     return base, version
 
 
-def read_files(location: str) -> Files:
+def read_dataset_files(location: str) -> Files:
     """All files of a dataset. Raises `UserError` naming the place and what to do."""
     base, version = split_version(location)
     if "{version}" in base and not version:
-        raise UserError(f"{shown(location)}: says {{version}} but names none; end it with @VERSION, as in ...@v0.2")
-    place = base.replace("{version}", version) if "{version}" in base else _below(base, version)
+        raise UserError(f"{redact_location(location)}: says {{version}} but names none; end it with @VERSION, as in ...@v0.2")
+    place = base.replace("{version}", version) if "{version}" in base else _join_version(base, version)
     store = _Store(place)
     paths = store.files()
     if not paths:
-        raise UserError(_nothing_there(base, version, place))
+        raise UserError(_describe_missing(base, version, place))
     try:
-        sources = tuple(Source(name=shown(path), data=store.read(path)) for path in paths)
+        sources = tuple(Source(name=redact_location(path), data=store.read(path)) for path in paths)
     except FileNotFoundError:
-        raise UserError(_nothing_there(base, version, place)) from None
+        raise UserError(_describe_missing(base, version, place)) from None
     digest = hashlib.sha256()
     for source in sources:
         digest.update(hashlib.sha256(source.data).digest())
     return Files(sources=sources, version=version or f"sha256:{digest.hexdigest()[:16]}")
 
 
-def shown(location: str) -> str:
+def redact_location(location: str) -> str:
     """A location as it may be shown: without user names, passwords and query strings."""
     if not is_remote(location):
         return location
@@ -89,21 +91,21 @@ def shown(location: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _below(base: str, version: str) -> str:
+def _join_version(base: str, version: str) -> str:
     return f"{base.rstrip('/')}/{version}" if version else base
 
 
-def _nothing_there(base: str, version: str, place: str) -> str:
+def _describe_missing(base: str, version: str, place: str) -> str:
     if version:
         above = base.partition("{version}")[0] if "{version}" in base else base
         versions = _Store(above).folders()
         if versions:
-            return f"{shown(base)}: has no version {version}; there are {', '.join(versions)}"
-        return f"{shown(place)}: there is no version {version}"
+            return f"{redact_location(base)}: has no version {version}; there are {', '.join(versions)}"
+        return f"{redact_location(place)}: there is no version {version}"
     if not is_remote(place) and Path(place).expanduser().is_dir():
         return f"{place}: is a folder without tasks files (*{', *'.join(SUFFIXES)}); give the path of a tasks file"
     what = "there is nothing" if is_remote(place) else "there is no such file"
-    return f"{shown(place)}: {what}; give the path of a tasks file, or of a folder of them"
+    return f"{redact_location(place)}: {what}; give the path of a tasks file, or of a folder of them"
 
 
 class _Store:
@@ -112,7 +114,7 @@ class _Store:
     def __init__(self, place: str) -> None:
         self._place = place
         self._remote = is_remote(place)
-        self._system: Any = _file_system(place) if self._remote else None
+        self._system: Any = _open_file_system(place) if self._remote else None
 
     def files(self) -> list[str]:
         """The tasks files at the place: itself, or those in the folder that it is."""
@@ -120,14 +122,14 @@ class _Store:
             path = Path(self._place).expanduser()
             if not path.is_dir():
                 return [str(path)] if path.exists() else []
-            folder = path / NESTED if not _with_suffix(map(str, path.glob("*"))) and (path / NESTED).is_dir() else path
-            return _with_suffix(str(file) for file in folder.iterdir())
+            folder = path / NESTED if not _select_task_files(map(str, path.glob("*"))) and (path / NESTED).is_dir() else path
+            return _select_task_files(str(file) for file in folder.iterdir())
         if urlsplit(self._place).path.endswith(SUFFIXES):
             return [self._place]
         return self._remote_folder(self._place) or self._remote_folder(posixpath.join(self._place, NESTED))
 
     def _remote_folder(self, place: str) -> list[str]:
-        return _with_suffix(name for name, is_folder in self._entries(place) if not is_folder)
+        return _select_task_files(name for name, is_folder in self._entries(place) if not is_folder)
 
     def folders(self) -> list[str]:
         """Names of the folders at the place; none if it cannot be listed."""
@@ -146,7 +148,7 @@ class _Store:
         except FileNotFoundError:
             return []
         except Exception as error:  # every store has its own errors
-            raise UserError(f"{shown(place)}: cannot be listed: {_reason(error)}") from error
+            raise UserError(f"{redact_location(place)}: cannot be listed: {_summarise_error(error)}") from error
         return [(self._system.unstrip_protocol(entry["name"]), entry["type"] == "directory") for entry in listed]
 
     def read(self, path: str) -> bytes:
@@ -159,31 +161,33 @@ class _Store:
         except FileNotFoundError:
             raise
         except Exception as error:
-            raise UserError(f"{shown(path)}: cannot be read: {_reason(error)}") from error
+            raise UserError(f"{redact_location(path)}: cannot be read: {_summarise_error(error)}") from error
         if len(data) > MAX_BYTES:
-            raise UserError(f"{shown(path)}: is larger than {MAX_BYTES} bytes; split it")
+            raise UserError(f"{redact_location(path)}: is larger than {MAX_BYTES} bytes; split it")
         return data
 
 
-def _file_system(place: str) -> Any:
+def _open_file_system(place: str) -> Any:
     scheme = place.partition("://")[0]
     try:
         import fsspec
     except ImportError as error:
-        raise UserError(f"{shown(place)}: needs fsspec: {INSTALL}") from error
+        raise UserError(f"{redact_location(place)}: needs fsspec: {INSTALL}") from error
     try:
         return fsspec.filesystem(scheme)
     except ImportError as error:
-        raise UserError(f"{shown(place)}: {scheme} needs more packages: {INSTALL}") from error
+        raise UserError(f"{redact_location(place)}: {scheme} needs more packages: {INSTALL}") from error
     except ValueError as error:
-        raise UserError(f"{shown(place)}: {scheme} is no place that fsspec knows; use a path, https:// or s3://") from error
+        raise UserError(
+            f"{redact_location(place)}: {scheme} is no place that fsspec knows; use a path, https:// or s3://"
+        ) from error
 
 
-def _with_suffix(names: Any) -> list[str]:
+def _select_task_files(names: Any) -> list[str]:
     return sorted(name for name in names if name.endswith(SUFFIXES))
 
 
-def _reason(error: Exception) -> str:
+def _summarise_error(error: Exception) -> str:
     """The first line of an error, without what a URL in it may hold."""
     text = (str(error) or type(error).__name__).splitlines()[0]
-    return re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+", lambda found: shown(found[0]), text)
+    return re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+", lambda found: redact_location(found[0]), text)

@@ -8,8 +8,8 @@ from typing import Literal
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, Stored
-from fleetbus.core.claims import EpisodeEntry, Standing, fold_episode
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.core.claims import EpisodeEntry, EpisodeState, fold_episode
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus_schemas import (
@@ -31,7 +31,9 @@ RETRY_SECONDS = 1.0
 log = structlog.get_logger()
 
 
-def decoded(expected: type[M], entries: Iterable[Stored], *, beside: tuple[type[Message], ...] = ()) -> list[tuple[Stored, M]]:
+def decode_entries(
+    expected: type[M], entries: Iterable[StreamEntry], *, beside: tuple[type[Message], ...] = ()
+) -> list[tuple[StreamEntry, M]]:
     """The entries that are messages of that type; those of a type ``beside`` it are passed over, others logged too."""
     types: tuple[type[Message], ...] = (expected, *beside)
     messages = []
@@ -42,42 +44,42 @@ def decoded(expected: type[M], entries: Iterable[Stored], *, beside: tuple[type[
     return messages
 
 
-def read_entry(types: tuple[type[M], ...], entry: Stored) -> M | None:
+def read_entry(types: tuple[type[M], ...], entry: StreamEntry) -> M | None:
     """The message in an entry; None, and logged, if it is none of these types."""
     try:
         return decode_any(types, entry.payload, subject=entry.subject)
     except MalformedMessage as malformed:
-        log.warning("entry ignored", sequence=entry.sequence, reason=malformed.reason)
+        log.warning("malformed entry; ignored", sequence=entry.sequence, reason=malformed.reason)
         return None
 
 
-def episode_entry(entry: Stored) -> EpisodeEntry | None:
-    """The claim, goodbye or result in an entry of ``episode.<episode>``; None if it is none of them."""
+def decode_episode_entry(entry: StreamEntry) -> EpisodeEntry | None:
+    """The claim, release or result in an entry of ``episode.<episode>``; None if it is none of them."""
     message = read_entry(STORED["episode"], entry)
     assert message is None or isinstance(message, EpisodeEntry)
     return message
 
 
-async def read_standing(bus: Bus, subjects: Subjects, episode_id: str) -> Standing:
+async def read_episode_state(bus: Bus, subjects: Subjects, episode_id: str) -> EpisodeState:
     """Who holds the episode and how it stands, as of now."""
     entries = await bus.history([subjects.episode(episode_id)])
-    return fold_episode((entry.sequence, episode_entry(entry)) for entry in entries)
+    return fold_episode((entry.sequence, decode_episode_entry(entry)) for entry in entries)
 
 
-async def read_turns(bus: Bus, subjects: Subjects, episode_id: str, standing: Standing) -> tuple[Turn, ...]:
+async def read_turns(bus: Bus, subjects: Subjects, episode_id: str, episode_state: EpisodeState) -> tuple[Turn, ...]:
     """The token history that the episode's newest claim stands on."""
-    lanes = sorted({claim.lane for claim in standing.claims})
+    lanes = sorted({claim.lane for claim in episode_state.claims})
     if not lanes:
         return ()
     entries = await bus.history([subjects.action(lane, episode_id) for lane in lanes])
     turns = [
         Turn(sequence=entry.sequence, lane=entry.subject.split(".")[3], action=action)
-        for entry, action in decoded(Action, entries)
+        for entry, action in decode_entries(Action, entries)
     ]
-    return fold_history(standing.claims, turns)
+    return fold_history(episode_state.claims, turns)
 
 
-async def read_observed(
+async def read_observations(
     bus: Bus, subjects: Subjects, policy: str, episode_id: str, turns: Iterable[Turn]
 ) -> dict[int, tuple[ChatMessage, ...]]:
     """The recorded observation messages that the given turns answered, by turn."""
@@ -86,12 +88,12 @@ async def read_observed(
     entries = await bus.history([subjects.observation(policy, lane, episode_id) for lane in lanes])
     return {
         observation.turn: observation.messages
-        for _, observation in decoded(Observation, entries)
+        for _, observation in decode_entries(Observation, entries)
         if (observation.attempt, observation.turn) in wanted
     }
 
 
-async def store(bus: Bus, subject: str, message: Message, *, message_id: str) -> int:
+async def store_message(bus: Bus, subject: str, message: Message, *, message_id: str) -> int:
     """Store a message however long it takes: full logs and unanswered publishes are waited out under one id.
 
     Returns its sequence. The caller's cancel scope is what ends it.
@@ -101,15 +103,15 @@ async def store(bus: Bus, subject: str, message: Message, *, message_id: str) ->
         try:
             return (await bus.publish(subject, payload, message_id=message_id)).sequence
         except (LogFull, PublishUnanswered) as error:
-            log.warning("publish is tried again", subject=subject, reason=str(error))
+            log.warning("publish failed; retrying", subject=subject, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
 
 
-Settled = Literal["stored", "finished", "superseded"]
+StoreOutcome = Literal["stored", "finished", "superseded"]
 """``stored``: this result is the episode's; ``finished``: it had one already; ``superseded``: a newer claim stands there."""
 
 
-async def store_result(bus: Bus, subjects: Subjects, result: EpisodeFinished, *, expected_last: int) -> Settled:
+async def store_result(bus: Bus, subjects: Subjects, result: EpisodeFinished, *, expected_last: int) -> StoreOutcome:
     """Store an episode's only result, unless another result or a newer claim stands there already.
 
     ``expected_last`` is the author's own claim, or for a poison or timeout result the last entry that it read. Only when a
@@ -122,14 +124,14 @@ async def store_result(bus: Bus, subjects: Subjects, result: EpisodeFinished, *,
             await bus.publish(subject, payload, expected_last=expected_last)
             return "stored"
         except SequenceConflict:
-            return _settled(await read_standing(bus, subjects, result.episode_id), result)
+            return _classify_conflict(await read_episode_state(bus, subjects, result.episode_id), result)
         except (LogFull, PublishUnanswered) as error:
-            log.warning("result is tried again", episode=result.episode_id, reason=str(error))
+            log.warning("result publish failed; retrying", episode=result.episode_id, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
 
 
-def _settled(standing: Standing, result: EpisodeFinished) -> Settled:
+def _classify_conflict(episode_state: EpisodeState, result: EpisodeFinished) -> StoreOutcome:
     """A refusal may be one's own first try, whose answer was lost."""
-    if standing.result is None:
+    if episode_state.result is None:
         return "superseded"
-    return "stored" if standing.result == result else "finished"
+    return "stored" if episode_state.result == result else "finished"

@@ -5,11 +5,11 @@ FleetbusError
 │   └── NotPermitted          the server forbids this user a subject: it has the wrong key, or lacks a right
 ├── TakenOver                 another worker has this one's place: stop for good, and do not start again
 └── BusError                  the bus did not do what it was asked
-    ├── SequenceConflict      compare-and-set refused: somebody else wrote; read the subject back
-    ├── PublishUnanswered     no ack within the time limit: stored or not, nobody knows; read back or repeat the same id
+    ├── SequenceConflict      compare-and-set refused, another writer was first: read the subject back
+    ├── PublishUnanswered     no ack within the time limit, outcome unknown: read back or repeat the same id
     ├── LogFull               the log has no room: wait, or archive
-    ├── NoResponders          nobody serves that subject
-    ├── RequestUnanswered     somebody serves it and did not answer in time
+    ├── NoResponders          the subject has no responders
+    ├── RequestUnanswered     the responder did not answer in time
     └── BusClosed             the connection is gone for good
 """
 
@@ -36,7 +36,7 @@ class NotPermitted(UserError):
 
 class TakenOver(FleetbusError):
     """Another worker has taken this one's place for good. Started again it would take the place back, and so would the other:
-    two workers that are kept running would undo each other's work for ever. So it ends as if its work were done."""
+    two workers that are kept running would undo each other's work indefinitely. So it ends as if its work were done."""
 
 
 class BusError(FleetbusError):
@@ -61,7 +61,7 @@ class LogFull(BusError):
 
 
 class NoResponders(BusError):
-    """Nobody serves the subject of a request."""
+    """The subject of a request has no responders."""
 
 
 class RequestUnanswered(BusError):

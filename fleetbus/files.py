@@ -1,4 +1,4 @@
-"""Files that are whole or not there: readers, and whoever comes after a crash, never see a part of one."""
+"""Files that are whole or not there: readers, also after a crash, never see a partial file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever looks at a fleet hears its heartbeats: lost when nobody listens, and ignored when they cannot be read."""
+"""Receiving heartbeats: they are lost without a listener, and malformed ones are ignored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fleetbus_schemas import Heartbeat, MalformedMessage, decode
 log = structlog.get_logger()
 
 
-async def follow_heartbeats(bus: Bus, subject: str, heard: Callable[[Heartbeat], None]) -> None:
-    """Tell ``heard`` of every heartbeat on ``subject`` (wildcards allowed), until cancelled."""
+async def follow_heartbeats(bus: Bus, subject: str, on_heartbeat: Callable[[Heartbeat], None]) -> None:
+    """Tell ``on_heartbeat`` of every heartbeat on ``subject`` (wildcards allowed), until cancelled."""
     async with bus.listen(subject) as listener:
         while True:
             said_on, payload = await listener.receive()
             try:
                 beat = decode(Heartbeat, payload, subject=said_on)
             except MalformedMessage as malformed:
-                log.warning("heartbeat ignored", reason=malformed.reason)
+                log.warning("malformed heartbeat; ignored", reason=malformed.reason)
                 continue
-            heard(beat)
+            on_heartbeat(beat)

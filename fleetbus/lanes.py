@@ -36,16 +36,17 @@ class Lane(msgspec.Struct, kw_only=True):
     sequence: int
 
     async def renew(self, bus: Bus) -> None:
-        """Extend the lease; raises `LaneLost` when somebody else wrote, keeps quiet while the bus does not answer."""
+        """Extend the lease; raises `LaneLost` when another worker holds it, returns without error while the bus does not
+        answer."""
         try:
             published = await bus.publish(self.subject, encode(self.lease), expected_last=self.sequence, timeout=ANSWER_SECONDS)
             self.sequence = published.sequence
         except SequenceConflict as conflict:
-            await self._check(bus, conflict)
+            await self._confirm(bus, conflict)
         except BusError:
             return
 
-    async def _check(self, bus: Bus, conflict: SequenceConflict) -> None:
+    async def _confirm(self, bus: Bus, conflict: SequenceConflict) -> None:
         """A conflict may be one's own unanswered renewal; without an answer the next renewal asks again."""
         try:
             with anyio.fail_after(ANSWER_SECONDS):

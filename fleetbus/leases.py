@@ -1,4 +1,4 @@
-"""Keeps deliveries ours while they are worked on: one timer per worker extends them all (delivery rule 5).
+"""Extends the ack deadline of deliveries in progress: one timer per worker for all of them (delivery rule 5).
 
 Compute never runs on the event loop, so nothing here can be held up by it.
 """
@@ -30,7 +30,7 @@ class Leases:
         return self._held.pop(key, None)
 
     async def run(self) -> None:
-        """Extend everything held, for ever."""
+        """Extend all held deliveries until cancelled."""
         while True:
             await anyio.sleep(self._interval_seconds)
             for delivery in tuple(self._held.values()):

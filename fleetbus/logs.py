@@ -1,6 +1,7 @@
 """Structured logs of one process: lines for people or JSON, on standard error or in a file, without secrets.
 
-Set up once per process with `configure_logs`; what happens inside a session is bound with `bound` and travels along with the
+Set up once per process with `configure_logs`; what happens inside a session is bound with `bind_log_context` and travels along
+with the
 task. Log calls take an event and keywords, never a formatted sentence.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import LogSettings
 
 REDACTED = "[redacted]"
@@ -45,7 +46,7 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
     Colours only on a terminal. Libraries that use `logging` come out in the same format, from warnings up.
     """
     target = stream or sys.stderr
-    rendering = _rendering(settings, colours=target.isatty())
+    rendering = _build_renderers(settings, colours=target.isatty())
     context: Processors = [structlog.contextvars.merge_contextvars, structlog.processors.TimeStamper(fmt="iso", utc=True)]
     structlog.configure(
         processors=[*context, structlog.processors.add_log_level, *rendering],
@@ -58,13 +59,13 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
     _configure_libraries(target, [*context, structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name], rendering)
 
 
-def _rendering(settings: LogSettings, *, colours: bool) -> Processors:
+def _build_renderers(settings: LogSettings, *, colours: bool) -> Processors:
     """Exceptions become text before secrets are redacted, so that theirs are too; locals are never shown."""
     if settings.format == "json":
         exceptions = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
-        return [exceptions, redact_secrets, structlog.processors.JSONRenderer(default=repr)]
+        return [exceptions, redact_event, structlog.processors.JSONRenderer(default=repr)]
     console = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
-    return [structlog.processors.format_exc_info, redact_secrets, console]
+    return [structlog.processors.format_exc_info, redact_event, console]
 
 
 def _configure_libraries(target: TextIO, context: Processors, rendering: Processors) -> None:
@@ -81,13 +82,13 @@ def _configure_libraries(target: TextIO, context: Processors, rendering: Process
 
 
 @contextmanager
-def bound(**values: Any) -> Iterator[None]:
+def bind_log_context(**values: Any) -> Iterator[None]:
     """Bind run, role, worker, episode, attempt or turn to every line that this task logs inside the block."""
     with structlog.contextvars.bound_contextvars(**values):
         yield
 
 
-def redact_secrets(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def redact_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """A structlog processor: values of secret keys, credentials in URLs and nkey seeds become ``[redacted]``, at any depth."""
     return {key: _clean(key, value) for key, value in event.items()}
 
@@ -110,4 +111,4 @@ def _is_secret(key: str) -> bool:
 
 
 def _clean_text(text: str) -> str:
-    return _NKEY_SEED.sub(REDACTED, without_credentials(text) if "://" in text else text)
+    return _NKEY_SEED.sub(REDACTED, strip_credentials(text) if "://" in text else text)

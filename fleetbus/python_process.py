@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def python_command(module: str, *arguments: str) -> list[str]:
+def build_module_command(module: str, *arguments: str) -> list[str]:
     """This interpreter running ``module``. ``-P`` keeps the working folder off the import path: a user's ``random.py`` or
     ``mcp/`` there must not replace the real one. Modules that a user names are looked up in that folder by
     `fleetbus_workers.environment.python_class.load_callable`, after everything that is installed."""

@@ -1,4 +1,4 @@
-"""Episodes are asked for here: requests made from tasks, stored once each, closed by their author when nobody answers.
+"""Episode requests: built from tasks, stored once each, closed by their author when no worker answers.
 
 The log admits new requests only up to a share of its size; the rest is reserved for the work that was admitted.
 """
@@ -12,8 +12,8 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.core.claims import result_without_attempt
-from fleetbus.episodes import RETRY_SECONDS, read_standing, store_result
+from fleetbus.core.claims import build_result_without_attempt
+from fleetbus.episodes import RETRY_SECONDS, read_episode_state, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
 
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Requests:
-    """Publishes requests and remembers them until they are answered, so that none stays open for ever."""
+    """Publishes requests and tracks them until they are answered, so that none stays open indefinitely."""
 
     def __init__(self, bus: Bus, subjects: Subjects, *, configuration: Configuration, worker: str) -> None:
         self._bus = bus
@@ -45,16 +45,16 @@ class Requests:
             try:
                 used, limit = await self._bus.usage()
             except RequestUnanswered as unanswered:
-                log.warning("the log is asked again later", reason=str(unanswered))
+                log.warning("log read failed; retrying", reason=str(unanswered))
             else:
                 was_full, self.full = self.full, bool(limit) and used >= limit * self._configuration.nats.admission
                 if not self.full:
                     return
                 if not was_full:
-                    log.warning("admission waits: the log is full", used_bytes=used, limit_bytes=limit)
+                    log.warning("log is full; admission waits for room", used_bytes=used, limit_bytes=limit)
             await anyio.sleep(RETRY_SECONDS)
 
-    def make(
+    def build_request(
         self,
         task: Task,
         *,
@@ -100,38 +100,38 @@ class Requests:
         """
         subject = self._subjects.task(self._configuration.run.pool, request.episode_id)
         payload = encode(request, subject=subject)
-        self.remember(request, _UNKNOWN)  # its result may be read before it is known to be stored
+        self.track(request, _UNKNOWN)  # its result may be read before it is known to be stored
         while True:
             try:
-                sequence, result = await self._stored(subject, payload, request.episode_id)
+                sequence, result = await self._publish_or_read_back(subject, payload, request.episode_id)
                 break
             except (LogFull, PublishUnanswered, RequestUnanswered) as error:
-                log.warning("request is tried again", episode=request.episode_id, reason=str(error))
+                log.warning("request publish failed; retrying", episode=request.episode_id, reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
         if result is not None:
-            self.answered(request.episode_id)
+            self.mark_answered(request.episode_id)
         elif request.episode_id in self._open:
-            self.remember(request, sequence)
+            self.track(request, sequence)
         return sequence, result
 
-    async def _stored(self, subject: str, payload: bytes, episode_id: str) -> tuple[int, EpisodeFinished | None]:
+    async def _publish_or_read_back(self, subject: str, payload: bytes, episode_id: str) -> tuple[int, EpisodeFinished | None]:
         try:
             return (await self._bus.publish(subject, payload, expected_last=0)).sequence, None
         except SequenceConflict:
             stored = await self._bus.last(subject)
             if stored is None:
                 raise RequestUnanswered(f"{subject}: the replica of the log that answered does not have it yet") from None
-            return stored.sequence, (await read_standing(self._bus, self._subjects, episode_id)).result
+            return stored.sequence, (await read_episode_state(self._bus, self._subjects, episode_id)).result
 
-    def remember(self, request: EpisodeRequested, sequence: int) -> None:
-        """Watch a request until `answered`."""
+    def track(self, request: EpisodeRequested, sequence: int) -> None:
+        """Watch a request until `mark_answered`."""
         self._open[request.episode_id] = (request, sequence)
 
-    def answered(self, episode_id: str) -> None:
+    def mark_answered(self, episode_id: str) -> None:
         self._open.pop(episode_id, None)
 
     async def close_expired(self) -> None:
-        """For ever: store a ``timeout`` result for every request whose deadline and grace have passed (rule 9)."""
+        """Until cancelled, store a ``timeout`` result for every request whose deadline and grace have passed (rule 9)."""
         while True:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             latest_ns = self._bus.now_ns() - int(self._configuration.limits.grace * 1e9)
@@ -140,21 +140,21 @@ class Requests:
                     try:
                         await self._close(request, sequence)
                     except RequestUnanswered as unanswered:
-                        log.warning("request is closed later", episode=request.episode_id, reason=str(unanswered))
+                        log.warning("request close failed; retrying later", episode=request.episode_id, reason=str(unanswered))
 
     async def _close(self, request: EpisodeRequested, sequence: int) -> None:
-        standing = await read_standing(self._bus, self._subjects, request.episode_id)
-        if standing.result is not None:
-            self.answered(request.episode_id)
+        episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
+        if episode_state.result is not None:
+            self.mark_answered(request.episode_id)
             return
-        result = result_without_attempt(
+        result = build_result_without_attempt(
             request,
             sequence,
-            standing,
+            episode_state,
             worker=self._worker,
             outcome="timeout",
             error_class=UNANSWERED,
             error="the deadline passed and no worker stored a result",
         )
-        if await store_result(self._bus, self._subjects, result, expected_last=standing.last_sequence) != "superseded":
-            self.answered(request.episode_id)
+        if await store_result(self._bus, self._subjects, result, expected_last=episode_state.last_sequence) != "superseded":
+            self.mark_answered(request.episode_id)

@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from fleetbus.client.blocking import Shared, shared_client
+from fleetbus.client.blocking import SharedClient, get_shared_client
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
 from fleetbus.tasks import load_tasks
 from fleetbus_schemas import ChatMessage, SessionAnswer, Task
@@ -37,14 +37,14 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
         super().__init__()
         config, extras = env_config or {}, extras or {}
         self.max_turns = int(extras.get("max_turns") or MAX_TURNS)
-        self._task = _task_of(config, extras)
+        self._task = _find_task(config, extras)
         self._url = str(config.get("nats_url") or os.environ.get("FLEETBUS_NATS_URL", ""))
         if not self._url:
             raise ValueError("nats_url must be set in env_config, or FLEETBUS_NATS_URL in the environment")
         self._run = str(config.get("run") or "default")
         self._timeout = float(config.get("timeout") or TIMEOUT_SECONDS)
         self._session: Session | None = None
-        self._shared: Shared | None = None
+        self._shared: SharedClient | None = None
         self._counts = {"tool_calls": 0, "tool_errors": 0}
         self._final_reward: float | None = None
 
@@ -85,12 +85,16 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
         by_environment: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for each in metrics:
             by_environment[str(each.get("env_key") or "unknown")].append(each)
-        told: dict[str, Any] = {}
+        metrics_by_name: dict[str, Any] = {}
         for name, episodes in by_environment.items():
             turns = [episode.get("turns", 0) for episode in episodes]
-            told |= {f"{name}/{key}": value for key, value in _totals(episodes).items()}
-            told |= {f"{name}/min_turns": min(turns), f"{name}/max_turns": max(turns), f"{name}/num_episodes": len(episodes)}
-        return told | _totals(metrics) | {"total_episodes": len(metrics)} if metrics else {}
+            metrics_by_name |= {f"{name}/{key}": value for key, value in _compute_totals(episodes).items()}
+            metrics_by_name |= {
+                f"{name}/min_turns": min(turns),
+                f"{name}/max_turns": max(turns),
+                f"{name}/num_episodes": len(episodes),
+            }
+        return metrics_by_name | _compute_totals(metrics) | {"total_episodes": len(metrics)} if metrics else {}
 
     # On the loop that all environments of this process share
 
@@ -101,7 +105,7 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
         self._final_reward = None
         session = self._session = self._client().session(timeout=self._timeout)
         try:
-            await session.make("open", task=self._task)
+            await session.request("open", task=self._task)
             start = await session.reset()
         except (SessionFailed, SessionUnavailable) as error:
             await self._close()
@@ -113,7 +117,7 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
             "tools": [{"type": "function", "function": tool} for tool in tools],
             "modality": self._task.modality,
         }
-        return [_chat(message) for message in start.messages], metadata
+        return [_build_chat_message(message) for message in start.messages], metadata
 
     async def _step(self, action: str) -> BaseTextEnvStepOutput:
         if self._session is None:
@@ -127,16 +131,16 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
             self._count(answer, metadata)
             reward = answer.reward or 0.0
             if ended or used_up:
-                reward += await self._graded(reward, metadata)
+                reward += await self._grade(reward, metadata)
                 self._final_reward = reward
         except (SessionFailed, SessionUnavailable) as error:
             metadata |= {"error": str(error), "done_reason": "env_failed", "training_usable": False}
-            return _output([], 0.0, True, metadata)
+            return _build_output([], 0.0, True, metadata)
         metadata["done_reason"] = "max_turns" if used_up else ended
-        observations = [] if used_up else [_chat(message) | {"role": "user"} for message in answer.messages]
-        return _output(observations, reward, bool(ended or used_up), metadata)
+        observations = [] if used_up else [_build_chat_message(message) | {"role": "user"} for message in answer.messages]
+        return _build_output(observations, reward, bool(ended or used_up), metadata)
 
-    async def _graded(self, rewarded: float, metadata: dict[str, Any]) -> float:
+    async def _grade(self, rewarded: float, metadata: dict[str, Any]) -> float:
         """The verdict of an environment that grades at the end, before the reward goes out."""
         assert self._session is not None
         if rewarded:
@@ -158,13 +162,13 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
             with anyio.CancelScope(shield=True):  # bounded by the close's own limit
                 await session.close()
 
-    def _client(self) -> Shared:
+    def _client(self) -> SharedClient:
         if self._shared is None:
-            self._shared = shared_client(self._url, self._run)
+            self._shared = get_shared_client(self._url, self._run)
         return self._shared
 
 
-def _task_of(config: Any, extras: Mapping[str, Any]) -> Task:
+def _find_task(config: Any, extras: Mapping[str, Any]) -> Task:
     key = extras.get("task_key")
     if not key:
         raise ValueError("task_key must be provided in extras (from dataset)")
@@ -174,32 +178,34 @@ def _task_of(config: Any, extras: Mapping[str, Any]) -> Task:
     path = Path(str(file)).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"Tasks file not found: {path}")
-    tasks = _tasks_in(path, path.stat().st_mtime_ns)
+    tasks = _load_tasks(path, path.stat().st_mtime_ns)
     if key not in tasks:
         raise ValueError(f"Task '{key}' not found in {path}. Available keys (first 5): {list(tasks)[:5]}")
     return tasks[key]
 
 
 @lru_cache(maxsize=8)
-def _tasks_in(path: Path, changed_ns: int) -> dict[str, Task]:
+def _load_tasks(path: Path, changed_ns: int) -> dict[str, Task]:
     """A file is read once, and again when it has changed: an environment is made per episode."""
     return {task.key: task for task in load_tasks(path)}
 
 
-def _chat(message: ChatMessage) -> dict[str, Any]:
+def _build_chat_message(message: ChatMessage) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
     text = "".join(part.text if isinstance(part, Text) else "<image>" for part in message.content)
     return {"role": message.role, "content": text}
 
 
-def _output(observations: list[dict[str, Any]], reward: float, done: bool, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
+def _build_output(
+    observations: list[dict[str, Any]], reward: float, done: bool, metadata: dict[str, Any]
+) -> BaseTextEnvStepOutput:
     return BaseTextEnvStepOutput(
         observations=observations, reward=reward, done=done, metadata=metadata, postprocessed_action=None
     )
 
 
-def _totals(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _compute_totals(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     count = len(episodes)
     turns, calls, errors = (
         sum(episode.get(name, 0) for episode in episodes) for name in ("turns", "tool_calls", "tool_errors")

@@ -20,7 +20,7 @@ class Slots:
     def __init__(self, bus: Bus, work: Callable[[Delivery], Awaitable[None]]) -> None:
         self._bus = bus
         self._work = work
-        self._freed = anyio.Event()
+        self._slot_freed = anyio.Event()
         self._pulling = True
         self.in_flight = 0
 
@@ -33,29 +33,31 @@ class Slots:
             self._pulling = False
             pulling.cancel_scope.cancel()
 
-    async def all_free(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Return when nothing is in work."""
         while self.in_flight:
-            self._freed = anyio.Event()
-            await self._freed.wait()
+            self._slot_freed = anyio.Event()
+            await self._slot_freed.wait()
 
     async def _pull(self, consumer: str, slots: int, working: TaskGroup) -> None:
         async with self._bus.pull(consumer, credits=slots) as subscription:
             while True:
                 delivery = await subscription.receive()
                 self.in_flight += 1
-                working.start_soon(self._fill, delivery, subscription)
+                working.start_soon(self._run_delivery, delivery, subscription)
 
-    async def _fill(self, delivery: Delivery, subscription: Subscription) -> None:
+    async def _run_delivery(self, delivery: Delivery, subscription: Subscription) -> None:
         """One delivery, one slot, one task (so log context needs no unbinding); the slot is free again when this returns."""
         try:
             await self._work(delivery)
         except BusClosed:
             raise
         except BusError as error:
-            log.warning("delivery left to its lease", subject=delivery.message.subject, reason=str(error))
+            log.warning(
+                "delivery handler failed; redelivered after its lease", subject=delivery.message.subject, reason=str(error)
+            )
         finally:
             self.in_flight -= 1
-            self._freed.set()
+            self._slot_freed.set()
             if self._pulling:
                 subscription.grant(1)

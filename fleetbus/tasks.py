@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.datasets import read_files
+from fleetbus.datasets import read_dataset_files
 from fleetbus.errors import UserError
 from fleetbus.tasks_parquet import read_parquet
 from fleetbus_schemas import MAX_INLINE_BYTES, Task
@@ -55,7 +55,7 @@ def load_dataset(location: str) -> list[Task]:
 
 def check_dataset(location: str) -> tuple[list[Task], list[str]]:
     """The tasks at a location, and one line for each thing that is wrong. Raises `UserError` if there is nothing to read."""
-    files = read_files(location)
+    files = read_dataset_files(location)
     tasks: list[Task] = []
     problems: list[str] = []
     for source in files.sources:
@@ -63,7 +63,7 @@ def check_dataset(location: str) -> tuple[list[Task], list[str]]:
         tasks += found
         problems += wrong
     if len(files.sources) > 1:
-        problems += _repeated(location, tasks)
+        problems += _find_repeated_keys(location, tasks)
     return [msgspec.structs.replace(task, dataset_version=files.version) for task in tasks], problems
 
 
@@ -82,7 +82,7 @@ def check_verifiers(tasks: Iterable[Task]) -> list[str]:
 
 def dump_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
     """Write a tasks file that `load_tasks` reads back as the same tasks."""
-    text = json.dumps({"tasks": [task_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
+    text = json.dumps({"tasks": [build_task_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
     Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
 
 
@@ -101,12 +101,12 @@ def _parse(name: str, data: bytes) -> tuple[list[Task], list[str]]:
     """The tasks in the bytes of a file that is called ``name``, and what is wrong with those that are none."""
     content = read_parquet(name, data) if name.endswith(".parquet") else _read_json(name, data)
     tasks, problems = [], []
-    for position, entry in enumerate(_entries(name, content), 1):
+    for position, entry in enumerate(_parse_entries(name, content), 1):
         try:
-            tasks.append(_task(name, position, entry))
+            tasks.append(_parse_task(name, position, entry))
         except UserError as error:
             problems.append(str(error))
-    return tasks, problems or _repeated(name, tasks)
+    return tasks, problems or _find_repeated_keys(name, tasks)
 
 
 def _read_json(name: str, data: bytes) -> Any:
@@ -124,81 +124,81 @@ def _read_json(name: str, data: bytes) -> Any:
         raise UserError(f"{name}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
 
 
-def _entries(file: str, content: Any) -> Sequence[Any]:
+def _parse_entries(file: str, content: Any) -> Sequence[Any]:
     if isinstance(content, dict):
         if "tasks" not in content:
             raise UserError(f'{file}: has no "tasks"; it must be a list of tasks or an object with a list "tasks"')
         content = content["tasks"]
     if not isinstance(content, list):
-        raise UserError(f'{file}: holds {_kind(content)}; it must be a list of tasks or an object with a list "tasks"')
+        raise UserError(f'{file}: holds {_describe_type(content)}; it must be a list of tasks or an object with a list "tasks"')
     if not content:
         raise UserError(f"{file}: holds no tasks; add at least one")
     return content
 
 
-def _task(file: str, position: int, entry: Any) -> Task:
+def _parse_task(file: str, position: int, entry: Any) -> Task:
     if not isinstance(entry, dict):
-        raise UserError(f'{file}: task {position} is {_kind(entry)}; it must be an object with "key" and "prompt"')
-    key = _first(entry, "key")
+        raise UserError(f'{file}: task {position} is {_describe_type(entry)}; it must be an object with "key" and "prompt"')
+    key = _find_value(entry, "key")
     if not isinstance(key, str) or not key:
         raise UserError(f'{file}: task {position} has no key; add "key": a text that is unique in the file')
     place = f"{file}: task {position} ({key})"
     task = Task(
         key=key,
-        prompt=_prompt(place, entry.get("prompt")),
-        env=_text(place, entry, "env"),
-        version=_text(place, entry, "version"),
-        modality=_text(place, entry, "modality") or "tool_use",
-        env_variables=_object(place, entry, "env_variables"),
-        verifier=_text(place, entry, "verifier") or None,
-        seed=_seed(place, entry.get("seed")),
-        config=_object(place, entry, "config") | {name: value for name, value in entry.items() if name not in _KNOWN},
+        prompt=_parse_prompt(place, entry.get("prompt")),
+        env=_parse_text(place, entry, "env"),
+        version=_parse_text(place, entry, "version"),
+        modality=_parse_text(place, entry, "modality") or "tool_use",
+        env_variables=_parse_object(place, entry, "env_variables"),
+        verifier=_parse_text(place, entry, "verifier") or None,
+        seed=_parse_seed(place, entry.get("seed")),
+        config=_parse_object(place, entry, "config") | {name: value for name, value in entry.items() if name not in _KNOWN},
     )
     _check_size(place, task)
     return task
 
 
-def _first(entry: dict[str, Any], field: str) -> Any:
+def _find_value(entry: dict[str, Any], field: str) -> Any:
     return next((entry[name] for name in _NAMES[field] if entry.get(name)), None)
 
 
-def _prompt(place: str, prompt: Any) -> str:
+def _parse_prompt(place: str, prompt: Any) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f'{place} has no prompt; add "prompt": what the policy is asked to do')
     return prompt
 
 
-def _text(place: str, entry: dict[str, Any], field: str) -> str:
-    value = _first(entry, field)
+def _parse_text(place: str, entry: dict[str, Any], field: str) -> str:
+    value = _find_value(entry, field)
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"{place}: {_used(entry, field)} is {_kind(value)}; it must be text")
+        raise UserError(f"{place}: {_find_used_name(entry, field)} is {_describe_type(value)}; it must be text")
     return value
 
 
-def _object(place: str, entry: dict[str, Any], field: str) -> dict[str, Any]:
+def _parse_object(place: str, entry: dict[str, Any], field: str) -> dict[str, Any]:
     """An object, or one as JSON text (Fleet's parquet files have it so)."""
-    value = _first(entry, field)
+    value = _find_value(entry, field)
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise UserError(f"{place}: {_used(entry, field)} is text that is not JSON; make it an object") from None
+            raise UserError(f"{place}: {_find_used_name(entry, field)} is text that is not JSON; make it an object") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(f"{place}: {_used(entry, field)} is {_kind(value)}; it must be an object")
+        raise UserError(f"{place}: {_find_used_name(entry, field)} is {_describe_type(value)}; it must be an object")
     return value
 
 
-def _seed(place: str, seed: Any) -> int | None:
+def _parse_seed(place: str, seed: Any) -> int | None:
     if seed is None or (isinstance(seed, int) and not isinstance(seed, bool)):
         return seed
-    raise UserError(f"{place}: seed is {_kind(seed)}; it must be a whole number")
+    raise UserError(f"{place}: seed is {_describe_type(seed)}; it must be a whole number")
 
 
-def _used(entry: dict[str, Any], field: str) -> str:
+def _find_used_name(entry: dict[str, Any], field: str) -> str:
     return next(name for name in _NAMES[field] if entry.get(name))
 
 
@@ -212,7 +212,7 @@ def _check_size(place: str, task: Task) -> None:
         raise UserError(f"{place} has {size} bytes; {MAX_INLINE_BYTES} at most can be sent: shorten it")
 
 
-def _repeated(name: str, tasks: Sequence[Task]) -> list[str]:
+def _find_repeated_keys(name: str, tasks: Sequence[Task]) -> list[str]:
     problems = []
     positions: dict[str, int] = {}
     for position, task in enumerate(tasks, 1):
@@ -222,12 +222,12 @@ def _repeated(name: str, tasks: Sequence[Task]) -> list[str]:
     return problems
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
-def task_entry(task: Task) -> dict[str, Any]:
+def build_task_entry(task: Task) -> dict[str, Any]:
     """A task as an entry of a tasks file."""
     clashing = {name: value for name, value in task.config.items() if name in _KNOWN}
     entry = {

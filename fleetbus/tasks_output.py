@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetbus.errors import UserError
-from fleetbus.tasks import dump_tasks, task_entry
-from fleetbus.tasks_parquet import need_pyarrow, write_parquet
+from fleetbus.tasks import build_task_entry, dump_tasks
+from fleetbus.tasks_parquet import require_pyarrow, write_parquet
 from fleetbus_schemas import Task
 
 HALVES = ("train", "validation")
@@ -21,7 +21,7 @@ def write_split(folder: Path, train: Sequence[Task], evaluation: Sequence[Task],
     Each file appears whole or not at all; the file of an empty half is removed. Raises `UserError` if that cannot be done.
     """
     if "parquet" in formats:
-        need_pyarrow(str(folder))
+        require_pyarrow(str(folder))
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,4 +51,4 @@ def _replace(path: Path, tasks: Sequence[Task], write: Callable[[Sequence[Task],
 
 
 def _write_parquet(tasks: Sequence[Task], path: Path) -> None:
-    write_parquet([task_entry(task) for task in tasks], path)
+    write_parquet([build_task_entry(task) for task in tasks], path)

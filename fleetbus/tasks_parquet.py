@@ -17,24 +17,24 @@ TASK_COLUMN = "task"
 
 def read_parquet(name: str, data: bytes) -> list[dict[str, Any]]:
     """The rows of a file as entries of a tasks file. Raises `UserError`."""
-    pyarrow, parquet = _pyarrow(name)
+    pyarrow, parquet = _import_pyarrow(name)
     try:
         rows: list[dict[str, Any]] = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
-        return [json.loads(row[TASK_COLUMN]) if row.get(TASK_COLUMN) else _entry(row) for row in rows]
+        return [json.loads(row[TASK_COLUMN]) if row.get(TASK_COLUMN) else _build_entry(row) for row in rows]
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{name}: is no Parquet file of tasks: {(str(error) or 'nothing in it').splitlines()[0]}") from None
 
 
 def write_parquet(entries: Sequence[dict[str, Any]], path: Path) -> None:
     """Write entries of a tasks file. Raises `UserError` without pyarrow."""
-    pyarrow, parquet = _pyarrow(str(path))
-    variables = _first_variables(entries)
-    rows = [_row(entry, variables) for entry in entries]
+    pyarrow, parquet = _import_pyarrow(str(path))
+    variables = _collect_first_variables(entries)
+    rows = [_build_row(entry, variables) for entry in entries]
     columns = list(rows[0]) if rows else []
     parquet.write_table(pyarrow.table({column: [row[column] for row in rows] for column in columns}), path)
 
 
-def _row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _build_row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> dict[str, Any]:
     environment = str(entry.get("env_id", ""))
     known = entry.get("env_variables") or variables.get(environment, {})
     return {
@@ -51,7 +51,7 @@ def _row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> dict[st
     }
 
 
-def _first_variables(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _collect_first_variables(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The first variables of each environment, for its tasks that have none."""
     found: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -60,7 +60,7 @@ def _first_variables(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, A
     return found
 
 
-def _entry(row: dict[str, Any]) -> dict[str, Any]:
+def _build_entry(row: dict[str, Any]) -> dict[str, Any]:
     entry = {
         name: value for name, value in row.items() if value is not None and name not in ("data_source", "env_variable_keys")
     }
@@ -72,12 +72,12 @@ def _entry(row: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def need_pyarrow(name: str) -> None:
+def require_pyarrow(name: str) -> None:
     """Raises `UserError` without pyarrow: for those who write more than one file."""
-    _pyarrow(name)
+    _import_pyarrow(name)
 
 
-def _pyarrow(name: str) -> tuple[Any, Any]:
+def _import_pyarrow(name: str) -> tuple[Any, Any]:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import public_key
-from fleetbus.auth.permissions import NARROW_READERS, user_of
+from fleetbus.auth.permissions import NARROW_READERS, get_user
 from fleetbus.errors import UserError
 
 
@@ -21,11 +21,11 @@ class Access(TypedDict, total=False):
     narrow: bool
 
 
-def access_for(role: str, folder: str) -> Access:
+def build_access(role: str, folder: str) -> Access:
     """How a role, or a command of that name, connects. ``folder`` is the setting ``nats.auth``; empty: without keys and TLS."""
     if not folder:
         return Access()
-    user, files = user_of(role), AuthFolder(Path(folder).expanduser())
+    user, files = get_user(role), AuthFolder(Path(folder).expanduser())
     key = files.key(user)
     for file, what in ((files.authority, "certificate authority"), (key, f"key of the user {user}")):
         if not file.is_file():

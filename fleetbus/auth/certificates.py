@@ -70,7 +70,7 @@ def make_certificates(hosts: Sequence[str], *, days: int) -> Certificates:
     authority = builder("fleetbus authority", authority_key, is_authority=True).sign(authority_key, hashes.SHA256())
     server = (
         builder("fleetbus nats-server", server_key, is_authority=False)
-        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_build_general_name(host) for host in hosts]), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_id), critical=False)
         .sign(authority_key, hashes.SHA256())
@@ -94,7 +94,7 @@ def check_host(host: str) -> None:
             ) from None
 
 
-def _general_name(host: str):  # type: ignore[no-untyped-def]  # cryptography is imported by whoever makes certificates
+def _build_general_name(host: str):  # type: ignore[no-untyped-def]  # cryptography is imported by whoever makes certificates
     from cryptography import x509
 
     try:

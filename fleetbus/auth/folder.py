@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from fleetbus.auth.certificates import make_certificates
-from fleetbus.auth.keys import new_seed, public_key
-from fleetbus.auth.permissions import USERS, rights_of
+from fleetbus.auth.keys import create_seed, public_key
+from fleetbus.auth.permissions import USERS, build_rights
 from fleetbus.auth.server_config import server_config
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
@@ -45,7 +45,7 @@ class AuthFolder(msgspec.Struct, frozen=True):
         return self.path / f"{user}.nk"
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True):
+class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
     """What was new in the folder; what was there before stayed as it was, except the server's configuration."""
 
     folder: str
@@ -56,22 +56,24 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_folder(
     folder: AuthFolder, plans: Sequence[RunPlan], *, hosts: Sequence[str], days: int, mounted_at: PurePosixPath | None = None
-) -> Written:
+) -> WriteResult:
     """Make keys and certificates that are missing, and the server's configuration for these runs; raises `UserError`.
 
     ``mounted_at`` is where the server will find the folder, if not here.
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new_keys = [user for user in USERS if _create(folder.key(user), new_seed())]
+        new_keys = [user for user in USERS if _create(folder.key(user), create_seed())]
         certificates = _write_certificates(folder, hosts, days)
         public_keys = {user: public_key(folder.key(user)) for user in USERS}
-        rights = {user: rights_of(user, plans) for user in USERS}
+        rights = {user: build_rights(user, plans) for user in USERS}
         where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
         _replace(folder.server_config, server_config(rights, public_keys, where).encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder.path}: {error.strerror}") from error
-    return Written(folder=str(folder.path), config=str(folder.server_config), keys=tuple(new_keys), certificates=certificates)
+    return WriteResult(
+        folder=str(folder.path), config=str(folder.server_config), keys=tuple(new_keys), certificates=certificates
+    )
 
 
 def _write_certificates(folder: AuthFolder, hosts: Sequence[str], days: int) -> bool:

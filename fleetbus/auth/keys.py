@@ -8,7 +8,7 @@ from pathlib import Path
 from fleetbus.errors import UserError
 
 
-def new_seed() -> bytes:
+def create_seed() -> bytes:
     """The seed of a new user key, as text."""
     import nkeys
 

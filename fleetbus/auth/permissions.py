@@ -43,33 +43,33 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True):
     answers: bool = False
 
 
-def user_of(role: str) -> str:
+def get_user(role: str) -> str:
     """The user that a role, or a command of that name, connects as."""
     return USER_OF.get(role, "monitor")
 
 
-def inbox_of(user: str) -> str:
+def build_inbox_prefix(user: str) -> str:
     """The prefix of the subjects on which a user gets its answers."""
     return f"_INBOX_{user}"
 
 
-def rights_of(user: str, plans: Sequence[RunPlan]) -> Rights:
+def build_rights(user: str, plans: Sequence[RunPlan]) -> Rights:
     """The rights of ``user`` in all of these runs."""
-    each = [_RIGHTS[user](_Run(plan)) for plan in plans]
-    inbox = f"{inbox_of(user)}.>"
+    each = [_RIGHTS[user](_RunSubjects(plan)) for plan in plans]
+    inbox = f"{build_inbox_prefix(user)}.>"
     return Rights(
-        publish=_distinct([inbox], *(rights.publish for rights in each)),
-        subscribe=_distinct([inbox], *(rights.subscribe for rights in each)),
-        deny=_distinct(*(rights.deny for rights in each)),
+        publish=_deduplicate([inbox], *(rights.publish for rights in each)),
+        subscribe=_deduplicate([inbox], *(rights.subscribe for rights in each)),
+        deny=_deduplicate(*(rights.deny for rights in each)),
         answers=any(rights.answers for rights in each),
     )
 
 
-def _distinct(*parts: Iterable[str]) -> tuple[str, ...]:
+def _deduplicate(*parts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(subject for part in parts for subject in part))
 
 
-class _Run:
+class _RunSubjects:
     """The subjects of one run, and what it takes to read and to pull."""
 
     def __init__(self, plan: RunPlan) -> None:
@@ -77,14 +77,14 @@ class _Run:
         self.subjects = Subjects(plan.run)
         self.log = plan.log.name
         self.bucket = weights_bucket(plan.run)
-        self.look = f"{_API}.STREAM.INFO.{self.log}"
+        self.stream_info = f"{_API}.STREAM.INFO.{self.log}"
         self.direct = f"{_API}.DIRECT.GET.{self.log}"
 
-    def worker(self, role: str, *more: str) -> list[str]:
+    def allow_worker_reports(self, role: str, *more: str) -> list[str]:
         """What every worker says of itself."""
-        return [self.look, self.subjects.life(role, "*"), self.subjects.heartbeat(role, "*"), *more]
+        return [self.stream_info, self.subjects.life(role, "*"), self.subjects.heartbeat(role, "*"), *more]
 
-    def heard(self, role: str, *more: str) -> tuple[str, ...]:
+    def list_subscriptions(self, role: str, *more: str) -> tuple[str, ...]:
         """What every worker listens to."""
         return (self.subjects.control(role, "*"), _SERVICES, *more)
 
@@ -110,17 +110,17 @@ class _Run:
         own = [f"{_API}.CONSUMER.{what}.{self.log}.*" for what in ("MSG.NEXT", "INFO", "DELETE")]
         return [*creations, *whole, *own]
 
-    def take_objects(self) -> list[str]:
+    def allow_object_reads(self) -> list[str]:
         """To read from the run's object bucket."""
         stream = f"OBJ_{self.bucket}"
         return [f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.DIRECT.GET.{stream}.>"]
 
-    def keep_objects(self) -> list[str]:
+    def allow_object_writes(self) -> list[str]:
         """To store in it, and to clear away what was stored in part. Weights are checked against the digests in `policy.>`."""
         changes = [f"{_API}.STREAM.{what}.OBJ_{self.bucket}" for what in ("CREATE", "PURGE")]
-        return [*self.take_objects(), *changes, f"$O.{self.bucket}.C.*", f"$O.{self.bucket}.M.*"]
+        return [*self.allow_object_reads(), *changes, f"$O.{self.bucket}.C.*", f"$O.{self.bucket}.M.*"]
 
-    def not_of_others(self, own_prefix: str = "\0") -> tuple[str, ...]:
+    def deny_other_consumers(self, own_prefix: str = "\0") -> tuple[str, ...]:
         """A reader's consumers have names that nobody can foresee; the durable ones of others it may neither pull from nor
         change, and its own not change."""
         denied = []
@@ -132,89 +132,91 @@ class _Run:
         return tuple(denied)
 
 
-def _admin(run: _Run) -> Rights:
+def _build_admin_rights(run: _RunSubjects) -> Rights:
     """Declares streams and consumers: `init`, `up`."""
     return Rights(publish=(">",), subscribe=(">",))
 
 
-def _environment(run: _Run) -> Rights:
+def _build_environment_rights(run: _RunSubjects) -> Rights:
     subjects = run.subjects
-    said = run.worker("environment", subjects.observation("*", "*", "*"), subjects.episode("*"), subjects.session("*"))
+    said = run.allow_worker_reports(
+        "environment", subjects.observation("*", "*", "*"), subjects.episode("*"), subjects.session("*")
+    )
     asked = [subjects.control("inference", "*"), run.direct, f"{run.direct}.>"]
     return Rights(
-        publish=(*said, *run.lane("environment"), *run.pull("task_"), *run.pull("act_"), *asked, *run.keep_objects()),
-        subscribe=run.heard("environment", subjects.heartbeat("inference", "*"), subjects.rpc("*", "*")),
+        publish=(*said, *run.lane("environment"), *run.pull("task_"), *run.pull("act_"), *asked, *run.allow_object_writes()),
+        subscribe=run.list_subscriptions("environment", subjects.heartbeat("inference", "*"), subjects.rpc("*", "*")),
         answers=True,
     )
 
 
-def _inference(run: _Run) -> Rights:
+def _build_inference_rights(run: _RunSubjects) -> Rights:
     subjects = run.subjects
     actions = subjects.action("*", "*")
-    said = run.worker("inference", actions, f"{run.direct}.{actions}", f"{run.direct}.{subjects.policy('*')}")
+    said = run.allow_worker_reports("inference", actions, f"{run.direct}.{actions}", f"{run.direct}.{subjects.policy('*')}")
     read = run.read(subjects.policy("*"), subjects.episode("*"), actions)
     return Rights(
-        publish=(*said, *run.lane("inference"), *run.pull("obs_"), *read, *run.take_objects()),
-        subscribe=run.heard("inference"),
-        deny=run.not_of_others("obs_"),
+        publish=(*said, *run.lane("inference"), *run.pull("obs_"), *read, *run.allow_object_reads()),
+        subscribe=run.list_subscriptions("inference"),
+        deny=run.deny_other_consumers("obs_"),
         answers=True,
     )
 
 
-def _learner(run: _Run) -> Rights:
+def _build_learner_rights(run: _RunSubjects) -> Rights:
     subjects = run.subjects
     own = (subjects.task("*", "*"), subjects.episode("*"), subjects.policy("*"), subjects.train("*"))
     return Rights(
-        publish=(*run.worker("learner", *own), *run.read(), *run.keep_objects()),
-        subscribe=run.heard("learner"),
-        deny=run.not_of_others(),
+        publish=(*run.allow_worker_reports("learner", *own), *run.read(), *run.allow_object_writes()),
+        subscribe=run.list_subscriptions("learner"),
+        deny=run.deny_other_consumers(),
         answers=True,
     )
 
 
-def _recorder(run: _Run) -> Rights:
+def _build_recorder_rights(run: _RunSubjects) -> Rights:
     keeping = (f"{_API}.CONSUMER.LIST.{run.log}", f"{_API}.STREAM.PURGE.{run.log}")
     return Rights(
-        publish=(*run.worker("recorder", *keeping), *run.lane("recorder"), *run.read()),
-        subscribe=run.heard("recorder"),
-        deny=run.not_of_others(),
+        publish=(*run.allow_worker_reports("recorder", *keeping), *run.lane("recorder"), *run.read()),
+        subscribe=run.list_subscriptions("recorder"),
+        deny=run.deny_other_consumers(),
         answers=True,
     )
 
 
-def _gateway(run: _Run) -> Rights:
+def _build_gateway_rights(run: _RunSubjects) -> Rights:
     """Calls sessions for clients outside; sees nothing of the log but their journals, and the images that they show."""
     subjects = run.subjects
     journals = f"{run.direct}.{subjects.session('*')}"
-    said = run.worker("gateway", subjects.rpc("*", "*"), subjects.control("environment", "*"), journals)
+    said = run.allow_worker_reports("gateway", subjects.rpc("*", "*"), subjects.control("environment", "*"), journals)
     return Rights(
-        publish=(*said, *run.read(subjects.session("*")), *run.take_objects()),
-        subscribe=run.heard("gateway", subjects.heartbeat("environment", "*")),
-        deny=run.not_of_others(),
+        publish=(*said, *run.read(subjects.session("*")), *run.allow_object_reads()),
+        subscribe=run.list_subscriptions("gateway", subjects.heartbeat("environment", "*")),
+        deny=run.deny_other_consumers(),
         answers=True,
     )
 
 
-def _operator(run: _Run) -> Rights:
+def _build_operator_rights(run: _RunSubjects) -> Rights:
     """Requests, cancels, drains: `evaluate`, `cancel`, `drain`."""
     subjects = run.subjects
-    own = (run.look, subjects.task("*", "*"), subjects.episode("*"), subjects.control("*", "*"), subjects.rpc("*", "*"))
-    return Rights(publish=(*own, *run.read()), subscribe=(subjects.heartbeats,), deny=run.not_of_others())
+    own = (run.stream_info, subjects.task("*", "*"), subjects.episode("*"), subjects.control("*", "*"), subjects.rpc("*", "*"))
+    return Rights(publish=(*own, *run.read()), subscribe=(subjects.heartbeats,), deny=run.deny_other_consumers())
 
 
-def _monitor(run: _Run) -> Rights:
+def _build_monitor_rights(run: _RunSubjects) -> Rights:
     """Looks on: `monitor`, `top`, `audit`, `record`. Nothing that it may publish ends up in the log or at a worker."""
-    asked = (run.look, f"{_API}.STREAM.INFO.{run.plan.lanes.name}", f"{_API}.CONSUMER.LIST.{run.log}", _SERVICES)
-    return Rights(publish=(*asked, *run.read()), subscribe=(run.subjects.heartbeats,), deny=run.not_of_others())
+    asked = (run.stream_info, f"{_API}.STREAM.INFO.{run.plan.lanes.name}", f"{_API}.CONSUMER.LIST.{run.log}", _SERVICES)
+    return Rights(publish=(*asked, *run.read()), subscribe=(run.subjects.heartbeats,), deny=run.deny_other_consumers())
 
 
 _RIGHTS = {
-    "admin": _admin,
-    "operator": _operator,
-    "environment": _environment,
-    "inference": _inference,
-    "learner": _learner,
-    "recorder": _recorder,
-    "gateway": _gateway,
-    "monitor": _monitor,
+    "admin": _build_admin_rights,
+    "operator": _build_operator_rights,
+    "environment": _build_environment_rights,
+    "inference": _build_inference_rights,
+    "learner": _build_learner_rights,
+    "recorder": _build_recorder_rights,
+    "gateway": _build_gateway_rights,
+    "monitor": _build_monitor_rights,
 }

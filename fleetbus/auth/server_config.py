@@ -26,7 +26,7 @@ WRITTEN_BY = "# Written by `fleetbus auth init`"
 def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], folder: PurePosixPath) -> str:
     """The text of the file. ``folder`` is where the server finds the certificates; there are no secrets in the text.
 
-    The server speaks TLS alone. Clients of ours begin with the handshake, so nobody in between can talk them out of it;
+    The server speaks TLS alone. Clients of ours begin with the handshake, so no one in between can downgrade the connection;
     others get a greeting in the clear, after which they must turn to TLS.
     """
     lines = [
@@ -43,25 +43,25 @@ def server_config(rights: Mapping[str, Rights], public_keys: Mapping[str, str], 
         "  users: [",
     ]
     for user, its_rights in rights.items():
-        lines += [f"    {line}" for line in _user_lines(user, public_keys[user], its_rights)]
+        lines += [f"    {line}" for line in _render_user(user, public_keys[user], its_rights)]
     return "\n".join([*lines, "  ]", "}", ""])
 
 
-def runs_of(text: str) -> list[str]:
+def parse_runs(text: str) -> list[str]:
     """The runs that a configuration which `server_config` wrote allows."""
     return list(dict.fromkeys(re.findall(r'STREAM\.INFO\.fb_([\w-]+)"', text)))
 
 
-def _user_lines(user: str, public_key: str, rights: Rights) -> list[str]:
+def _render_user(user: str, public_key: str, rights: Rights) -> list[str]:
     lines = [f"{{  # {user}", f"  nkey: {public_key}", "  permissions: {", "    publish: {"]
-    lines += _subject_lines("allow", rights.publish)
+    lines += _render_subjects("allow", rights.publish)
     if rights.deny:
-        lines += _subject_lines("deny", rights.deny)
-    lines += ["    }", "    subscribe: {", *_subject_lines("allow", rights.subscribe), "    }"]
+        lines += _render_subjects("deny", rights.deny)
+    lines += ["    }", "    subscribe: {", *_render_subjects("allow", rights.subscribe), "    }"]
     if rights.answers:
         lines.append(f'    allow_responses: {{ max: 1, expires: "{ANSWER_SECONDS}s" }}')
     return [*lines, "  }", "}"]
 
 
-def _subject_lines(name: str, subjects: Sequence[str]) -> list[str]:
+def _render_subjects(name: str, subjects: Sequence[str]) -> list[str]:
     return [f"      {name}: [", *(f"        {json.dumps(subject)}" for subject in subjects), "      ]"]

@@ -16,7 +16,7 @@ import msgspec
 from fleetbus.bus.streams import RunPlan
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
+class StreamEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a stream. ``time_ns`` is the server's clock (Unix nanoseconds) when it was stored."""
 
     subject: str
@@ -25,7 +25,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     time_ns: int
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True):
+class PublishAck(msgspec.Struct, frozen=True, kw_only=True):
     """The stream's acknowledgement; ``duplicate`` means that the message id was seen before and nothing new was stored."""
 
     sequence: int
@@ -40,7 +40,7 @@ class Delivery(Protocol):
     """
 
     @property
-    def message(self) -> Stored: ...
+    def message(self) -> StreamEntry: ...
     @property
     def delivered(self) -> int:
         """How often it was delivered, 1 the first time; a killed server may count from 1 again."""
@@ -70,7 +70,7 @@ class Subscription(Protocol):
 class Reader(Protocol):
     """Entries of the log in order of sequence, without gaps or repeats, following it live across reconnects."""
 
-    async def receive(self) -> Stored:
+    async def receive(self) -> StreamEntry:
         """The next matching entry; waits without limit. Cancelling it loses nothing."""
 
 
@@ -84,8 +84,8 @@ class Request(Protocol):
     async def respond(self, payload: bytes) -> None: ...
 
 
-class Server(Protocol):
-    """Requests for one subject, in order of arrival; at most ``limit`` wait, further ones are answered by nobody."""
+class RequestServer(Protocol):
+    """Requests for one subject, in order of arrival; at most ``limit`` wait, further ones get no answer."""
 
     async def receive(self) -> Request: ...
 
@@ -125,7 +125,7 @@ class Bus(Protocol):
         message_id: str | None = None,
         expected_last: int | None = None,
         timeout: float = 30.0,
-    ) -> Published:
+    ) -> PublishAck:
         """Store a message and wait for the stream's ack, sending it again under the same id until ``timeout`` seconds.
 
         ``expected_last`` is the sequence that must be the last one on this very subject (0: none yet).
@@ -138,14 +138,14 @@ class Bus(Protocol):
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         """Follow the log from sequence ``start`` on, filtered by subjects (wildcards allowed), without acking anything."""
 
-    def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Stored]:
+    def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
         """As `read`, but ends at what was the end of the log when it was called."""
 
-    async def last(self, subject: str) -> Stored | None:
+    async def last(self, subject: str) -> StreamEntry | None:
         """The last entry on one literal subject of any stream of the run, or None. Like `history` it sees what this connection
         has stored on the subject, and what a compare-and-set of its own was refused for."""
 
-    async def history(self, subjects: Sequence[str]) -> list[Stored]:
+    async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
         """All entries on the given literal subjects, merged by sequence (batched direct gets)."""
 
     async def last_sequence(self) -> int:
@@ -160,18 +160,20 @@ class Bus(Protocol):
     async def consumer_floors(self) -> list[ConsumerFloor]:
         """The durable consumers of the log, by name."""
 
-    async def next_entry(self, subject: str, *, start: int) -> Stored | None:
+    async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         """The first entry of the log with a sequence of ``start`` or more on a subject (wildcards allowed), or None."""
 
     async def purge(self, subject: str, *, below: int) -> None:
-        """Remove the log's entries on a subject (wildcards allowed) with a sequence below this one, whoever needs them."""
+        """Remove the log's entries on a subject (wildcards allowed) with a sequence below this one, even if a consumer still
+        needs them."""
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
-        """Call whoever serves ``subject``; raises `NoResponders` at once or `RequestUnanswered` after ``timeout`` seconds."""
+        """Send a request to the server of ``subject``; raises `NoResponders` at once or `RequestUnanswered` after ``timeout``
+        seconds."""
 
-    def serve(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Server]: ...
+    def serve(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[RequestServer]: ...
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """A core message: to whoever listens now, stored nowhere, lost when the connection is down."""
+        """Send a core message to the current subscribers: not stored, lost when the connection is down."""
 
     def listen(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Listener]: ...

@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus.bus.memory_calls import Switchboard
+from fleetbus.bus.memory_calls import SubscriptionTable
+from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import REMEMBERED_ACKS, MemoryConsumer
 from fleetbus.bus.memory_faults import Faults
-from fleetbus.bus.memory_link import Link
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
 from fleetbus.errors import BusError, UserError
@@ -28,7 +28,7 @@ __all__ = ["EPOCH_NS", "Faults", "MemoryBus", "MemoryServer"]
 EPOCH_NS = 1_700_000_000 * 1_000_000_000
 """Unix time of the instant that anyio's clock calls zero."""
 
-PATIENCE_SECONDS = 3.0
+CONNECT_TIMEOUT_SECONDS = 3.0
 """How long a connect waits for a dead server."""
 
 
@@ -37,21 +37,21 @@ class MemoryServer:
 
     def __init__(self, *, epoch_ns: int = EPOCH_NS, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
-        self.switchboard = Switchboard()
+        self.subscriptions = SubscriptionTable()
         self._epoch_ns = epoch_ns
         self._alive = True
         self._streams: dict[str, MemoryStream] = {}
         self._consumers: dict[tuple[str, str], MemoryConsumer] = {}
-        self._links: dict[Link, None] = {}
+        self._links: dict[MemoryConnection, None] = {}
         self._connects = 0
 
     @asynccontextmanager
     async def connect(self, run: str, *, role: str = "worker", worker: str = "") -> AsyncGenerator[MemoryBus]:
         """A bus for the length of the block; raises `UserError` if the server is down for 3 s."""
-        link = Link(self._alive)
+        link = MemoryConnection(self._alive)
         self._links[link] = None
         try:
-            if not await link.wait(PATIENCE_SECONDS):
+            if not await link.wait(CONNECT_TIMEOUT_SECONDS):
                 raise UserError("the in-memory server is down: restart it")
             self._connects += 1
             yield MemoryBus(self, link, run, worker or role, self._connects)
@@ -117,7 +117,7 @@ class MemoryServer:
             return
         consumer = self._consumers[stream, plan.name] = MemoryConsumer(plan, self._streams[stream])
 
-        def on_matching(entry: Stored) -> None:
+        def on_matching(entry: StreamEntry) -> None:
             consumer.add(entry.sequence)
             consumer.dispatch(anyio.current_time())
 

@@ -1,4 +1,4 @@
-"""One client of the in-memory server: the promises of `fleetbus.bus.base.Bus`, with the faults that the server is told to make.
+"""One client of the in-memory server: the promises of `fleetbus.bus.base.Bus`, with the configured faults.
 
 Above it is one worker; below it are server, link, streams and consumers.
 """
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import anyio
 import anyio.lowlevel
 
-from fleetbus.bus.base import ConsumerFloor, Listener, Published, Reader, Server, Stored, Subscription
-from fleetbus.bus.memory_calls import MemoryListener, MemoryServerInlet, PendingAnswer
-from fleetbus.bus.memory_link import Link
+from fleetbus.bus.base import ConsumerFloor, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
+from fleetbus.bus.memory_calls import MemoryListener, MemoryRequestServer, PendingAnswer
+from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_pull import MemoryReader, MemoryScan, MemorySubscription
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import any_matcher, matcher
@@ -36,7 +36,7 @@ API_TIMEOUT_SECONDS = 30.0
 class MemoryBus:
     """See `fleetbus.bus.base.Bus`."""
 
-    def __init__(self, server: MemoryServer, link: Link, run: str, worker: str, number: int) -> None:
+    def __init__(self, server: MemoryServer, link: MemoryConnection, run: str, worker: str, number: int) -> None:
         self._server = server
         self._number = number
         self._link = link
@@ -47,7 +47,7 @@ class MemoryBus:
         self._count = 0
 
     def disconnect(self) -> None:
-        """Cut this client off: what it says is lost, what it is sent is lost, its leases run out."""
+        """Disconnect this client: messages in both directions are lost, its leases expire."""
         self._link.change(connected=False)
 
     def reconnect(self) -> None:
@@ -58,7 +58,7 @@ class MemoryBus:
         return self._server.now_ns()
 
     async def declare(self, plan: RunPlan) -> None:
-        await self._reach("declare")
+        await self._wait_for_server("declare")
         self._server.declare(plan)
 
     async def publish(
@@ -69,7 +69,7 @@ class MemoryBus:
         message_id: str | None = None,
         expected_last: int | None = None,
         timeout: float = 30.0,
-    ) -> Published:
+    ) -> PublishAck:
         if len(payload) + HEADER_BYTES > MAX_PAYLOAD_BYTES:
             raise BusError(f"{subject}: {len(payload)} bytes and headers exceed the server's limit of {MAX_PAYLOAD_BYTES}")
         give_up_at = anyio.current_time() + timeout
@@ -89,97 +89,97 @@ class MemoryBus:
     def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
         found = self._server.consumer(self._log, consumer)
         subscription = MemorySubscription(found, consumer, self._link, self._server.faults, self._worker, credits)
-        return _entered(subscription)
+        return _enter(subscription)
 
     @asynccontextmanager
     async def read(self, subjects: Sequence[str], *, start: int = 1) -> AsyncGenerator[Reader]:
         reader = MemoryReader(self._stream_of(subjects), any_matcher(subjects), start, self._link)
-        async with _entered(reader):
+        async with _enter(reader):
             yield reader
 
-    def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Stored]:
-        return MemoryScan(self._reach, self._stream_of(subjects), any_matcher(subjects), start)
+    def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
+        return MemoryScan(self._wait_for_server, self._stream_of(subjects), any_matcher(subjects), start)
 
-    async def last(self, subject: str) -> Stored | None:
-        await self._reach(subject)
+    async def last(self, subject: str) -> StreamEntry | None:
+        await self._wait_for_server(subject)
         return self._stream_of((subject,)).last(subject)
 
-    async def history(self, subjects: Sequence[str]) -> list[Stored]:
-        await self._reach("history")
+    async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
+        await self._wait_for_server("history")
         stream = self._stream_of(subjects)
         entries = [entry for subject in dict.fromkeys(subjects) for entry in stream.on_subject(subject)]
         return sorted(entries, key=lambda entry: entry.sequence)
 
     async def last_sequence(self) -> int:
-        await self._reach("last sequence")
+        await self._wait_for_server("last sequence")
         return self._server.stream(self._log).last_sequence
 
     async def usage(self) -> tuple[int, int]:
-        await self._reach("usage")
+        await self._wait_for_server("usage")
         stream = self._server.stream(self._log)
         return stream.size_bytes, stream.plan.max_bytes
 
     async def duplicate_window_seconds(self) -> float:
-        await self._reach("duplicate window")
+        await self._wait_for_server("duplicate window")
         return self._server.stream(self._log).plan.duplicate_window_seconds
 
     async def consumer_floors(self) -> list[ConsumerFloor]:
-        await self._reach("consumer floors")
+        await self._wait_for_server("consumer floors")
         return [
             ConsumerFloor(name=consumer.plan.name, filter=consumer.plan.filter, ack_floor=consumer.ack_floor)
             for consumer in self._server.consumers(self._log)
         ]
 
-    async def next_entry(self, subject: str, *, start: int) -> Stored | None:
-        await self._reach(subject)
+    async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
+        await self._wait_for_server(subject)
         return self._server.stream(self._log).next(matcher(subject), start)
 
     async def purge(self, subject: str, *, below: int) -> None:
-        await self._reach("purge")
+        await self._wait_for_server("purge")
         self._server.stream(self._log).purge(below, matcher(subject))
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
         give_up_at = anyio.current_time() + timeout
         await anyio.lowlevel.checkpoint()
         answer = PendingAnswer(self._link)
-        if await self._link.wait(timeout) and await self._travel(subject):
-            if not self._server.switchboard.send(subject, payload, answer.respond):
-                raise NoResponders(f"nobody serves {subject}")
+        if await self._link.wait(timeout) and await self._delay_core_message(subject):
+            if not self._server.subscriptions.send(subject, payload, answer.respond):
+                raise NoResponders(f"no responders for {subject}")
         await answer.wait(give_up_at - anyio.current_time())
         if answer.payload is None:
             raise RequestUnanswered(f"{subject}: no answer within {timeout:g} s")
         return answer.payload
 
     @asynccontextmanager
-    async def serve(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Server]:
-        inlet = MemoryServerInlet(self._link, limit)
-        self._server.switchboard.subscribe(inlet, subject, self._link, inlet.on_message)
+    async def serve(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[RequestServer]:
+        inlet = MemoryRequestServer(self._link, limit)
+        self._server.subscriptions.subscribe(inlet, subject, self._link, inlet.on_message)
         try:
             yield inlet
         finally:
-            self._server.switchboard.unsubscribe(inlet, subject)
+            self._server.subscriptions.unsubscribe(inlet, subject)
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        if self._link.up and await self._travel(subject):
-            self._server.switchboard.send(subject, payload)
+        if self._link.up and await self._delay_core_message(subject):
+            self._server.subscriptions.send(subject, payload)
         await anyio.lowlevel.checkpoint()
 
     @asynccontextmanager
     async def listen(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Listener]:
         listener = MemoryListener(limit)
-        self._server.switchboard.subscribe(listener, subject, self._link, listener.on_message)
+        self._server.subscriptions.subscribe(listener, subject, self._link, listener.on_message)
         try:
             yield listener
         finally:
-            self._server.switchboard.unsubscribe(listener, subject)
+            self._server.subscriptions.unsubscribe(listener, subject)
 
     async def _try_to_publish(
         self, subject: str, payload: bytes, identifier: str, expected_last: int | None
-    ) -> Published | None:
+    ) -> PublishAck | None:
         """One try; None if it or its answer was lost on the way."""
-        fault = self._server.faults.publishing(self._worker, subject)
+        fault = self._server.faults.draw_publish_fault(self._worker, subject)
         breaks = self._link.breaks
-        await self._pass(fault.seconds_before)
+        await self._delay(fault.seconds_before)
         if fault.lost == "message" or self._link.breaks != breaks:
             return None
         stream = self._server.stream_for(subject)
@@ -189,24 +189,24 @@ class MemoryBus:
             if fault.lost == "answer":
                 return None
             raise
-        await self._pass(fault.seconds_after)
+        await self._delay(fault.seconds_after)
         return None if fault.lost == "answer" or self._link.breaks != breaks else published
 
-    async def _pass(self, seconds: float) -> None:
+    async def _delay(self, seconds: float) -> None:
         if seconds > 0:
             await anyio.sleep(seconds)
         else:
             await anyio.lowlevel.checkpoint()
 
-    async def _travel(self, subject: str) -> bool:
+    async def _delay_core_message(self, subject: str) -> bool:
         """Let a core message be under way; False if it is lost."""
         breaks = self._link.breaks
-        seconds = self._server.faults.calling(self._worker, subject)
+        seconds = self._server.faults.draw_call_delay(self._worker, subject)
         if seconds:
             await anyio.sleep(seconds)
         return seconds is not None and self._link.breaks == breaks
 
-    async def _reach(self, what: str) -> None:
+    async def _wait_for_server(self, what: str) -> None:
         await anyio.lowlevel.checkpoint()
         if not await self._link.wait(API_TIMEOUT_SECONDS):
             raise RequestUnanswered(f"the server did not answer {what} within {API_TIMEOUT_SECONDS:g} s")
@@ -222,16 +222,16 @@ class MemoryBus:
         return f"{self._worker}-{self._number}-{self._count}"
 
 
-class _Entered(Protocol):
+class _EnterLeave(Protocol):
     def enter(self) -> None: ...
     def leave(self) -> None: ...
 
 
-E = TypeVar("E", bound=_Entered)
+E = TypeVar("E", bound=_EnterLeave)
 
 
 @asynccontextmanager
-async def _entered(thing: E) -> AsyncGenerator[E]:
+async def _enter(thing: E) -> AsyncGenerator[E]:
     thing.enter()
     try:
         yield thing

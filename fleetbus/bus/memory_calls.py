@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from fleetbus.bus.base import Request
-from fleetbus.bus.memory_link import Link
+from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_subjects import SubjectIndex
 
 T = TypeVar("T")
@@ -21,13 +21,13 @@ Respond = Callable[[bytes], None]
 OnMessage = Callable[[str, bytes, Respond | None], None]
 
 
-class Switchboard:
+class SubscriptionTable:
     """Who is subscribed to what."""
 
     def __init__(self) -> None:
-        self._subscriptions: SubjectIndex[tuple[Link, OnMessage]] = SubjectIndex()
+        self._subscriptions: SubjectIndex[tuple[MemoryConnection, OnMessage]] = SubjectIndex()
 
-    def subscribe(self, key: object, subject: str, link: Link, on_message: OnMessage) -> None:
+    def subscribe(self, key: object, subject: str, link: MemoryConnection, on_message: OnMessage) -> None:
         self._subscriptions.add(subject, key, (link, on_message))
 
     def unsubscribe(self, key: object, subject: str) -> None:
@@ -44,7 +44,7 @@ class Switchboard:
 class PendingAnswer:
     """The caller's side of one request: the first answer counts."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: MemoryConnection) -> None:
         self._link = link
         self._arrived = anyio.Event()
         self.payload: bytes | None = None
@@ -64,7 +64,7 @@ class MemoryRequest:
 
     __slots__ = ("_link", "_respond", "payload", "subject")
 
-    def __init__(self, subject: str, payload: bytes, respond: Respond | None, link: Link) -> None:
+    def __init__(self, subject: str, payload: bytes, respond: Respond | None, link: MemoryConnection) -> None:
         self.subject = subject
         self.payload = payload
         self._respond = respond
@@ -75,7 +75,7 @@ class MemoryRequest:
             self._respond(payload)
 
 
-class _Inlet(Generic[T]):
+class _ReceiveQueue(Generic[T]):
     """What has come and was not received yet; beyond ``limit`` the oldest goes."""
 
     def __init__(self, limit: int) -> None:
@@ -98,10 +98,10 @@ class _Inlet(Generic[T]):
         self._wake.set()
 
 
-class MemoryServerInlet(_Inlet[Request]):
-    """See `fleetbus.bus.base.Server`."""
+class MemoryRequestServer(_ReceiveQueue[Request]):
+    """See `fleetbus.bus.base.RequestServer`."""
 
-    def __init__(self, link: Link, limit: int) -> None:
+    def __init__(self, link: MemoryConnection, limit: int) -> None:
         super().__init__(limit)
         self._link = link
 
@@ -110,7 +110,7 @@ class MemoryServerInlet(_Inlet[Request]):
             self._put(MemoryRequest(subject, payload, respond, self._link))
 
 
-class MemoryListener(_Inlet[tuple[str, bytes]]):
+class MemoryListener(_ReceiveQueue[tuple[str, bytes]]):
     """See `fleetbus.bus.base.Listener`."""
 
     def __init__(self, limit: int) -> None:

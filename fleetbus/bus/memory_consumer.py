@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from typing import Protocol
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import matcher
 from fleetbus.bus.streams import ConsumerPlan
@@ -22,10 +22,10 @@ REMEMBERED_ACKS = 4096
 class Puller(Protocol):
     """A subscription as its consumer sees it."""
 
-    def wants(self) -> bool:
+    def can_receive(self) -> bool:
         """True if it has a credit and can be reached."""
 
-    def deliver(self, entry: Stored, delivered: int, now: float) -> bool:
+    def deliver(self, entry: StreamEntry, delivered: int, now: float) -> bool:
         """Take a leased entry; True if the consumer shall deliver it once more, as if the lease were over."""
 
     def alarm(self, at: float) -> None:
@@ -47,7 +47,7 @@ class MemoryConsumer:
         self.plan = plan
         self._stream = stream
         self._new: deque[int] = deque(stream.matching(matcher(plan.filter)))
-        self._again: dict[int, int] = {}
+        self._due_again: dict[int, int] = {}
         self._leases: dict[int, _Lease] = {}
         self._expiries: list[tuple[float, int]] = []
         self._acked: deque[int] = deque(maxlen=REMEMBERED_ACKS)
@@ -57,7 +57,7 @@ class MemoryConsumer:
     @property
     def ack_floor(self) -> int:
         """Where all that was delivered is acked; it stands still while nothing is."""
-        pending = [*self._leases, *self._again]
+        pending = [*self._leases, *self._due_again]
         return min(pending) - 1 if pending else self._delivered
 
     def add(self, sequence: int) -> None:
@@ -77,10 +77,10 @@ class MemoryConsumer:
     def dispatch(self, now: float) -> None:
         """Hand out what there is to those who have credits, in turn; what is due again goes first."""
         self._expire(now)
-        while (self._again or self._new) and (puller := self._next_puller()) is not None:
-            if self._again:
-                sequence = next(iter(self._again))
-                delivered = self._again.pop(sequence) + 1
+        while (self._due_again or self._new) and (puller := self._next_puller()) is not None:
+            if self._due_again:
+                sequence = next(iter(self._due_again))
+                delivered = self._due_again.pop(sequence) + 1
             else:
                 sequence, delivered = self._new.popleft(), 1
                 self._delivered = sequence
@@ -92,7 +92,7 @@ class MemoryConsumer:
                 self._end(sequence)
 
     def ack(self, sequence: int) -> None:
-        if self._leases.pop(sequence, None) is not None or self._again.pop(sequence, None) is not None:
+        if self._leases.pop(sequence, None) is not None or self._due_again.pop(sequence, None) is not None:
             self._acked.append(sequence)
 
     def nak(self, sequence: int, delay_seconds: float, now: float) -> None:
@@ -110,12 +110,12 @@ class MemoryConsumer:
             lease.deadline = now + self.plan.ack_wait_seconds
 
     def forget(self, acks: int) -> None:
-        """What a kill of the server does: the last ``acks`` acks are forgotten, all leases end, counting begins anew."""
+        """Apply a server kill: the last ``acks`` acks are lost, all leases end, delivery counts restart."""
         forgotten = [self._acked.pop() for _ in range(min(acks, len(self._acked)))]
-        self._new = deque(sorted({*forgotten, *self._leases, *self._again, *self._new}))
+        self._new = deque(sorted({*forgotten, *self._leases, *self._due_again, *self._new}))
         self._delivered = min(self._delivered, self._new[0] - 1) if self._new else self._delivered
         self._leases.clear()
-        self._again.clear()
+        self._due_again.clear()
         self._expiries.clear()
 
     def _lease(self, sequence: int, delivered: int, deadline: float) -> None:
@@ -126,7 +126,7 @@ class MemoryConsumer:
                 puller.alarm(deadline)
 
     def _end(self, sequence: int) -> None:
-        self._again[sequence] = self._leases.pop(sequence).delivered
+        self._due_again[sequence] = self._leases.pop(sequence).delivered
 
     def _expire(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] <= now:
@@ -143,6 +143,6 @@ class MemoryConsumer:
         for _ in range(len(self._pullers)):
             puller = self._pullers[0]
             self._pullers.rotate(-1)
-            if puller.wants():
+            if puller.can_receive():
                 return puller
         return None

@@ -33,16 +33,16 @@ NO_DELIVERY_FAULT = DeliveryFault()
 class Faults:
     """Nothing goes wrong. Subclass it to make something go wrong."""
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         return NO_PUBLISH_FAULT
 
-    def delivering(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
+    def draw_delivery_fault(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
         return NO_DELIVERY_FAULT
 
     def loses_ack(self, worker: str, consumer: str) -> bool:
         """Whether this ack, nak or extension never arrives."""
         return False
 
-    def calling(self, worker: str, subject: str) -> float | None:
+    def draw_call_delay(self, worker: str, subject: str) -> float | None:
         """Seconds that a core message is under way, None if it is lost."""
         return 0.0

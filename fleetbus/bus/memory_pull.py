@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 import anyio
 import anyio.lowlevel
 
-from fleetbus.bus.base import Delivery, Stored
+from fleetbus.bus.base import Delivery, StreamEntry
+from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import MemoryConsumer
 from fleetbus.bus.memory_faults import Faults
-from fleetbus.bus.memory_link import Link
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import Matcher
 from fleetbus.errors import BusError
@@ -27,7 +27,7 @@ class MemoryDelivery:
 
     __slots__ = ("_subscription", "delivered", "message")
 
-    def __init__(self, subscription: MemorySubscription, message: Stored, delivered: int) -> None:
+    def __init__(self, subscription: MemorySubscription, message: StreamEntry, delivered: int) -> None:
         self._subscription = subscription
         self.message = message
         self.delivered = delivered
@@ -57,7 +57,7 @@ class MemorySubscription:
     """See `fleetbus.bus.base.Subscription`. ``consumer`` None means that there is no such consumer."""
 
     def __init__(
-        self, consumer: MemoryConsumer | None, name: str, link: Link, faults: Faults, worker: str, credits: int
+        self, consumer: MemoryConsumer | None, name: str, link: MemoryConnection, faults: Faults, worker: str, credits: int
     ) -> None:
         self._consumer = consumer
         self._name = name
@@ -100,15 +100,15 @@ class MemorySubscription:
                 self._alarm_at = float("-inf")
 
     def dispatch(self) -> None:
-        """Take what the consumer has for whoever has credits."""
+        """Let the consumer deliver to subscriptions with credits."""
         if self._consumer is not None and self._link.up:
             self._consumer.dispatch(anyio.current_time())
 
-    def wants(self) -> bool:
+    def can_receive(self) -> bool:
         return self._open > 0 and self._link.up
 
-    def deliver(self, entry: Stored, delivered: int, now: float) -> bool:
-        fault = self._faults.delivering(self._worker, self._name, entry.subject)
+    def deliver(self, entry: StreamEntry, delivered: int, now: float) -> bool:
+        fault = self._faults.draw_delivery_fault(self._worker, self._name, entry.subject)
         if not fault.lost:
             self._open -= 1
             self._departed += 1
@@ -125,7 +125,7 @@ class MemorySubscription:
             self._wake.set()
 
     def consumer_for_ack(self) -> MemoryConsumer | None:
-        """The consumer if a word to it arrives."""
+        """The consumer, None if this ack is lost."""
         if not self._link.up or self._faults.loses_ack(self._worker, self._name):
             return None
         return self._consumer
@@ -137,7 +137,7 @@ class MemorySubscription:
             self.dispatch()
 
     def leave(self) -> None:
-        """Stop pulling and hand back what nobody took."""
+        """Stop pulling and return undelivered messages."""
         del self._link.on_up[self]
         if self._consumer is None:
             return
@@ -155,14 +155,14 @@ class MemorySubscription:
 class MemoryReader:
     """See `fleetbus.bus.base.Reader`."""
 
-    def __init__(self, stream: MemoryStream, matches: Matcher, start: int, link: Link) -> None:
+    def __init__(self, stream: MemoryStream, matches: Matcher, start: int, link: MemoryConnection) -> None:
         self._stream = stream
         self._matches = matches
         self._next = max(start, 1)
         self._link = link
         self._wake = anyio.Event()
 
-    async def receive(self) -> Stored:
+    async def receive(self) -> StreamEntry:
         await anyio.lowlevel.checkpoint()
         while True:
             if self._link.up and (entry := self._advance()) is not None:
@@ -178,7 +178,7 @@ class MemoryReader:
         del self._stream.on_stored[self]
         del self._link.on_up[self]
 
-    def _advance(self) -> Stored | None:
+    def _advance(self) -> StreamEntry | None:
         while self._next <= self._stream.last_sequence:
             entry = self._stream.get(self._next)
             self._next += 1
@@ -186,7 +186,7 @@ class MemoryReader:
                 return entry
         return None
 
-    def _on_stored(self, entry: Stored) -> None:
+    def _on_stored(self, entry: StreamEntry) -> None:
         if not self._wake.is_set() and self._matches(entry.subject):
             self._wake.set()
 
@@ -207,7 +207,7 @@ class MemoryScan:
     def __aiter__(self) -> MemoryScan:
         return self
 
-    async def __anext__(self) -> Stored:
+    async def __anext__(self) -> StreamEntry:
         await self._reach("scan")
         if self._end is None:
             self._end = self._stream.last_sequence

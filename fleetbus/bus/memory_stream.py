@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from fleetbus.bus.base import Published, Stored
+from fleetbus.bus.base import PublishAck, StreamEntry
 from fleetbus.bus.memory_subjects import Matcher, SubjectIndex, any_matcher
 from fleetbus.bus.streams import StreamPlan
 from fleetbus.errors import LogFull, SequenceConflict
@@ -27,10 +27,10 @@ class MemoryStream:
     def __init__(self, plan: StreamPlan) -> None:
         self.plan = plan
         self.matches: Matcher = any_matcher(plan.subjects)
-        self.on_stored: dict[object, Callable[[Stored], None]] = {}
-        self.on_matching: SubjectIndex[Callable[[Stored], None]] = SubjectIndex()
+        self.on_stored: dict[object, Callable[[StreamEntry], None]] = {}
+        self.on_matching: SubjectIndex[Callable[[StreamEntry], None]] = SubjectIndex()
         self.size_bytes = 0
-        self._entries: list[Stored | None] = []
+        self._entries: list[StreamEntry | None] = []
         self._by_subject: dict[str, list[int]] = {}
         self._sizes: dict[int, int] = {}
         self._ids: OrderedDict[str, tuple[int, int]] = OrderedDict()
@@ -39,31 +39,31 @@ class MemoryStream:
     def last_sequence(self) -> int:
         return len(self._entries)
 
-    def store(self, subject: str, payload: bytes, message_id: str, expected_last: int | None, now_ns: int) -> Published:
+    def store(self, subject: str, payload: bytes, message_id: str, expected_last: int | None, now_ns: int) -> PublishAck:
         """Store one message; raises `SequenceConflict` or `LogFull`. Expectation first, then the id, then the room."""
         if expected_last is not None and expected_last != self._last_on(subject):
             raise SequenceConflict(subject, expected_last)
         self._forget_ids(now_ns)
         known = self._ids.get(message_id)
         if known is not None:
-            return Published(sequence=known[0], duplicate=True)
+            return PublishAck(sequence=known[0], duplicate=True)
         size = ENTRY_BYTES + len(subject) + len(payload) + len(message_id)
         if self.plan.max_bytes and self.size_bytes + size > self.plan.max_bytes:
             raise LogFull(f"{subject}: maximum bytes exceeded")
-        entry = Stored(subject=subject, payload=payload, sequence=self.last_sequence + 1, time_ns=now_ns)
+        entry = StreamEntry(subject=subject, payload=payload, sequence=self.last_sequence + 1, time_ns=now_ns)
         self._append(entry, size)
         self._ids[message_id] = (entry.sequence, now_ns)
         for hear in [*self.on_matching.find(subject), *self.on_stored.values()]:
             hear(entry)
-        return Published(sequence=entry.sequence)
+        return PublishAck(sequence=entry.sequence)
 
-    def get(self, sequence: int) -> Stored | None:
+    def get(self, sequence: int) -> StreamEntry | None:
         return self._entries[sequence - 1] if 0 < sequence <= len(self._entries) else None
 
-    def last(self, subject: str) -> Stored | None:
+    def last(self, subject: str) -> StreamEntry | None:
         return self.get(self._last_on(subject))
 
-    def on_subject(self, subject: str) -> list[Stored]:
+    def on_subject(self, subject: str) -> list[StreamEntry]:
         """All entries on a literal subject in order."""
         return [entry for sequence in self._by_subject.get(subject, ()) if (entry := self.get(sequence)) is not None]
 
@@ -71,7 +71,7 @@ class MemoryStream:
         """Sequences of all entries whose subject matches."""
         return (entry.sequence for entry in self._entries if entry is not None and matches(entry.subject))
 
-    def next(self, matches: Matcher, start: int) -> Stored | None:
+    def next(self, matches: Matcher, start: int) -> StreamEntry | None:
         """The first matching entry from sequence ``start`` on."""
         following = (self._entries[index] for index in range(max(start, 1) - 1, len(self._entries)))
         return next((entry for entry in following if entry is not None and matches(entry.subject)), None)
@@ -89,7 +89,7 @@ class MemoryStream:
         sequences = self._by_subject.get(subject)
         return sequences[-1] if sequences else 0
 
-    def _append(self, entry: Stored, size: int) -> None:
+    def _append(self, entry: StreamEntry, size: int) -> None:
         self._entries.append(entry)
         self._sizes[entry.sequence] = size
         self.size_bytes += size

@@ -24,10 +24,10 @@ AUTH_VARIABLE = "FLEETBUS_NATS_AUTH"
 """As for all commands: the folder that `fleetbus auth init` wrote."""
 
 _lock = threading.Lock()
-_open: dict[tuple[str, str], Shared] = {}
+_open: dict[tuple[str, str], SharedClient] = {}
 
 
-class Shared:
+class SharedClient:
     """One run's client on its loop."""
 
     def __init__(self, portal: BlockingPortal, client: SessionClient) -> None:
@@ -47,37 +47,37 @@ class Shared:
         return await asyncio.wrap_future(self._portal.start_task_soon(function, *args))
 
 
-def shared_client(url: str, run: str) -> Shared:
+def get_shared_client(url: str, run: str) -> SharedClient:
     """The client of this process for a run, made on first use and closed when the process ends."""
     with _lock:
         if (url, run) not in _open:
-            _open[url, run] = _connected(url, run)
+            _open[url, run] = _connect(url, run)
         return _open[url, run]
 
 
-def _connected(url: str, run: str) -> Shared:
+def _connect(url: str, run: str) -> SharedClient:
     with ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio", backend_options={"use_uvloop": True}))
-        client = stack.enter_context(client_of(portal, url, run))
+        client = stack.enter_context(open_client(portal, url, run))
         atexit.register(stack.pop_all().close)
-    return Shared(portal, client)
+    return SharedClient(portal, client)
 
 
-def client_of(portal: BlockingPortal, url: str, run: str) -> AbstractContextManager[SessionClient]:
+def open_client(portal: BlockingPortal, url: str, run: str) -> AbstractContextManager[SessionClient]:
     """A client on the portal's loop; where the server wants a key, that of a gateway out of the folder `AUTH_VARIABLE`."""
     from contextlib import asynccontextmanager
 
-    from fleetbus.auth.access import access_for
+    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
 
-    access = access_for("gateway", os.environ.get(AUTH_VARIABLE, ""))
+    access = build_access("gateway", os.environ.get(AUTH_VARIABLE, ""))
 
     @asynccontextmanager
-    async def connected() -> Any:
+    async def open_session_client() -> Any:
         async with (
             connect(url, run=run, role="gateway", worker="client", **access) as bus,
             sessions(bus, Subjects(run)) as client,
         ):
             yield client
 
-    return portal.wrap_async_context_manager(connected())
+    return portal.wrap_async_context_manager(open_session_client())

@@ -1,4 +1,4 @@
-"""Finished, graded, grouped episodes for a trainer of one's own: its loop, its optimizer; the fleet plays.
+"""Finished, graded, grouped episodes for an external trainer: its loop, its optimizer; the workers play.
 
     async with rollouts(bus, configuration, tasks, group_size=8) as groups:
         async for group in groups:
@@ -23,10 +23,10 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.core.history import history_ids, loss_mask
-from fleetbus.episodes import episode_entry, read_standing, read_turns
+from fleetbus.core.history import collect_token_ids, loss_mask
+from fleetbus.episodes import decode_episode_entry, read_episode_state, read_turns
 from fleetbus.requests import Requests
-from fleetbus.together import together
+from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
 from fleetbus_schemas.tokens import unpack_logprobs
 
@@ -80,37 +80,37 @@ async def rollouts(
 ) -> AsyncIterator[AsyncIterator[RolloutGroup]]:
     """Groups in the order in which they finish; every task is played ``group_size`` times.
 
-    At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the fleet down. Episodes end
+    At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the workers down. Episodes end
     by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
     """
     subjects = Subjects(configuration.run.name)
     requests = Requests(bus, subjects, configuration=configuration, worker=worker)
-    player = _Player(bus, subjects, requests, group_size, version, temperature)
+    group_runner = _GroupRunner(bus, subjects, requests, group_size, version, temperature)
     places = anyio.Semaphore(groups_at_a_time)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
-    async with together() as working:
+    async with open_first_error_task_group() as working:
         working.start_soon(requests.close_expired)
-        working.start_soon(player.hear, await bus.last_sequence() + 1)
+        working.start_soon(group_runner.follow_results, await bus.last_sequence() + 1)
 
         async def ask() -> None:
             async with finished, anyio.create_task_group() as playing:
                 for task in tasks:
                     await places.acquire()
                     await requests.wait_for_room()
-                    playing.start_soon(player.play, task, finished.clone())
+                    playing.start_soon(group_runner.play_group, task, finished.clone())
 
-        async def taken() -> AsyncGenerator[RolloutGroup, None]:
+        async def iterate_groups() -> AsyncGenerator[RolloutGroup, None]:
             async for group in groups:
                 places.release()
                 yield group
 
         working.start_soon(ask)
-        async with groups, aclosing(taken()) as iterator:
+        async with groups, aclosing(iterate_groups()) as iterator:
             yield iterator
         working.cancel_scope.cancel()
 
 
-class _Player:
+class _GroupRunner:
     """Groups that are out, and who waits for which result."""
 
     def __init__(
@@ -124,32 +124,32 @@ class _Player:
         self._temperature = temperature
         self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
 
-    async def hear(self, start: int) -> None:
-        """For ever: pass results on to who waits for them."""
+    async def follow_results(self, start: int) -> None:
+        """Pass results on to the waiting groups until cancelled."""
         async with self._bus.read([self._subjects.episodes], start=start) as reader:
             while True:
-                entry = episode_entry(await reader.receive())
+                entry = decode_episode_entry(await reader.receive())
                 if isinstance(entry, EpisodeFinished) and entry.episode_id in self._waiting:
                     event, results = self._waiting[entry.episode_id]
                     results.append(entry)
                     event.set()
 
-    async def play(self, task: Task, finished: MemoryObjectSendStream[RolloutGroup]) -> None:
+    async def play_group(self, task: Task, finished: MemoryObjectSendStream[RolloutGroup]) -> None:
         """One group from its requests to its last episode."""
         group_id = f"r{secrets.token_hex(8)}"
         episodes: dict[int, Episode] = {}
 
-        async def one(index: int) -> None:
-            episodes[index] = await self._episode(task, group_id, index)
+        async def play_episode(index: int) -> None:
+            episodes[index] = await self._play_episode(task, group_id, index)
 
         async with finished:
             async with anyio.create_task_group() as group:
                 for index in range(self._group_size):
-                    group.start_soon(one, index)
+                    group.start_soon(play_episode, index)
             await finished.send(RolloutGroup(task=task, episodes=tuple(episodes[index] for index in sorted(episodes))))
 
-    async def _episode(self, task: Task, group_id: str, index: int) -> Episode:
-        request = self._requests.make(
+    async def _play_episode(self, task: Task, group_id: str, index: int) -> Episode:
+        request = self._requests.build_request(
             task,
             episode_id=f"{group_id}-k{index}",
             group_id=group_id,
@@ -166,16 +166,16 @@ class _Player:
             if result is None:
                 await event.wait()
                 result = results[0]
-            self._requests.answered(request.episode_id)
-            return await self._read(task, result)
+            self._requests.mark_answered(request.episode_id)
+            return await self._read_episode(task, result)
         finally:
             del self._waiting[request.episode_id]
 
-    async def _read(self, task: Task, result: EpisodeFinished) -> Episode:
+    async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:
         """The episode's tokens, from the Actions that its result stands on."""
-        standing = await read_standing(self._bus, self._subjects, result.episode_id)
+        episode_state = await read_episode_state(self._bus, self._subjects, result.episode_id)
         named = {reference.sequence for reference in result.actions}
-        history = await read_turns(self._bus, self._subjects, result.episode_id, standing)
+        history = await read_turns(self._bus, self._subjects, result.episode_id, episode_state)
         turns = [turn for turn in history if turn.sequence in named]
         mask = loss_mask(turns)
         sampled = iter([value for turn in turns for value in unpack_logprobs(turn.action.logprobs)])
@@ -186,7 +186,7 @@ class _Player:
             outcome=result.outcome,
             reward=result.reward if graded else None,
             turn_rewards=result.turn_rewards,
-            ids=tuple(history_ids(turns)),
+            ids=tuple(collect_token_ids(turns)),
             loss_mask=tuple(mask),
             logprobs=tuple(next(sampled) if own else 0.0 for own in mask),
             prompt_tokens=mask.index(True) if True in mask else len(mask),

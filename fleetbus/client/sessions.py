@@ -20,11 +20,11 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, Stored
-from fleetbus.client.workers import HostsSeen
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.client.session_hosts import SessionHosts
 from fleetbus.episodes import read_entry
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
-from fleetbus.together import together
+from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import (
     ControlAnswered,
     ControlRequested,
@@ -41,7 +41,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.stored import STORED
 from fleetbus_schemas.subjects import check_name
 
-PATIENCE_SECONDS = 5.0
+ANSWER_TIMEOUT_SECONDS = 5.0
 """After this long without an answer the worker is asked whether it lives; a call that still runs there is joined."""
 
 PING_SECONDS = 1.0
@@ -49,9 +49,9 @@ QUEUE_SECONDS = 2.0
 """How long a call queues for a slot at one worker before another one is tried."""
 
 CLOSE_SECONDS = 35.0
-AWAY_SECONDS = 0.25
+RETRY_SECONDS = 0.25
 
-ELSEWHERE = frozenset({"no_slot", "draining", "moved", "busy", "log"})
+RETRIED_REFUSALS = frozenset({"no_slot", "draining", "moved", "busy", "log"})
 """Refusals after which a call is made again, the first three of them at another worker."""
 
 log = structlog.get_logger()
@@ -75,11 +75,11 @@ class SessionClient:
     def __init__(self, bus: Bus, subjects: Subjects) -> None:
         self.bus = bus
         self.subjects = subjects
-        self._hosts = HostsSeen(bus, subjects)
-        self._where: dict[str, str] = {}
+        self._hosts = SessionHosts(bus, subjects)
+        self._workers: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Hear of workers, for ever."""
+        """Follow the heartbeats of workers until cancelled."""
         await self._hosts.run()
 
     async def call(self, call: SessionCall, *, timeout: float) -> SessionAnswer:
@@ -91,26 +91,26 @@ class SessionClient:
         with anyio.move_on_after(timeout) as scope:
             avoid: set[str] = set()
             while True:
-                worker = self._where.get(call.session) or await self._located(call.session, avoid)
-                worker = worker or await self._chosen(avoid)
+                worker = self._workers.get(call.session) or await self._locate_worker(call.session, avoid)
+                worker = worker or await self._choose_worker(avoid)
                 answer = await self._ask(worker, call, until=scope.deadline)
                 if answer is None:
-                    self._lost(call.session, worker)
+                    self._forget_worker(call.session, worker)
                     avoid.add(worker)
                     continue
-                self._note(answer, worker)
-                if answer.refusal not in ELSEWHERE:
+                self._remember_worker(answer, worker)
+                if answer.refusal not in RETRIED_REFUSALS:
                     return answer
                 refusal = answer.error
                 if answer.refusal in ("no_slot", "draining", "moved"):
-                    self._where.pop(call.session, None)
+                    self._workers.pop(call.session, None)
                     avoid.add(worker)
                 else:
-                    await anyio.sleep(AWAY_SECONDS)
+                    await anyio.sleep(RETRY_SECONDS)
         raise SessionUnavailable(f"session {call.session}: no answer to {call.call} within {timeout:g} s: {refusal}")
 
     def session(self, name: str = "", *, timeout: float = 300.0) -> Session:
-        """A session that is not open yet; nothing is asked of anybody. Its name is made up unless given."""
+        """A session that is not open yet; no request is sent. Its name is generated unless given."""
         return Session(self, name or secrets.token_hex(16), timeout=timeout)
 
     @asynccontextmanager
@@ -118,14 +118,14 @@ class SessionClient:
         """A session from its first call to its last, closed in every case."""
         opened = self.session(session, timeout=timeout)
         try:
-            await opened.make("open", task=task)
+            await opened.request("open", task=task)
             yield opened
         finally:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
                 await opened.close()
 
-    async def _located(self, session: str, avoid: Collection[str]) -> str:
-        """Who holds the session, as its journal and the worker itself say; empty if nobody does.
+    async def _locate_worker(self, session: str, avoid: Collection[str]) -> str:
+        """Who holds the session, as its journal and the worker itself say; empty if no worker does.
 
         Another worker would take it over, as it has to where the holder is gone: what cannot be done again would be lost.
         """
@@ -135,17 +135,17 @@ class SessionClient:
                 journal = await self.bus.history([subject])
                 break
             except RequestUnanswered as unanswered:
-                log.warning("the log is asked again later", session=session, reason=str(unanswered))
-                await anyio.sleep(AWAY_SECONDS)
-        holder = _holder(journal[-1]) if journal else ""
+                log.warning("log read failed; retrying", session=session, reason=str(unanswered))
+                await anyio.sleep(RETRY_SECONDS)
+        holder = _find_holder(journal[-1]) if journal else ""
         if not holder or holder in avoid:
             return ""
-        answer = await self._pinged(holder)
+        answer = await self._ping(holder)
         return holder if answer is not None and session in answer.busy_with else ""
 
-    async def _chosen(self, avoid: set[str]) -> str:
+    async def _choose_worker(self, avoid: set[str]) -> str:
         """The best host; after all were tried, they are tried again from the first."""
-        with anyio.move_on_after(AWAY_SECONDS if avoid else PATIENCE_SECONDS):
+        with anyio.move_on_after(RETRY_SECONDS if avoid else ANSWER_TIMEOUT_SECONDS):
             return await self._hosts.choose(avoid)
         avoid.clear()
         return await self._hosts.choose()
@@ -157,15 +157,15 @@ class SessionClient:
         subject = self.subjects.rpc(worker, call.session)
         while True:
             try:
-                answer = await self.bus.request(subject, payload, timeout=PATIENCE_SECONDS)
+                answer = await self.bus.request(subject, payload, timeout=ANSWER_TIMEOUT_SECONDS)
                 return decode(SessionAnswer, answer, subject=subject)
             except NoResponders:
                 return None
             except RequestUnanswered:
-                if await self._pinged(worker) is None:
+                if await self._ping(worker) is None:
                     return None
 
-    async def _pinged(self, worker: str) -> ControlAnswered | None:
+    async def _ping(self, worker: str) -> ControlAnswered | None:
         """What a worker says of itself; None if it does not answer."""
         control = self.subjects.control("environment", worker)
         try:
@@ -174,16 +174,16 @@ class SessionClient:
         except (NoResponders, RequestUnanswered, MalformedMessage):
             return None
 
-    def _lost(self, session: str, worker: str) -> None:
-        log.info("worker of a session is gone", session=session, worker=worker)
-        self._hosts.gone(worker)
-        self._where.pop(session, None)
+    def _forget_worker(self, session: str, worker: str) -> None:
+        log.info("session worker does not answer; choosing another", session=session, worker=worker)
+        self._hosts.remove(worker)
+        self._workers.pop(session, None)
 
-    def _note(self, answer: SessionAnswer, worker: str) -> None:
+    def _remember_worker(self, answer: SessionAnswer, worker: str) -> None:
         if answer.end is not None:
-            self._where.pop(answer.session, None)
+            self._workers.pop(answer.session, None)
         elif not answer.refusal:
-            self._where[answer.session] = worker
+            self._workers[answer.session] = worker
 
 
 class Session:
@@ -195,7 +195,7 @@ class Session:
         self._number = 0
         self.name = check_name("session", name)
 
-    async def make(self, kind: Any, **fields: Any) -> SessionAnswer:
+    async def request(self, kind: Any, **fields: Any) -> SessionAnswer:
         """One call; raises `SessionFailed` when it was refused or ended the session, `SessionUnavailable` in time."""
         call = SessionCall(session=self.name, call=kind, key=f"{self._number}", number=self._number, **fields)
         answer = await self._client.call(call, timeout=self._timeout)
@@ -206,30 +206,30 @@ class Session:
 
     async def reset(self, *, seed: int | None = None) -> SessionAnswer:
         """Begin an episode; ``messages`` and ``tools`` are what the policy sees first."""
-        return await self.make("reset", seed=seed)
+        return await self.request("reset", seed=seed)
 
     async def step(self, text: str) -> SessionAnswer:
         """One action of the policy; tool calls are parsed from the text."""
-        return await self.make("step", text=text)
+        return await self.request("step", text=text)
 
     async def state(self) -> dict[str, Any]:
         """The environment's view of the episode."""
-        return (await self.make("state")).state
+        return (await self.request("state")).state
 
     async def verify(self) -> SessionAnswer:
         """The grade: ``reward``, or None and a ``reason``."""
-        return await self.make("verify")
+        return await self.request("verify")
 
     async def close(self) -> None:
-        """Release the environment; repeating is harmless, and a worker that is gone is none of the caller's business."""
+        """Release the environment; repeating is harmless, and a worker that does not answer is not an error."""
         call = SessionCall(session=self.name, call="close", key="close")
         try:
             await self._client.call(call, timeout=CLOSE_SECONDS)
         except SessionUnavailable as error:
-            log.warning("session not closed", session=self.name, reason=str(error))
+            log.warning("session close failed; left to its idle limit", session=self.name, reason=str(error))
 
 
-def _holder(entry: Stored) -> str:
+def _find_holder(entry: StreamEntry) -> str:
     """The worker that wrote the newest entry of a journal; empty for a session that is over."""
     match read_entry(STORED["session"], entry):
         case SessionClaimed(worker=worker):
@@ -243,7 +243,7 @@ def _holder(entry: Stored) -> str:
 async def sessions(bus: Bus, subjects: Subjects) -> AsyncIterator[SessionClient]:
     """A client for the length of the body."""
     client = SessionClient(bus, subjects)
-    async with together() as group:
+    async with open_first_error_task_group() as group:
         group.start_soon(client.run)
         yield client
         group.cancel_scope.cancel()

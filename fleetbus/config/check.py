@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_schemas.subjects import BadName, check_name
+from fleetbus_schemas.subjects import InvalidName, check_name
 
 
 def check_configuration(configuration: Configuration) -> None:
@@ -17,17 +17,18 @@ def check_configuration(configuration: Configuration) -> None:
             f"learner.min_group_size = {learner.min_group_size} exceeds learner.group_size = {learner.group_size}: "
             "no group could ever be trained"
         )
-    if configuration.algorithm.credit == "turn" and learner.advantage not in ("grpo", "dr_grpo"):
+    if configuration.algorithm.credit_assignment == "turn" and learner.advantage_estimator not in ("grpo", "dr_grpo"):
         raise UserError(
-            f"algorithm.credit = turn does not know learner.advantage = {learner.advantage}: choose grpo or dr_grpo"
+            "algorithm.credit_assignment = turn does not know "
+            f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo or dr_grpo"
         )
     _check_trainer(configuration)
     if any("@" in url.partition("://")[2].partition("/")[0] for url in inference.urls.split(",")):
         raise UserError("inference.urls must hold no password, for settings are written to files: set OPENAI_API_KEY instead")
-    if episode.max_episode_tokens > inference.max_length:
+    if episode.max_episode_tokens > inference.max_model_len:
         raise UserError(
-            f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_length = "
-            f"{inference.max_length}: raise inference.max_length or lower the episode's limit"
+            f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_model_len = "
+            f"{inference.max_model_len}: raise inference.max_model_len or lower the episode's limit"
         )
 
 
@@ -36,7 +37,7 @@ def _check_names(configuration: Configuration) -> None:
     for setting, name in (("run.name", run.name), ("run.policy", run.policy), ("run.pool", run.pool)):
         try:
             check_name(setting, name)
-        except BadName as error:
+        except InvalidName as error:
             raise UserError(str(error)) from error
 
 
@@ -54,10 +55,11 @@ def _check_trainer(configuration: Configuration) -> None:
     algorithm, trainer, store = configuration.algorithm, configuration.trainer, configuration.weights.store
     if trainer.packing and not trainer.token_budget:
         raise UserError("trainer.packing needs trainer.token_budget: the tokens of one packed row")
-    if algorithm.correction_low > algorithm.correction_high:
+    if algorithm.rollout_correction_low > algorithm.rollout_correction_high:
         raise UserError(
-            f"algorithm.correction_low = {algorithm.correction_low} exceeds algorithm.correction_high = "
-            f"{algorithm.correction_high}: every token would be dropped"
+            f"algorithm.rollout_correction_low = {algorithm.rollout_correction_low} exceeds "
+            f"algorithm.rollout_correction_high = "
+            f"{algorithm.rollout_correction_high}: every token would be dropped"
         )
     if store not in ("folder", "nats") and "://" not in store:
         raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")

@@ -20,7 +20,7 @@ REPEATABLE = frozenset({"run.environment"})
 """Settings that may be given several times, or as a list; the value is text with one line per item."""
 
 
-class NotAllowed(ValueError):
+class InvalidValue(ValueError):
     """A value that its setting does not take; the message says what it takes."""
 
 
@@ -59,12 +59,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """The words it takes, empty if it takes other things."""
         return typing.get_args(self.base) if typing.get_origin(self.base) is Literal else ()
 
-    def allowed(self) -> str:
+    def describe_allowed(self) -> str:
         """What it takes, in words: ``a whole number, at least 1``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[self.base]
-        return ", ".join([kind, *_bounds(self.limits)])
+        return ", ".join([kind, *_describe_bounds(self.limits)])
 
     def convert(self, value: object, *, text: bool) -> Any:
         """``value`` as this setting's type; ``text`` if it came as a string that spells it. Raises `NotAllowed`."""
@@ -73,13 +73,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         try:
             converted = msgspec.convert(value, self.annotation, strict=not text)
         except msgspec.ValidationError as error:
-            raise NotAllowed(self.allowed()) from error
+            raise InvalidValue(self.describe_allowed()) from error
         if isinstance(converted, float) and not math.isfinite(converted):
-            raise NotAllowed(self.allowed())
+            raise InvalidValue(self.describe_allowed())
         return converted
 
 
-def _bounds(limits: msgspec.Meta) -> list[str]:
+def _describe_bounds(limits: msgspec.Meta) -> list[str]:
     words = (("above", limits.gt), ("at least", limits.ge), ("below", limits.lt), ("at most", limits.le))
     return [f"{word} {bound}" for word, bound in words if bound is not None]
 
@@ -91,7 +91,7 @@ def _split(annotation: Any) -> tuple[Any, msgspec.Meta]:
     return base, next((item for item in rest if isinstance(item, msgspec.Meta)), msgspec.Meta())
 
 
-def _table_settings(table: str, struct: type[Settings]) -> dict[str, Setting]:
+def _build_table_settings(table: str, struct: type[Settings]) -> dict[str, Setting]:
     annotations = typing.get_type_hints(struct, include_extras=True)
     settings = {}
     for field in msgspec.structs.fields(struct):
@@ -106,9 +106,9 @@ def _table_settings(table: str, struct: type[Settings]) -> dict[str, Setting]:
 def tables() -> Mapping[str, Mapping[str, Setting]]:
     """The settings of every table, by table and key, in the order of their definition."""
     hints = typing.get_type_hints(Configuration)
-    return {table: _table_settings(table, hints[table]) for table in Configuration.__struct_fields__}
+    return {table: _build_table_settings(table, hints[table]) for table in Configuration.__struct_fields__}
 
 
-def all_settings() -> list[Setting]:
+def list_settings() -> list[Setting]:
     """Every setting, table by table."""
     return [setting for table in tables().values() for setting in table.values()]

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.config.check import check_configuration
-from fleetbus.config.fields import VARIABLE_PREFIX, NotAllowed, Setting, all_settings, tables
+from fleetbus.config.fields import VARIABLE_PREFIX, InvalidValue, Setting, list_settings, tables
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 
@@ -33,14 +33,14 @@ _CREDENTIALS = re.compile(
 )
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration, and for each setting that somebody gave, where it came from (``fleetbus.toml: learner.steps``)."""
+class LoadedConfiguration(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration, and for each given setting, its origin (``fleetbus.toml: learner.steps``)."""
 
     configuration: Configuration
     given: dict[str, str]
 
 
-class _Given(msgspec.Struct, frozen=True):
+class _SourcedValue(msgspec.Struct, frozen=True):
     value: Any
     origin: str
 
@@ -52,11 +52,11 @@ def load_configuration(
     flags: Mapping[str, Any] | None = None,
     typed: Mapping[str, str] | None = None,
     earlier: Callable[[RunSettings], Mapping[str, Any] | None] | None = None,
-) -> Loaded:
+) -> LoadedConfiguration:
     """Merge the sources. ``flags`` are by setting name (``learner.steps``), strings or converted, ``typed`` the names of those
     flags where they are not the long ones; ``earlier`` finds the tables that the same run was last started with, once its name
     and folder are known. Raises `UserError`."""
-    given: dict[str, _Given] = {}
+    given: dict[str, _SourcedValue] = {}
     if file is not None:
         given.update(_from_tables(read_tables(file), file.name))
     given.update(_from_variables(variables or {}))
@@ -65,10 +65,10 @@ def load_configuration(
     if earlier and (tables_before := earlier(configuration.run)):
         configuration = _assemble({**_from_tables(tables_before, "the run's config.json"), **given})
     check_configuration(configuration)
-    return Loaded(configuration=configuration, given={name: item.origin for name, item in given.items()})
+    return LoadedConfiguration(configuration=configuration, given={name: item.origin for name, item in given.items()})
 
 
-def default_file(folder: Path) -> Path | None:
+def find_default_file(folder: Path) -> Path | None:
     """``fleetbus.toml`` in ``folder``, if there is one."""
     file = folder / DEFAULT_FILE
     return file if file.is_file() else None
@@ -91,94 +91,94 @@ def read_tables(file: Path) -> dict[str, Any]:
 def dump_configuration(configuration: Configuration) -> bytes:
     """The configuration as JSON that `read_tables` reads, without passwords in URLs."""
     tables = msgspec.to_builtins(configuration)
-    tables["nats"]["url"] = without_credentials(configuration.nats.url)
-    tables["run"]["tasks"] = without_credentials(configuration.run.tasks)
+    tables["nats"]["url"] = strip_credentials(configuration.nats.url)
+    tables["run"]["tasks"] = strip_credentials(configuration.run.tasks)
     return msgspec.json.format(msgspec.json.encode(tables), indent=2) + b"\n"
 
 
-def without_credentials(url: str) -> str:
+def strip_credentials(url: str) -> str:
     """``url`` (or several, comma separated) without user names, passwords and tokens."""
     return _CREDENTIALS.sub("", url)
 
 
-def _from_tables(content: Mapping[str, Any], file: str) -> dict[str, _Given]:
-    found: dict[str, _Given] = {}
+def _from_tables(content: Mapping[str, Any], file: str) -> dict[str, _SourcedValue]:
+    found: dict[str, _SourcedValue] = {}
     for table, values in content.items():
         if table not in tables():
-            raise UserError(f"{file}: unknown table [{_shown(table)}]; {_nearest_table(table)}")
+            raise UserError(f"{file}: unknown table [{_format_value(table)}]; {_suggest_table(table)}")
         if not isinstance(values, Mapping):
             raise UserError(f"{file}: {table} is a table: write [{table}] with keys below it")
         for key, value in values.items():
-            setting = _setting(table, key, file)
+            setting = _find_setting(table, key, file)
             found[setting.name] = _convert(setting, value, f"{file}: {setting.name}", text=False)
     return found
 
 
-def _from_variables(variables: Mapping[str, str]) -> dict[str, _Given]:
-    by_variable = {setting.variable: setting for setting in all_settings()}
-    found: dict[str, _Given] = {}
+def _from_variables(variables: Mapping[str, str]) -> dict[str, _SourcedValue]:
+    by_variable = {setting.variable: setting for setting in list_settings()}
+    found: dict[str, _SourcedValue] = {}
     for variable, value in variables.items():
         if not variable.startswith(VARIABLE_PREFIX) or variable in NOT_SETTINGS:
             continue
         if setting := by_variable.get(variable):
             found[setting.name] = _convert(setting, value, variable, text=True)
         else:
-            _refuse_variable(variable, by_variable)
+            _reject_variable(variable, by_variable)
     return found
 
 
-def _refuse_variable(variable: str, known: Iterable[str]) -> None:
+def _reject_variable(variable: str, known: Iterable[str]) -> None:
     """Refuse what must be a mistake: a known table's prefix, or a name close to a setting's. Others may be anybody's."""
-    of_a_table = variable.startswith(tuple(f"{VARIABLE_PREFIX}{table.upper()}_" for table in tables()))
-    near = difflib.get_close_matches(variable, list(known), n=1, cutoff=0.6 if of_a_table else 0.9)
+    has_table_prefix = variable.startswith(tuple(f"{VARIABLE_PREFIX}{table.upper()}_" for table in tables()))
+    near = difflib.get_close_matches(variable, list(known), n=1, cutoff=0.6 if has_table_prefix else 0.9)
     if near:
         raise UserError(f"unknown variable {variable}; did you mean {near[0]}?")
-    if of_a_table:
+    if has_table_prefix:
         raise UserError(f"unknown variable {variable}; `fleetbus up --help` lists the settings")
 
 
-def _from_flags(flags: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, _Given]:
-    by_name = {setting.name: setting for setting in all_settings()}
+def _from_flags(flags: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, _SourcedValue]:
+    by_name = {setting.name: setting for setting in list_settings()}
     return {
         name: _convert(by_name[name], value, typed.get(name, by_name[name].flag), text=isinstance(value, str))
         for name, value in flags.items()
     }
 
 
-def _setting(table: str, key: str, file: str) -> Setting:
+def _find_setting(table: str, key: str, file: str) -> Setting:
     settings = tables()[table]
     if key in settings:
         return settings[key]
     near = (
         difflib.get_close_matches(key, list(settings), n=1, cutoff=0.8)
-        or [setting.name for setting in all_settings() if setting.key == key]
+        or [setting.name for setting in list_settings() if setting.key == key]
         or difflib.get_close_matches(key, list(settings), n=1, cutoff=0.6)
     )
     hint = f"did you mean {near[0]}?" if near else "it has " + ", ".join(settings)
-    raise UserError(f"{file}: unknown key {_shown(key)} in [{table}]; {hint}")
+    raise UserError(f"{file}: unknown key {_format_value(key)} in [{table}]; {hint}")
 
 
-def _nearest_table(name: str) -> str:
+def _suggest_table(name: str) -> str:
     if near := difflib.get_close_matches(name, list(tables()), n=1, cutoff=0.6):
         return f"did you mean [{near[0]}]?"
-    if keys := [setting for setting in all_settings() if setting.key == name]:
+    if keys := [setting for setting in list_settings() if setting.key == name]:
         return f"did you mean {keys[0].key} in [{keys[0].table}]?"
     return "the tables are " + ", ".join(tables())
 
 
-def _convert(setting: Setting, value: Any, origin: str, *, text: bool) -> _Given:
+def _convert(setting: Setting, value: Any, origin: str, *, text: bool) -> _SourcedValue:
     try:
-        return _Given(setting.convert(value, text=text), origin)
-    except NotAllowed as error:
-        raise UserError(f"{origin} = {_shown(value)} is not allowed: it takes {error}") from error
+        return _SourcedValue(setting.convert(value, text=text), origin)
+    except InvalidValue as error:
+        raise UserError(f"{origin} = {_format_value(value)} is not allowed: it takes {error}") from error
 
 
-def _shown(value: Any) -> str:
-    shown = without_credentials(value) if isinstance(value, str) and value.isprintable() else repr(value)
+def _format_value(value: Any) -> str:
+    shown = strip_credentials(value) if isinstance(value, str) and value.isprintable() else repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
-def _assemble(given: Mapping[str, _Given]) -> Configuration:
+def _assemble(given: Mapping[str, _SourcedValue]) -> Configuration:
     values: dict[str, dict[str, Any]] = {table: {} for table in tables()}
     for name, item in given.items():
         table, _, key = name.partition(".")

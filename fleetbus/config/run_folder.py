@@ -56,7 +56,7 @@ class RunFolder(msgspec.Struct, frozen=True):
 
     @property
     def port(self) -> Path:
-        """The port that the run's own server had last: whoever looks at the run finds it there again when it goes on."""
+        """The port that the run's own server had last: used again when the run is resumed."""
         return self.path / "port"
 
     @property
@@ -78,7 +78,7 @@ def run_folder(run: RunSettings) -> RunFolder:
     return RunFolder(Path(run.folder).expanduser() / run.name)
 
 
-def earlier_configuration(run: RunSettings) -> dict[str, Any] | None:
+def read_earlier_configuration(run: RunSettings) -> dict[str, Any] | None:
     """The tables that the run was last started with on this machine, or None."""
     file = run_folder(run).configuration
     return read_tables(file) if file.is_file() else None

@@ -71,7 +71,7 @@ class LimitSettings(Settings, frozen=True, kw_only=True):
     episode: Annotated[float, Meta(gt=0, description="The whole episode, from its request")] = 3600.0
     grace: Annotated[float, Meta(gt=0, description="After the deadline, until the requester closes the episode itself")] = 30.0
     drain: Annotated[float, Meta(gt=0, description="Finishing or handing back what a stopping worker has")] = 60.0
-    late: Annotated[float, Meta(gt=0, description="After this an action counts as late and the log is asked")] = 1.0
+    late: Annotated[float, Meta(gt=0, description="Wait for an action before the log is read for it")] = 1.0
 
 
 class EnvironmentSettings(Settings, frozen=True, kw_only=True):
@@ -80,11 +80,11 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1, description="Environment workers that `up` starts")] = 1
     slots: Annotated[int, Meta(ge=1, description="Episodes at a time per worker")] = 64
     session_slots: Annotated[int, Meta(ge=0, description="Step-wise sessions at a time per worker, besides episodes")] = 64
-    max_attempts: Annotated[int, Meta(ge=1, description="Take-overs without a goodbye before an episode counts as poison")] = 3
+    max_attempts: Annotated[int, Meta(ge=1, description="Attempts lost with their worker before an episode is given up")] = 3
     max_hops: Annotated[int, Meta(ge=1, description="Re-routings of one observation before its episode ends")] = 3
     prompt: Annotated[
         Literal["auto", "compact", "fleet", "template"],
-        Meta(description="How the policy is told of its tools; auto: compact for the warehouse, fleet elsewhere"),
+        Meta(description="How tools are described to the policy; auto: compact for the warehouse, fleet elsewhere"),
     ] = "auto"
     observation_bytes: Annotated[int, Meta(ge=1024, description="Longest text of one observation")] = 32_768
     processes: Annotated[int, Meta(ge=0, description="Most processes of pool:MODULE:CLASS; 0: one per slot")] = 0
@@ -94,7 +94,9 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Meta(description="Verifiers where nothing isolates: graded with what limits there are, or refused"),
     ] = "auto"
     images: Annotated[bool, Meta(description="Show the images of environments, by reference, to a policy that sees")] = False
-    context_tools: Annotated[bool, Meta(description="Offer tools that search and page through what was said and cut")] = False
+    context_tools: Annotated[
+        bool, Meta(description="Offer tools that search and page through earlier messages and truncated output")
+    ] = False
     context_status: Annotated[bool, Meta(description="End every observation with the turns and tokens used so far")] = False
     output_chars: Annotated[
         int, Meta(ge=500, description="Longest tool output shown at once when context tools are offered")
@@ -113,22 +115,22 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         Literal["train", "evaluate"], Meta(description="evaluate: also engines without log-probabilities or new weights")
     ] = "train"
     urls: Annotated[str, Meta(description="Base URLs of the servers of engine openai, separated by commas")] = ""
-    served_model: Annotated[str, Meta(description="Model name to ask servers for (default: their first)")] = ""
+    served_model_name: Annotated[str, Meta(description="Model name to ask servers for (default: their first)")] = ""
     python: Annotated[str, Meta(description="Python that `up` runs inference workers with (default: this one)")] = ""
-    dtype: Annotated[Literal["float32", "bfloat16", "auto"], Meta(description="Number type of engine vllm")] = "float32"
-    cache_mib: Annotated[
-        int, Meta(ge=0, description="Keys and values of engine vllm, in MiB; 0: 512 on a CPU, 90 % of a GPU's memory")
+    dtype: Annotated[Literal["float32", "bfloat16", "auto"], Meta(description="Data type of engine vllm")] = "float32"
+    kv_cache_mib: Annotated[
+        int, Meta(ge=0, description="KV cache of engine vllm, in MiB; 0: 512 on a CPU, 90 % of a GPU's memory")
     ] = 0
     reasoning: Annotated[
         Literal["keep", "refuse"],
         Meta(description="A template that drops earlier reasoning: keep what was sampled, or refuse the model"),
     ] = "keep"
     thinking: Annotated[
-        Literal["auto", "on", "off"], Meta(description="What a template with enable_thinking is told; auto: nothing")
+        Literal["auto", "on", "off"], Meta(description="Value of enable_thinking for a template that has it; auto: not set")
     ] = "auto"
-    batch: Annotated[int, Meta(ge=1, description="Sequences that are decoded together")] = 32
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Most sequences decoded in one batch")] = 32
     slots: Annotated[int, Meta(ge=2, description="Observations held at a time, half of them from the worker's own lane")] = 64
-    max_length: Annotated[int, Meta(ge=16, description="Longest token history")] = 1024
+    max_model_len: Annotated[int, Meta(ge=16, description="Context length: most tokens of prompt and completions")] = 1024
     threads: Annotated[int, Meta(ge=1, description="Threads of the engine")] = 1
 
 
@@ -142,25 +144,25 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     groups: Annotated[int, Meta(ge=1, description="Groups per batch")] = 16
     group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
     min_group_size: Annotated[int, Meta(ge=2, description="Fewest graded episodes for a group to be trained")] = 2
-    advantage: Annotated[Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch"], Meta(description="Advantage estimator")] = (
-        "grpo"
-    )
+    advantage_estimator: Annotated[
+        Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch"], Meta(description="Advantage estimator")
+    ] = "grpo"
     max_staleness: Annotated[int, Meta(ge=0, description="Most versions between sampling and training")] = 1
-    late: Annotated[
+    stale_groups: Annotated[
         Literal["drop", "keep", "wait"],
         Meta(description="Groups that are too stale: drop them, train them with a warning, or wait for them beforehand"),
     ] = "drop"
     learning_rate: Annotated[float, Meta(gt=0, description="Highest learning rate")] = 3e-4
-    learning_rate_final: Annotated[float, Meta(ge=0, description="Share of the learning rate left at the last step")] = 0.2
-    clip_low: Annotated[float, Meta(gt=0, description="Lower clip of the ratio")] = 0.2
-    clip_high: Annotated[float, Meta(gt=0, description="Upper clip of the ratio")] = 0.28
+    min_lr_ratio: Annotated[float, Meta(ge=0, description="Learning rate of the last step as a share of the highest")] = 0.2
+    clip_ratio_low: Annotated[float, Meta(gt=0, description="Lower clip of the ratio")] = 0.2
+    clip_ratio_high: Annotated[float, Meta(gt=0, description="Upper clip of the ratio")] = 0.28
     dual_clip: Annotated[
-        float, Meta(ge=0, description="Bound of the ratio where the advantage is negative; 0: none, else more than 1")
+        float, Meta(ge=0, description="Dual-clip bound of the ratio for negative advantages; 0: none, else more than 1")
     ] = 3.0
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps over which the learning rate rises")] = 10
-    gradient_clip: Annotated[float, Meta(gt=0, description="Largest norm of the gradient")] = 0.1
+    max_grad_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this norm")] = 0.1
     minibatches: Annotated[int, Meta(ge=1, description="Optimizer steps per batch")] = 1
-    micro_batch: Annotated[int, Meta(ge=1, description="Sequences per forward pass")] = 16
+    micro_batch_size: Annotated[int, Meta(ge=1, description="Sequences per forward pass")] = 16
     threads: Annotated[int, Meta(ge=1, description="Threads of the trainer")] = 1
     checkpoint_every: Annotated[int, Meta(ge=1, description="Steps between checkpoints")] = 10
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept")] = 3
@@ -190,41 +192,47 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
         Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"],
         Meta(description="How losses of tokens become one number"),
     ] = "token_mean"
-    constant_length: Annotated[int, Meta(ge=1, description="Divisor of constant_mean, in tokens")] = 1024
-    correction: Annotated[
+    loss_scale_factor: Annotated[int, Meta(ge=1, description="Divisor of constant_mean, in tokens")] = 1024
+    rollout_correction: Annotated[
         Literal["none", "tis", "tis_sequence", "icepop", "mis_sequence", "geometric", "decoupled"],
         Meta(description="Weight of the difference between sampler and trainer"),
     ] = "none"
-    correction_low: Annotated[float, Meta(ge=0, description="Lower bound of the correction")] = 0.5
-    correction_high: Annotated[float, Meta(gt=0, description="Upper bound of the correction")] = 2.0
-    ratio_to: Annotated[
+    rollout_correction_low: Annotated[float, Meta(ge=0, description="Lower bound of the correction")] = 0.5
+    rollout_correction_high: Annotated[float, Meta(gt=0, description="Upper bound of the correction")] = 2.0
+    old_policy: Annotated[
         Literal["auto", "sampler", "trainer"],
-        Meta(description="What the ratio is taken to; auto: the trainer's own with a correction, else the sampler's"),
+        Meta(
+            description="Policy in the denominator of the ratio; auto: the trainer's own with a correction, else the sampler's"
+        ),
     ] = "auto"
     kl_coefficient: Annotated[float, Meta(ge=0, description="Weight of the KL; 0: none")] = 0.0
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], Meta(description="KL estimator")] = "k3"
     kl_place: Annotated[Literal["loss", "reward"], Meta(description="Where the KL enters")] = "loss"
-    kl_to: Annotated[
-        Literal["sampler", "start"], Meta(description="What the KL pulls to: the sampler, or the model of the run's start")
+    kl_reference: Annotated[
+        Literal["sampler", "start"], Meta(description="Reference policy of the KL: the sampler, or the initial model")
     ] = "sampler"
-    credit: Annotated[Literal["episode", "turn"], Meta(description="One advantage per episode, or one per turn")] = "episode"
+    credit_assignment: Annotated[Literal["episode", "turn"], Meta(description="One advantage per episode, or one per turn")] = (
+        "episode"
+    )
     turn_discount: Annotated[float, Meta(ge=0, le=1, description="Discount per turn, with credit per turn")] = 1.0
     dynamic_sampling: Annotated[bool, Meta(description="Replace groups whose rewards are all equal")] = False
     dynamic_sampling_batches: Annotated[
         int, Meta(ge=1, description="Batches' worth of such groups replaced per step at most; further ones are trained")
     ] = 10
-    overlong: Annotated[
-        Literal["keep", "mask"], Meta(description="Truncated episodes: train them, or only count them in the mean")
-    ] = "keep"
-    overlong_buffer: Annotated[int, Meta(ge=0, description="Tokens before the limit that are punished softly; 0: none")] = 0
-    overlong_factor: Annotated[float, Meta(ge=0, description="Largest soft punishment")] = 1.0
+    mask_truncated_completions: Annotated[
+        bool, Meta(description="Leave truncated episodes out of the loss; they still count in the mean of their group")
+    ] = False
+    overlong_buffer: Annotated[int, Meta(ge=0, description="Tokens before the limit with a soft overlong penalty; 0: none")] = 0
+    overlong_penalty_factor: Annotated[float, Meta(ge=0, description="Largest soft overlong penalty")] = 1.0
 
 
 class TrainerSettings(Settings, frozen=True, kw_only=True):
     """The torch trainer."""
 
     epochs: Annotated[int, Meta(ge=1, description="Passes over each batch")] = 1
-    schedule: Annotated[Literal["linear", "cosine", "constant"], Meta(description="Decay of the learning rate")] = "linear"
+    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], Meta(description="Decay of the learning rate")] = (
+        "linear"
+    )
     weight_decay: Annotated[float, Meta(ge=0, description="Weight decay of AdamW")] = 0.0
     packing: Annotated[bool, Meta(description="Put several sequences in one row instead of padding")] = False
     token_budget: Annotated[int, Meta(ge=0, description="Most tokens per forward pass, padding included; 0: no limit")] = 0
@@ -239,9 +247,9 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
     gradient_checkpointing: Annotated[bool, Meta(description="Compute activations again instead of keeping them")] = False
     lora_rank: Annotated[int, Meta(ge=0, description="Rank of LoRA adapters; 0: train all weights")] = 0
     lora_alpha: Annotated[float, Meta(gt=0, description="Scale of LoRA adapters, divided by their rank")] = 32.0
-    lora_targets: Annotated[str, Meta(description="Modules with adapters, comma separated; all-linear: all but the head")] = (
-        "all-linear"
-    )
+    lora_target_modules: Annotated[
+        str, Meta(description="Modules with adapters, comma separated; all-linear: all but the head")
+    ] = "all-linear"
 
 
 class WeightsSettings(Settings, frozen=True, kw_only=True):

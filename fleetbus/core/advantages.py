@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetbus.core.arrays import Array, namespace
+from fleetbus.core.arrays import Array, find_namespace
 
 EPSILON = 1e-4
 """Added to a group's standard deviation, so that equal rewards give 0 instead of noise."""
@@ -18,39 +18,39 @@ EPSILON = 1e-4
 def grpo(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     """``(R - mean) / (std + 1e-4)`` with the unbiased standard deviation: group relative policy optimisation
     (DeepSeekMath, arXiv 2402.03300)."""
-    xp = namespace(rewards)
-    centred, size = _centred(rewards, groups, minimum)
-    variance = _group_sum(centred * centred, groups) / xp.where(size > 1, size - 1, xp.ones_like(size))
+    xp = find_namespace(rewards)
+    centred, size = _centre(rewards, groups, minimum)
+    variance = _sum_by_group(centred * centred, groups) / xp.where(size > 1, size - 1, xp.ones_like(size))
     return centred / (xp.sqrt(variance) + EPSILON)
 
 
 def dr_grpo(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     """``R - mean``: without the division that favours questions that are too easy or too hard (Dr. GRPO, arXiv 2503.20783)."""
-    return _centred(rewards, groups, minimum)[0]
+    return _centre(rewards, groups, minimum)[0]
 
 
 def rloo(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     """``R`` minus the mean of the others, that is ``G / (G - 1) * (R - mean)`` in a group of G: REINFORCE leave-one-out
     (arXiv 2402.14740)."""
-    xp = namespace(rewards)
-    centred, size = _centred(rewards, groups, minimum)
+    xp = find_namespace(rewards)
+    centred, size = _centre(rewards, groups, minimum)
     return centred * size / xp.where(size > 1, size - 1, xp.ones_like(size))
 
 
 def maxrl(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     """``(R - mean) / mean``: weighs a success by how rare it is, towards maximum likelihood of success (MaxRL). 0 where the
     mean is not positive; meant for rewards of 0 and 1."""
-    xp = namespace(rewards)
-    centred, size = _centred(rewards, groups, minimum)
-    mean = _group_sum(rewards, groups) / size
+    xp = find_namespace(rewards)
+    centred, size = _centre(rewards, groups, minimum)
+    mean = _sum_by_group(rewards, groups) / size
     return xp.where(mean > 0, centred / xp.where(mean > 0, mean, xp.ones_like(mean)), xp.zeros_like(mean))
 
 
 def grpo_batch(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     """``(R - mean) / (std + 1e-4)`` with the group's mean and the unbiased deviation of all rewards of the batch: a group of
     nearly equal rewards is not blown up (Lite PPO, arXiv 2508.08221). 0 when the batch has one episode."""
-    xp = namespace(rewards)
-    centred, _ = _centred(rewards, groups, minimum)
+    xp = find_namespace(rewards)
+    centred, _ = _centre(rewards, groups, minimum)
     ones = xp.ones_like(rewards)
     count = xp.sum(ones)
     difference = rewards - xp.sum(rewards) / count
@@ -68,15 +68,15 @@ ADVANTAGES: dict[str, Callable[..., Array]] = {
 """Advantage estimators by the name that a configuration gives."""
 
 
-def _group_sum(values: Array, groups: Array) -> Array:
-    xp = namespace(values)
+def _sum_by_group(values: Array, groups: Array) -> Array:
+    xp = find_namespace(values)
     zeros = xp.zeros_like(values)
     return xp.sum(xp.where(groups[:, None] == groups[None, :], values[None, :], zeros[None, :]), -1)
 
 
-def _centred(rewards: Array, groups: Array, minimum: int) -> tuple[Array, Array]:
+def _centre(rewards: Array, groups: Array, minimum: int) -> tuple[Array, Array]:
     """Rewards minus the mean of their group (0 in groups that are too small), and the size of the group, both [N]."""
-    xp = namespace(rewards)
-    size = _group_sum(xp.ones_like(rewards), groups)
-    centred = rewards - _group_sum(rewards, groups) / size
+    xp = find_namespace(rewards)
+    size = _sum_by_group(xp.ones_like(rewards), groups)
+    centred = rewards - _sum_by_group(rewards, groups) / size
     return xp.where(size >= max(minimum, 2), centred, xp.zeros_like(centred)), size

@@ -12,7 +12,7 @@ Array = Any
 """A NumPy array or a torch tensor."""
 
 
-def namespace(array: Array) -> Any:
+def find_namespace(array: Array) -> Any:
     """The module whose functions take ``array``: what its class declares, else the package that defines its class."""
     declared = getattr(array, "__array_namespace__", None)
     return declared() if declared is not None else sys.modules[type(array).__module__.partition(".")[0]]

@@ -59,12 +59,12 @@ class Audit:
             case PolicyPublished():
                 self._publish(sequence, tokens[-1], message)
             case LineageStarted() if tokens[2] == "train":
-                self._book(tokens[-1]).on_lineage(message)
+                self._get_training(tokens[-1]).on_lineage(message)
             case StepTrained():
                 self._counts["steps"] += 1
-                self._book(tokens[-1]).on_step(sequence, message, self._findings)
+                self._get_training(tokens[-1]).on_step(sequence, message, self._findings)
             case TrainingFinished():
-                self._book(tokens[-1]).on_end(sequence, message, self._findings)
+                self._get_training(tokens[-1]).on_end(sequence, message, self._findings)
             case EpisodeRequested() | AttemptStarted() | AttemptReleased() | Observation() | Action() | EpisodeFinished():
                 self._enter_episode(sequence, tokens, message)
 
@@ -84,7 +84,7 @@ class Audit:
             for settlement in counted:
                 settled.add(settlement, findings)
         self._check_settled(settled)
-        books = self._books(settled, void.total())
+        books = self._build_books(settled, void.total())
         if books.requested != books.accounted:
             findings.add("books_open", f"{books.requested} requested, {books.accounted} accounted for")
         return Report(
@@ -92,14 +92,14 @@ class Audit:
             entries=self._counts["entries"],
             malformed=self._counts["malformed"],
             books=books,
-            attempts=self._attempts(),
+            attempts=self._count_attempts(),
             outcomes=dict(Counter(episode.outcome for episode in self._episodes.values() if episode.outcome is not None)),
             observations=self._counts["observations"],
             actions=self._counts["actions"],
             versions=sum(map(len, self._versions.values())),
             steps=self._counts["steps"],
             lineages=tuple(lineage for book in self._training.values() for lineage in book.lineages),
-            findings=findings.found(),
+            findings=findings.list_found(),
         )
 
     def _enter_episode(self, sequence: int, tokens: list[str], message: EpisodeMessage) -> None:
@@ -134,7 +134,7 @@ class Audit:
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
         versions.add(published.version)
 
-    def _book(self, name: str) -> TrainingAudit:
+    def _get_training(self, name: str) -> TrainingAudit:
         return self._training.setdefault(name, TrainingAudit())
 
     def _check_settled(self, settled: Settled) -> None:
@@ -152,12 +152,12 @@ class Audit:
             if not graded:
                 self._findings.add("trained_without_result", episode_id, sequence)
 
-    def _books(self, settled: Settled, void: int) -> Books:
+    def _build_books(self, settled: Settled, void: int) -> Books:
         requested = [episode for episode in self._episodes.values() if episode.requested]
         evaluation = sum(episode.split == "eval" and episode.outcome is not None for episode in requested)
         ids = set(settled.ids())
         places = Counter(
-            _place(episode)
+            _classify(episode)
             for episode in requested
             if episode.episode_id not in ids and not (episode.split == "eval" and episode.outcome is not None)
         )
@@ -172,7 +172,7 @@ class Audit:
             void=void,
         )
 
-    def _attempts(self) -> Attempts:
+    def _count_attempts(self) -> Attempts:
         """A claim is finished when a result ended it, superseded when another followed without a goodbye."""
         episodes = self._episodes.values()
         started = sum(episode.attempts for episode in episodes)
@@ -188,7 +188,7 @@ class Audit:
         )
 
 
-def _place(episode: EpisodeAudit) -> str:
+def _classify(episode: EpisodeAudit) -> str:
     if episode.outcome is not None:
         return "finished"
     return "running" if episode.holding else "waiting"

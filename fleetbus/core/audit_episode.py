@@ -22,10 +22,10 @@ from fleetbus_schemas import (
     Outcome,
     Split,
 )
-from fleetbus_schemas.tokens import TOKEN_BYTES, token_count
+from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens
 
 MAX_TURNS = 1 << 16
-"""Turns beyond this are taken for nonsense: nobody can have observed them."""
+"""Turn numbers beyond this are invalid."""
 
 
 class EpisodeAudit(msgspec.Struct, kw_only=True):
@@ -75,11 +75,11 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         attempt = observation.attempt
         if not 1 <= attempt <= self.attempts:
             findings.add("observed_unclaimed", self.episode_id, sequence)
-        self.observed[attempt] = self.observed.get(attempt, 0) | _bit(observation.turn)
+        self.observed[attempt] = self.observed.get(attempt, 0) | _turn_bit(observation.turn)
 
     def on_action(self, sequence: int, lane: str, action: Action, published: Collection[int], findings: Findings) -> None:
         """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
-        if not self.observed.get(action.attempt, 0) & _bit(action.turn):
+        if not self.observed.get(action.attempt, 0) & _turn_bit(action.turn):
             findings.add("action_unobserved", self.episode_id, sequence)
         if any(span.version not in published for span in action.versions):
             findings.add("version_unpublished", self.episode_id, sequence)
@@ -88,8 +88,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         turn = (action.attempt, action.turn)
         if any((other.action.attempt, other.action.turn) == turn for other in self.turns):
             findings.add("action_repeated", self.episode_id, sequence)
-        self.tokens[sequence] = (token_count(action.prompt_delta), token_count(action.sampled))
-        self.turns.append(Turn(sequence=sequence, lane=lane, action=_bare(action)))
+        self.tokens[sequence] = (count_tokens(action.prompt_delta), count_tokens(action.sampled))
+        self.turns.append(Turn(sequence=sequence, lane=lane, action=_strip_action(action)))
 
     def on_result(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
         if self.result_sequence:
@@ -116,22 +116,22 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         tokens = sum(prompt + sampled for prompt, sampled in counts)
         if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:
             findings.add("loss_mask_length", self.episode_id, sequence)
-        elif int.from_bytes(result.loss_mask, "little") & ~_sampled_bits(counts):
+        elif int.from_bytes(result.loss_mask, "little") & ~_build_sampled_mask(counts):
             findings.add("loss_mask_unsampled", self.episode_id, sequence)
 
 
-def _bit(turn: int) -> int:
+def _turn_bit(turn: int) -> int:
     return 1 << turn if 0 <= turn < MAX_TURNS else 0
 
 
-def _bare(action: Action) -> Action:
+def _strip_action(action: Action) -> Action:
     """The Action without its contents, except that it keeps a token if it has any: without one it is no turn of a history."""
     return Action(
         episode_id=action.episode_id, attempt=action.attempt, turn=action.turn, text="", sampled=action.sampled[:TOKEN_BYTES]
     )
 
 
-def _sampled_bits(counts: Sequence[tuple[int, int]]) -> int:
+def _build_sampled_mask(counts: Sequence[tuple[int, int]]) -> int:
     """A loss mask that trains every sampled token, as an integer."""
     bits = position = 0
     for prompt, sampled in counts:

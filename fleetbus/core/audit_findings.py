@@ -14,7 +14,7 @@ KINDS: dict[str, str] = {
     "never_requested": "episodes that were claimed, finished or settled without a request",
     "claim_out_of_order": "claims whose attempt does not follow the one before",
     "claim_after_result": "claims on episodes that had a result",
-    "release_not_newest": "goodbyes by an attempt that did not hold the episode",
+    "release_not_newest": "releases by an attempt that did not hold the episode",
     "second_result": "episodes with more than one result",
     "result_not_newest": "results that are not of the newest attempt",
     "observed_unclaimed": "turns observed by an attempt that was never claimed",
@@ -68,7 +68,7 @@ class Findings:
         if len(ids) < MAX_IDS:
             ids[identifier] = None
 
-    def found(self) -> tuple[Finding, ...]:
+    def list_found(self) -> tuple[Finding, ...]:
         """One finding per kind, in the order of `KINDS`."""
         return tuple(
             Finding(

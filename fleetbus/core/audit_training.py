@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from fleetbus.core.audit_findings import Findings
-from fleetbus.core.lineage import survives, surviving_steps
+from fleetbus.core.lineage import compute_surviving_steps, is_surviving
 from fleetbus_schemas import Exclusion, LineageStarted, StepTrained, TrainingFinished
 
 
@@ -59,7 +59,7 @@ class TrainingAudit:
 
         The end of training counts only for the newest lineage: whoever goes on from there takes back what it excluded.
         """
-        surviving = surviving_steps(self._lineages)
+        surviving = compute_surviving_steps(self._lineages)
         newest = self._lineages[-1].lineage if self._lineages else ""
         counted = [each for each in self._settlements if self._counts(each, surviving, newest)]
         steps = [each for each in counted if not each.end]
@@ -76,7 +76,7 @@ class TrainingAudit:
     def _counts(self, settlement: Settlement, surviving: dict[str, float], newest: str) -> bool:
         if settlement.end:
             return settlement.lineage == newest
-        return survives(surviving, settlement.lineage, settlement.step)
+        return is_surviving(surviving, settlement.lineage, settlement.step)
 
     def _check_author(self, sequence: int, lineage: str, step: int, findings: Findings) -> None:
         if not self._lineages or self._lineages[-1].lineage != lineage:

@@ -7,7 +7,7 @@ The rule of fully asynchronous trainers: groups admitted in total stay within ``
 from __future__ import annotations
 
 
-def groups_to_admit(*, step: int, last_step: int, batch: int, max_staleness: int, outstanding: int) -> int:
+def count_admissible_groups(*, step: int, last_step: int, batch: int, max_staleness: int, outstanding: int) -> int:
     """Groups that may be admitted now; ``outstanding`` are admitted and neither trained nor discarded yet.
 
     Nothing is admitted beyond what the last step needs.

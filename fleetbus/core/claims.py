@@ -1,6 +1,6 @@
 """What ``episode.<episode>`` says: who holds the episode, how often it was lost, how it ended (delivery rules 1, 2, 9). Pure.
 
-The newest claim is the fencing token. A claim without a goodbye means that whoever ran the episode was lost with it.
+The newest claim is the fencing token. A claim without a release means that the worker was lost during the episode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fleetbus_schemas.episode import ClaimReason
 EpisodeEntry = AttemptStarted | AttemptReleased | EpisodeFinished
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one episode: a fold of its subject. ``last_sequence`` is what the next entry has to expect."""
 
     last_sequence: int = 0
@@ -44,20 +44,20 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         """True if it was lost with its worker ``max_attempts`` times; hand-backs do not count."""
         return self.result is None and self.losses >= max_attempts
 
-    def has_last_chance(self, max_attempts: int) -> bool:
+    def is_on_last_attempt(self, max_attempts: int) -> bool:
         """True if it was lost before, and one more loss would make it poison."""
         return self.result is None and 0 < self.losses == max_attempts - 1
 
-    def held_by(self, nonce: str) -> bool:
+    def is_held_by(self, nonce: str) -> bool:
         """True if the newest claim is the one with this nonce and nothing ended or released it."""
         newest = self.newest
         return newest is not None and newest.nonce == nonce and self.result is None and not self.released
 
 
-def result_without_attempt(
+def build_result_without_attempt(
     request: EpisodeRequested,
     sequence: int,
-    standing: Standing,
+    episode_state: EpisodeState,
     *,
     worker: str,
     outcome: Outcome,
@@ -68,7 +68,7 @@ def result_without_attempt(
     return EpisodeFinished(
         episode_id=request.episode_id,
         group_id=request.group_id,
-        attempt=standing.attempts,
+        attempt=episode_state.attempts,
         outcome=outcome,
         worker=worker,
         split=request.split,
@@ -78,33 +78,33 @@ def result_without_attempt(
         request_sequence=sequence,
         error_class=error_class,
         error=error,
-        attempts=standing.attempts,
+        attempts=episode_state.attempts,
     )
 
 
-def fold_episode(entries: Iterable[tuple[int, EpisodeEntry | None]]) -> Standing:
+def fold_episode(entries: Iterable[tuple[int, EpisodeEntry | None]]) -> EpisodeState:
     """The standing after ``entries`` (sequence, message) in log order; the first result is final.
 
-    A message of None stands for an entry that could not be read: it counts as the last one, and says nothing.
+    A message of None stands for an entry that could not be read: it counts as the last one and changes nothing else.
     """
-    standing = Standing()
+    episode_state = EpisodeState()
     released = 0
     for sequence, entry in entries:
-        if standing.result is not None:
+        if episode_state.result is not None:
             break
         match entry:
             case AttemptStarted():
-                claims = (*standing.claims, entry)
-                standing = Standing(
+                claims = (*episode_state.claims, entry)
+                episode_state = EpisodeState(
                     last_sequence=sequence, claims=claims, claim_sequence=sequence, losses=len(claims) - released
                 )
             case AttemptReleased():
                 released += 1
-                standing = msgspec.structs.replace(
-                    standing, last_sequence=sequence, released=True, losses=standing.attempts - released
+                episode_state = msgspec.structs.replace(
+                    episode_state, last_sequence=sequence, released=True, losses=episode_state.attempts - released
                 )
             case None:
-                standing = msgspec.structs.replace(standing, last_sequence=sequence)
+                episode_state = msgspec.structs.replace(episode_state, last_sequence=sequence)
             case finished:
-                standing = msgspec.structs.replace(standing, last_sequence=sequence, result=finished)
-    return standing
+                episode_state = msgspec.structs.replace(episode_state, last_sequence=sequence, result=finished)
+    return episode_state

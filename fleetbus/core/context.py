@@ -1,4 +1,4 @@
-"""What a policy is told of its own context: outputs cut with a way back to the rest, search, pages, and a budget line. Pure.
+"""Context management for the policy: outputs cut with a way back to the rest, search, pages, and a budget line. Pure.
 
 Searching is for plain text, in any case, with ``|`` between alternatives: an expression of the policy's own could compute for
 ever. Nothing here forgets: what is cut from an observation is kept whole and has a number.
@@ -15,13 +15,13 @@ MAX_MATCHES = 10
 SNIPPET_CHARACTERS = 200
 
 
-def status_line(*, tokens: int, max_tokens: int, turn: int, max_turns: int) -> str:
+def format_status_line(*, tokens: int, max_tokens: int, turn: int, max_turns: int) -> str:
     """How much of its budget the policy has used, as the last line of an observation."""
     share = round(100 * tokens / max_tokens) if max_tokens else 100
     return f"[Context: {tokens:,}/{max_tokens:,} tokens ({share}%), Turn {turn}/{max_turns}]"
 
 
-def cut_output(text: str, limit: int, number: int) -> str:
+def truncate_output(text: str, limit: int, number: int) -> str:
     """The beginning of ``text`` and where the rest is, together at most ``limit`` characters; ``number`` names the output."""
     notice = (
         f"\n[TRUNCATED - {len(text)} chars total. This is output {number}: read on with view_tool_output, "
@@ -30,10 +30,10 @@ def cut_output(text: str, limit: int, number: int) -> str:
     return text[: max(0, limit - len(notice))] + notice
 
 
-def page_of(text: str, *, page: int, page_size: int, limit: int) -> str:
+def read_page(text: str, *, page: int, page_size: int, limit: int) -> str:
     """Page ``page`` (from 1) of ``page_size`` lines, with line numbers, at most ``limit`` characters. Raises `ValueError` for a
     page that does not exist."""
-    lines = list(numbered_lines(text))
+    lines = list(number_lines(text))
     pages = max(1, -(-len(lines) // page_size))
     if not 1 <= page <= pages:
         raise ValueError(f"there is no page {page}: the output has {pages}")
@@ -46,7 +46,7 @@ def page_of(text: str, *, page: int, page_size: int, limit: int) -> str:
     return f"{head}\n{body}"
 
 
-def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+def number_lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines from 1 on, long ones broken."""
     number = 0
     for line in text.splitlines():
@@ -57,20 +57,22 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
 
 def search_lines(text: str, pattern: str) -> str:
     """The lines of ``text`` that contain the pattern, `MAX_MATCHES` at most."""
-    words = _words(pattern)
-    found = [(number, line) for number, line in numbered_lines(text) if _contains(line, words)]
-    return _listed([f"{number}: {line[:SNIPPET_CHARACTERS]}" for number, line in found[:MAX_MATCHES]], len(found), "lines")
+    words = _parse_pattern(pattern)
+    found = [(number, line) for number, line in number_lines(text) if _contains(line, words)]
+    return _format_matches(
+        [f"{number}: {line[:SNIPPET_CHARACTERS]}" for number, line in found[:MAX_MATCHES]], len(found), "lines"
+    )
 
 
 def search_messages(messages: Sequence[tuple[str, str]], pattern: str) -> str:
     """The messages (role, text) that contain the pattern, the newest last, each with what stands around its first match."""
-    words = _words(pattern)
-    found = [(index, role, _snippet(text, words)) for index, (role, text) in enumerate(messages) if _contains(text, words)]
+    words = _parse_pattern(pattern)
+    found = [(index, role, _cut_snippet(text, words)) for index, (role, text) in enumerate(messages) if _contains(text, words)]
     shown = [f"message {index} ({role}): {snippet}" for index, role, snippet in found[-MAX_MATCHES:]]
-    return _listed(shown, len(found), "messages")
+    return _format_matches(shown, len(found), "messages")
 
 
-def _words(pattern: str) -> tuple[str, ...]:
+def _parse_pattern(pattern: str) -> tuple[str, ...]:
     """The alternatives of a pattern. Raises `ValueError` when there is none."""
     words = tuple(word for part in pattern.split("|") if (word := part.strip().casefold()))
     if not words:
@@ -83,14 +85,14 @@ def _contains(text: str, words: Sequence[str]) -> bool:
     return any(word in folded for word in words)
 
 
-def _snippet(text: str, words: Sequence[str]) -> str:
+def _cut_snippet(text: str, words: Sequence[str]) -> str:
     folded = text.casefold()
     position = min(place for word in words if (place := folded.find(word)) >= 0)
     start = max(0, position - SNIPPET_CHARACTERS // 4)
     return " ".join(text[start : start + SNIPPET_CHARACTERS].split())
 
 
-def _listed(shown: Sequence[str], total: int, kind: str) -> str:
+def _format_matches(shown: Sequence[str], total: int, kind: str) -> str:
     if not total:
         return f"No {kind} match."
     head = f"Matching {kind}: {total}" + (f", {len(shown)} of them shown" if total > len(shown) else "")

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleetbus.core.arrays import Array, namespace, stop_gradient
+from fleetbus.core.arrays import Array, find_namespace, stop_gradient
 
 
 def no_correction(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """1 everywhere."""
-    return namespace(difference).ones_like(difference)
+    return find_namespace(difference).ones_like(difference)
 
 
 def truncated_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``min(pi / mu, high)`` per token: truncated importance sampling (TIS; Ionides 2008, and for engines that differ from
     their trainer Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)."""
-    xp = namespace(difference)
+    xp = find_namespace(difference)
     return xp.clip(xp.exp(stop_gradient(difference)), 0.0, high)
 
 
 def truncated_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``min(product over the sequence of pi / mu, high)``, the same for all tokens of a sequence."""
-    xp = namespace(difference)
+    xp = find_namespace(difference)
     total = xp.sum(stop_gradient(difference) * mask, -1)
     return xp.clip(xp.exp(total), 0.0, high)[:, None] * xp.ones_like(difference)
 
@@ -34,7 +34,7 @@ def truncated_sequence(difference: Array, mask: Array, *, low: float, high: floa
 def masked_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``pi / mu`` where it is within ``[low, high]``, else 0: masked importance sampling (MIS; IcePop in Ring-1T, arXiv
     2510.18855)."""
-    xp = namespace(difference)
+    xp = find_namespace(difference)
     ratio = xp.exp(stop_gradient(difference))
     return xp.where((ratio >= low) & (ratio <= high), ratio, xp.zeros_like(ratio))
 
@@ -42,12 +42,12 @@ def masked_token(difference: Array, mask: Array, *, low: float, high: float) -> 
 def plain(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``pi / mu`` per token, unbounded: with `ppo_clip` on the ratio to pi it is decoupled PPO as published (AReaL, arXiv
     2505.24298); the bounded weights above and below are what is used of it in practice."""
-    return namespace(difference).exp(stop_gradient(difference))
+    return find_namespace(difference).exp(stop_gradient(difference))
 
 
 def masked_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """The product over the sequence of ``pi / mu`` where it is within ``[low, high]``, else 0 for the whole sequence."""
-    xp = namespace(difference)
+    xp = find_namespace(difference)
     ratio = xp.exp(xp.sum(stop_gradient(difference) * mask, -1))
     return xp.where((ratio >= low) & (ratio <= high), ratio, xp.zeros_like(ratio))[:, None] * xp.ones_like(difference)
 
@@ -55,7 +55,7 @@ def masked_sequence(difference: Array, mask: Array, *, low: float, high: float) 
 def geometric_mask(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """1 for sequences whose geometric mean of ``pi / mu`` is within ``[low, high]``, else 0: length does not matter, so the
     bounds are tight, for example ``[0.99, 1.01]``."""
-    xp = namespace(difference)
+    xp = find_namespace(difference)
     mean = xp.sum(stop_gradient(difference) * mask, -1) / xp.clip(xp.sum(mask, -1), 1.0, float("inf"))
     ratio = xp.exp(mean)
     keep = xp.where((ratio >= low) & (ratio <= high), xp.ones_like(ratio), xp.zeros_like(ratio))
@@ -88,7 +88,7 @@ def kl_k2(logprobs: Array, reference: Array) -> Array:
 def kl_k3(logprobs: Array, reference: Array) -> Array:
     """``exp(log ref - log pi) - (log ref - log pi) - 1``: unbiased and never negative."""
     difference = reference - logprobs
-    return namespace(difference).exp(difference) - difference - 1.0
+    return find_namespace(difference).exp(difference) - difference - 1.0
 
 
 def kl_penalty(divergence: Array, mask: Array) -> Array:
@@ -97,7 +97,7 @@ def kl_penalty(divergence: Array, mask: Array) -> Array:
 
     A reward counts for all actions before it and none after, which is why the sum begins at the token itself.
     """
-    xp = namespace(divergence)
+    xp = find_namespace(divergence)
     masked = stop_gradient(divergence) * mask
     remaining = xp.sum(masked, -1)[:, None] - xp.cumsum(masked, -1) + masked
     mean = xp.sum(remaining * mask) / xp.clip(xp.sum(mask), 1.0, float("inf"))

@@ -19,13 +19,13 @@ COORDINATES = ("coordinate", "start_coordinate")
 _RESOLUTION = re.compile(r"Screen resolution:\s*(\d+)\s*[xX]\s*(\d+)")
 
 
-def screen_size(tool: ToolSpec) -> tuple[int, int]:
+def find_screen_size(tool: ToolSpec) -> tuple[int, int]:
     """Width and height in pixels as the tool's description states them, else `DEFAULT_SCREEN`."""
     found = _RESOLUTION.search(tool.description)
     return (int(found[1]), int(found[2])) if found else DEFAULT_SCREEN
 
 
-def grid_tool(tool: ToolSpec) -> ToolSpec:
+def build_grid_tool(tool: ToolSpec) -> ToolSpec:
     """The tool described with the grid in place of its resolution."""
     stated = f"Screen resolution: {GRID}x{GRID}"
     text = _RESOLUTION.sub(stated, tool.description)
@@ -34,16 +34,16 @@ def grid_tool(tool: ToolSpec) -> ToolSpec:
     return msgspec.structs.replace(tool, description=text)
 
 
-def to_pixels(arguments: Mapping[str, Any], screen: tuple[int, int]) -> dict[str, Any]:
+def convert_to_pixels(arguments: Mapping[str, Any], screen: tuple[int, int]) -> dict[str, Any]:
     """The arguments with their coordinates in pixels, within the screen. Raises `ValueError` naming what is no coordinate."""
     scaled = dict(arguments)
     for name in COORDINATES:
         if name in arguments:
-            scaled[name] = _scaled(name, arguments[name], screen)
+            scaled[name] = _scale(name, arguments[name], screen)
     return scaled
 
 
-def _scaled(name: str, value: Any, screen: tuple[int, int]) -> list[int]:
+def _scale(name: str, value: Any, screen: tuple[int, int]) -> list[int]:
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_number, value)):
         raise ValueError(f"{name} must be two numbers between 0 and {GRID}, as [500, 500]")
     return [min(max(int(part / GRID * size), 0), size - 1) for part, size in zip(value, screen, strict=True)]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from fleetbus_schemas import Action, ActionReference, AttemptStarted, ShownImage
-from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, token_count, unpack_ids
+from fleetbus_schemas.tokens import EMPTY_HISTORY, count_tokens, extend_history, unpack_ids
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ def history_hash(turns: Iterable[Turn]) -> bytes:
     return digest
 
 
-def history_ids(turns: Iterable[Turn]) -> list[int]:
+def collect_token_ids(turns: Iterable[Turn]) -> list[int]:
     """All token ids of a history in order."""
     ids: list[int] = []
     for turn in turns:
@@ -62,17 +62,17 @@ def history_ids(turns: Iterable[Turn]) -> list[int]:
     return ids
 
 
-def history_images(turns: Iterable[Turn]) -> list[ShownImage]:
+def collect_images(turns: Iterable[Turn]) -> list[ShownImage]:
     """The images of a history in order, their places counted from its beginning."""
     images: list[ShownImage] = []
     length = 0
     for turn in turns:
-        images += moved_images(turn.action.images, length)
-        length += token_count(turn.action.prompt_delta) + token_count(turn.action.sampled)
+        images += shift_images(turn.action.images, length)
+        length += count_tokens(turn.action.prompt_delta) + count_tokens(turn.action.sampled)
     return images
 
 
-def moved_images(images: Iterable[ShownImage], by: int) -> list[ShownImage]:
+def shift_images(images: Iterable[ShownImage], by: int) -> list[ShownImage]:
     """The same images with their places ``by`` tokens later."""
     return [ShownImage(object=image.object, start=image.start + by, stop=image.stop + by) for image in images]
 
@@ -81,6 +81,6 @@ def loss_mask(turns: Iterable[Turn]) -> list[bool]:
     """True for every sampled token of a history, False for every prompt token."""
     mask: list[bool] = []
     for turn in turns:
-        mask += [False] * token_count(turn.action.prompt_delta)
-        mask += [True] * token_count(turn.action.sampled)
+        mask += [False] * count_tokens(turn.action.prompt_delta)
+        mask += [True] * count_tokens(turn.action.sampled)
     return mask

@@ -35,11 +35,11 @@ class Journal(msgspec.Struct, kw_only=True):
                 self.claim = entry
             case SessionRecorded():
                 self.records.append(entry)
-                self.ended = _end_of(entry)
+                self.ended = _find_end(entry)
             case SessionEnded():
                 self.ended = entry
 
-    def held_by(self, nonce: str) -> bool:
+    def is_held_by(self, nonce: str) -> bool:
         """Whether the newest claim is the one with this nonce."""
         return self.claim is not None and self.claim.nonce == nonce
 
@@ -47,25 +47,25 @@ class Journal(msgspec.Struct, kw_only=True):
         """What this call is answered without executing anything: stored, refused, or None if it is to be executed."""
         for record in reversed(self.records):
             if record.call.key == call.key:
-                return record.answer if same_call(record.call, call) else refused(call, "conflict", _CONFLICT)
+                return record.answer if is_same_call(record.call, call) else build_refusal(call, "conflict", _CONFLICT)
         if self.ended is not None:
-            return self._after_the_end(call, self.ended)
+            return self._answer_after_end(call, self.ended)
         if 0 <= call.number != self.next_number:
-            return refused(call, "gap", f"call {call.number} is not the next one, which is {self.next_number}")
+            return build_refusal(call, "gap", f"call {call.number} is not the next one, which is {self.next_number}")
         if self.records and call.call == "open":
-            return refused(call, "conflict", "the session is open already: name another")
+            return build_refusal(call, "conflict", "the session is open already: name another")
         if self.claim is None and call.call != "open":
-            return refused(call, "unknown", f"session {call.session} was never opened")
+            return build_refusal(call, "unknown", f"session {call.session} was never opened")
         return None
 
-    def _after_the_end(self, call: SessionCall, ended: SessionEnded) -> SessionAnswer:
+    def _answer_after_end(self, call: SessionCall, ended: SessionEnded) -> SessionAnswer:
         if call.call == "close" or (ended.key and ended.key == call.key):
             return SessionAnswer(session=call.session, key=call.key, end=ended.end, error=ended.error, worker=ended.worker)
-        answer = refused(call, "closed", f"session {call.session} is over: {ended.end}")
+        answer = build_refusal(call, "closed", f"session {call.session} is over: {ended.end}")
         return msgspec.structs.replace(answer, end=ended.end, error_class=ended.error_class)
 
 
-def _end_of(record: SessionRecorded) -> SessionEnded | None:
+def _find_end(record: SessionRecorded) -> SessionEnded | None:
     """A call whose answer ends the session is its tombstone too."""
     answer = record.answer
     if answer.end is None:
@@ -91,15 +91,15 @@ def read_journal(entries: Iterable[tuple[int, JournalEntry]]) -> Journal:
     return journal
 
 
-def same_call(left: SessionCall, right: SessionCall) -> bool:
+def is_same_call(left: SessionCall, right: SessionCall) -> bool:
     """Whether two calls under one key ask for the same: how long the caller waits, and the position, do not count."""
-    return _essence(left) == _essence(right)
+    return _strip_position(left) == _strip_position(right)
 
 
-def _essence(call: SessionCall) -> SessionCall:
+def _strip_position(call: SessionCall) -> SessionCall:
     return msgspec.structs.replace(call, wait_seconds=0.0, number=-1)
 
 
-def refused(call: SessionCall, refusal: SessionRefusal, error: str) -> SessionAnswer:
+def build_refusal(call: SessionCall, refusal: SessionRefusal, error: str) -> SessionAnswer:
     """The answer to a call that is not executed."""
     return SessionAnswer(session=call.session, key=call.key, refusal=refusal, error=error)

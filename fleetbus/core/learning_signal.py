@@ -1,4 +1,5 @@
-"""Whether training still has anything to learn from: a fold of the learner's book. Pure; times are server time in nanoseconds.
+"""Whether training still has anything to learn from: a fold of the learner's journal. Pure; times are server time in
+nanoseconds.
 
 A group whose rewards are all equal gives every one of its tokens an advantage of zero. A policy that collapsed plays such
 groups only, so that no gradient will ever bring it back, and all else looks healthy: episodes end, steps are trained. What
@@ -30,13 +31,13 @@ LEARNED = 0.2
 """A success that had been reached before it can be said to have fallen."""
 
 LOST_SHARE = 0.1
-"""What is left of a success that fell, at most."""
+"""A success rate fell if it is at most this share of the best."""
 
 NEARLY_BEST = 0.8
 """The last step with such a share of the best success is where it began to fall."""
 
 
-class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+class SignalDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """``no_signal`` and ``fell``: the policy is lost, or never begins; ``solved``: a healthy end. ``since_ns`` is when the
     first step of which it is said was stored."""
 
@@ -69,36 +70,36 @@ class LearningSignal:
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
-        self._begun = 0
+        self._first_step = 0
         self._silent = 0
         self._best = 0.0
 
     def apply(self, message: Message, time_ns: int) -> None:
-        """Take in an entry of the book; others say nothing."""
+        """Apply an entry of the journal; other messages are ignored."""
         match message:
             case LineageStarted():
                 self._steps = [each for each in self._steps if each.step <= message.parent_step]
-                self._begun, self._silent = len(self._steps), 0
+                self._first_step, self._silent = len(self._steps), 0
                 self._best = max((each.mean for each in self._steps if each.mean is not None), default=0.0)
             case StepTrained():
-                self._trained(message, time_ns)
+                self._add_step(message, time_ns)
 
     @property
-    def latest(self) -> Judgement | None:
+    def latest(self) -> SignalDiagnosis | None:
         """What there is to say as of the newest step; None while there is something to learn from."""
-        fall = self._fall()
+        fall = self._diagnose_fall()
         silent = self._steps[len(self._steps) - self._silent :] if self._silent else []
         groups = sum(max(each.groups, 1) for each in silent)
         if groups < MANY_GROUPS or len(silent) < FEWEST_STEPS:
             return fall
-        return self._without_signal(silent, groups, fall)
+        return self._diagnose_no_signal(silent, groups, fall)
 
-    def judge(self, now_ns: int, *, patience_seconds: float) -> Judgement | None:
+    def diagnose(self, now_ns: int, *, patience_seconds: float) -> SignalDiagnosis | None:
         """What `latest` says, if it has been so for as long."""
         found = self.latest
         return found if found is not None and now_ns - found.since_ns >= patience_seconds * 1e9 else None
 
-    def _trained(self, message: StepTrained, time_ns: int) -> None:
+    def _add_step(self, message: StepTrained, time_ns: int) -> None:
         metrics = message.metrics
         advantage, flat = metrics.get("advantage_size_mean", math.nan), metrics.get("groups_without_signal", 0.0)
         step = _Step(
@@ -113,47 +114,47 @@ class LearningSignal:
         )
         self._steps.append(step)
         self._silent = self._silent + 1 if step.is_silent else 0
-        step.mean = _success(self._newest())
+        step.mean = _compute_success(self._find_window())
         self._best = max(self._best, step.mean or 0.0)
 
-    def _newest(self) -> list[_Step]:
+    def _find_window(self) -> list[_Step]:
         """The newest steps of this lineage that hold `WINDOW_EPISODES`; none if there are not as many."""
         held = 0
-        for index in range(len(self._steps) - 1, self._begun - 1, -1):
+        for index in range(len(self._steps) - 1, self._first_step - 1, -1):
             held += self._steps[index].episodes
             if held >= WINDOW_EPISODES and len(self._steps) - index >= FEWEST_STEPS:
                 return self._steps[index:]
         return []
 
-    def _success_until(self, end: int) -> float:
+    def _compute_success_until(self, end: int) -> float:
         """The mean success of the steps up to number ``end`` of those that are kept, so many as hold `WINDOW_EPISODES`."""
         held, index = 0, end
         while index >= 0 and held < WINDOW_EPISODES:
             held += self._steps[index].episodes
             index -= 1
-        return _weighted(self._steps[index + 1 : end + 1], "success")
+        return _compute_weighted_mean(self._steps[index + 1 : end + 1], "success")
 
-    def _without_signal(self, silent: list[_Step], groups: int, fall: Judgement | None) -> Judgement:
-        recent = _last_groups(silent)
-        success, reward = _weighted(recent, "success"), _weighted(recent, "reward")
+    def _diagnose_no_signal(self, silent: list[_Step], groups: int, fall: SignalDiagnosis | None) -> SignalDiagnosis:
+        recent = _select_last_groups(silent)
+        success, reward = _compute_weighted_mean(recent, "success"), _compute_weighted_mean(recent, "reward")
         first = silent[0]
-        told = f"success {success:.2f}, reward {reward:.2f}"
+        measured = f"success {success:.2f}, reward {reward:.2f}"
         equal = any(each.groups for each in silent)
         what = f"the last {groups} groups had equal rewards each" if equal else "no token of its episodes counts"
         if success >= SOLVED:
-            reason = f"nothing is left to learn since step {first.step}: {what} ({told})"
+            reason = f"nothing is left to learn since step {first.step}: {what} ({measured})"
             advice = "stop here, or give it harder tasks"
-            return Judgement(kind="solved", reason=reason, advice=advice, since_ns=first.time_ns)
+            return SignalDiagnosis(kind="solved", reason=reason, advice=advice, since_ns=first.time_ns)
         replaced = sum(each.replaced for each in silent)
         filtered = f", and {replaced} episodes more were replaced for it" if replaced else ""
-        reason = f"no signal since step {first.step}: {what} ({told}){filtered}, so that every advantage is zero"
+        reason = f"no signal since step {first.step}: {what} ({measured}){filtered}, so that every advantage is zero"
         if fall is not None:
-            return Judgement(
+            return SignalDiagnosis(
                 kind="no_signal", reason=f"{fall.reason}, and {reason}", advice=fall.advice, since_ns=fall.since_ns
             )
-        return Judgement(kind="no_signal", reason=reason, advice=_advice(success, equal), since_ns=first.time_ns)
+        return SignalDiagnosis(kind="no_signal", reason=reason, advice=_choose_advice(success, equal), since_ns=first.time_ns)
 
-    def _fall(self) -> Judgement | None:
+    def _diagnose_fall(self) -> SignalDiagnosis | None:
         now = self._steps[-1].mean if self._steps else None
         if now is None or self._best < LEARNED or now > LOST_SHARE * self._best:
             return None
@@ -162,27 +163,30 @@ class LearningSignal:
         after = [each for each in self._steps[high:] if each.success <= LOST_SHARE * self._best] or self._steps[-1:]
         low, begin = after[0], self._steps[high].step
         within = low.step - begin
-        best = max(self._best, self._success_until(high))
+        best = max(self._best, self._compute_success_until(high))
         reason = f"success fell from {best:.2f} to {now:.2f} within {within} step{'s' if within != 1 else ''} of step {begin}"
-        return Judgement(kind="fell", reason=reason, advice=FALL_ADVICE, since_ns=low.time_ns)
+        return SignalDiagnosis(kind="fell", reason=reason, advice=FALL_ADVICE, since_ns=low.time_ns)
 
 
 FALL_ADVICE = (
-    "it will not come back by itself: begin anew with a lower learner.learning_rate or learner.gradient_clip, and see what the "
+    "it will not recover by itself: start again with a lower learner.learning_rate or learner.max_grad_norm, and see what the "
     "tasks were, if they changed"
 )
 
 
-def _advice(success: float, equal: bool) -> str:
+def _choose_advice(success: float, equal: bool) -> str:
     if not equal:
-        return "its episodes run out of tokens: raise episode.max_episode_tokens, or set algorithm.overlong = keep"
+        return (
+            "its episodes run out of tokens: raise episode.max_episode_tokens, "
+            "or set algorithm.mask_truncated_completions = false"
+        )
     if success < 0.05:
         return "read one (`fleetbus episodes RUN`): easier tasks, larger groups, partial rewards? or is the verifier wrong?"
     return "its answers to a task are all alike: a higher episode.temperature, or tasks that it solves now and then"
 
 
-def _last_groups(silent: list[_Step]) -> list[_Step]:
-    """The newest of these steps that hold `MANY_GROUPS` groups: a streak may be long, and its beginning another story."""
+def _select_last_groups(silent: list[_Step]) -> list[_Step]:
+    """The newest of these steps that hold `MANY_GROUPS` groups: a streak may be long, and its beginning may differ."""
     found: list[_Step] = []
     for each in reversed(silent):
         found.append(each)
@@ -191,12 +195,12 @@ def _last_groups(silent: list[_Step]) -> list[_Step]:
     return found
 
 
-def _success(steps: list[_Step]) -> float | None:
-    mean = _weighted(steps, "success")
+def _compute_success(steps: list[_Step]) -> float | None:
+    mean = _compute_weighted_mean(steps, "success")
     return None if math.isnan(mean) else mean
 
 
-def _weighted(steps: list[_Step], name: Literal["success", "reward"]) -> float:
+def _compute_weighted_mean(steps: list[_Step], name: Literal["success", "reward"]) -> float:
     """The mean over the episodes of these steps; NaN if it was not measured."""
     episodes = sum(each.episodes for each in steps)
     values = (each.success if name == "success" else each.reward for each in steps)

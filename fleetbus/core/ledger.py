@@ -20,7 +20,7 @@ class Ledger:
         self._open: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
 
-    def asking(self, episode_id: str) -> None:
+    def register_pending(self, episode_id: str) -> None:
         """A request is about to be stored: its position, still unknown, will be above every one that is known by now.
 
         Its answer may be late, and requests stored after it be settled first: until then the floor stays below it.
@@ -28,7 +28,7 @@ class Ledger:
         if episode_id not in self._sequences:
             self._asking[episode_id] = self._known + 1
 
-    def requested(self, episode_id: str, sequence: int) -> bool:
+    def register(self, episode_id: str, sequence: int) -> bool:
         """Enter a request; False if it is settled or known already."""
         asked = self._asking.pop(episode_id, None) is not None
         self._known = max(self._known, sequence)
@@ -48,7 +48,7 @@ class Ledger:
         self._settled.add(episode_id)
 
     def forget_settled(self) -> None:
-        """Drop what is settled below the floor: nobody has to name it any more, and a run has millions of it."""
+        """Drop what is settled below the floor: it is never named again, and a run has millions."""
         floor = self.floor
         for episode in [episode for episode, sequence in self._sequences.items() if sequence < floor]:
             del self._sequences[episode]

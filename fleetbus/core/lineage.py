@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fleetbus_schemas import LineageStarted
 
 
-def surviving_steps(lineages: Sequence[LineageStarted]) -> dict[str, float]:
+def compute_surviving_steps(lineages: Sequence[LineageStarted]) -> dict[str, float]:
     """The last step of each lineage that counts: the newest has no limit, each parent ends where its child began."""
     if not lineages:
         return {}
@@ -26,6 +26,6 @@ def surviving_steps(lineages: Sequence[LineageStarted]) -> dict[str, float]:
     return surviving
 
 
-def survives(surviving: Mapping[str, float], lineage: str, step: int) -> bool:
-    """True if the step of that lineage counts; steps of a lineage that nobody started do not."""
+def is_surviving(surviving: Mapping[str, float], lineage: str, step: int) -> bool:
+    """True if the step of that lineage counts; steps of a lineage that was never started do not."""
     return step <= surviving.get(lineage, -1.0)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from fleetbus.core.arrays import Array, namespace, stop_gradient
+from fleetbus.core.arrays import Array, find_namespace, stop_gradient
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,22 +29,22 @@ def ppo_clip(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Arra
 
     With ``dual`` the loss of tokens with negative advantage is at most ``-dual A``.
     """
-    return _clipped(token_ratio(logprobs, old_logprobs), advantages, clip)
+    return _clip_ratio(token_ratio(logprobs, old_logprobs), advantages, clip)
 
 
 def gspo(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
     """`ppo_clip` with the sequence's ratio, ``s = exp(mean over its tokens of log(pi / pi_old))``, in place of the token's; the
     gradient reaches each token through ``sg(s) pi / sg(pi)`` (GSPO, arXiv 2507.18071). Meant for `sequence_mean` and small
     clips."""
-    xp = namespace(logprobs)
+    xp = find_namespace(logprobs)
     sequence = stop_gradient(_sequence_mean((logprobs - old_logprobs) * mask, mask))
-    return _clipped(xp.exp(sequence[:, None] + (logprobs - stop_gradient(logprobs))), advantages, clip)
+    return _clip_ratio(xp.exp(sequence[:, None] + (logprobs - stop_gradient(logprobs))), advantages, clip)
 
 
 def cispo(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
     """``-sg(clip(r, 1 - low, 1 + high)) A log pi``: the weight is clipped, the gradient of no token is lost (CISPO, MiniMax-M1,
     arXiv 2506.13585). ``dual`` has no meaning here."""
-    weight = _limited(token_ratio(logprobs, old_logprobs), 1.0 - clip.low, 1.0 + clip.high)
+    weight = _limit_ratio(token_ratio(logprobs, old_logprobs), 1.0 - clip.low, 1.0 + clip.high)
     return -stop_gradient(weight) * advantages * logprobs
 
 
@@ -54,7 +54,7 @@ def dppo_tv(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array
     2602.04879). ``low`` and ``high`` are differences of probabilities, not of ratios; ``old_logprobs`` should be the
     sampler's. ``dual`` has no meaning here. With 1e-3 of the squared log-ratio added (KL k2 at 2e-3) it is prime-rl's default.
     """
-    xp = namespace(logprobs)
+    xp = find_namespace(logprobs)
     now = stop_gradient(logprobs)
     moved = xp.exp(now) - xp.exp(old_logprobs)
     outside = ((advantages > 0) & (moved > clip.high)) | ((advantages <= 0) & (moved < -clip.low))
@@ -75,7 +75,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 def token_ratio(logprobs: Array, old_logprobs: Array) -> Array:
     """``pi / pi_old`` per token."""
-    return namespace(logprobs).exp(logprobs - old_logprobs)
+    return find_namespace(logprobs).exp(logprobs - old_logprobs)
 
 
 def outside_clip(ratio: Array, advantages: Array, clip: Clip) -> Array:
@@ -86,36 +86,36 @@ def outside_clip(ratio: Array, advantages: Array, clip: Clip) -> Array:
 def token_mean(losses: Array, mask: Array, *, tokens: float) -> Array:
     """``sum(losses) / tokens``: each token of the batch weighs the same (DAPO). ``tokens`` is the number of sampled tokens of
     the whole batch, of which ``losses`` may be a part, so that the parts add up."""
-    return namespace(losses).sum(losses * mask) / tokens
+    return find_namespace(losses).sum(losses * mask) / tokens
 
 
 def sequence_mean(losses: Array, mask: Array, *, sequences: float) -> Array:
     """The mean over sequences of the mean over a sequence's tokens (GRPO, GSPO); ``sequences`` counts the whole batch."""
-    return namespace(losses).sum(_sequence_mean(losses * mask, mask)) / sequences
+    return find_namespace(losses).sum(_sequence_mean(losses * mask, mask)) / sequences
 
 
 def sequence_sum(losses: Array, mask: Array, *, sequences: float) -> Array:
     """The mean over sequences of the sum over a sequence's tokens: REINFORCE's own, long sequences weigh more."""
-    return namespace(losses).sum(losses * mask) / sequences
+    return find_namespace(losses).sum(losses * mask) / sequences
 
 
 def constant_mean(losses: Array, mask: Array, *, sequences: float, length: float) -> Array:
     """``sum(losses) / (sequences * length)`` with a constant ``length``: no bias by the length of a sequence (Dr. GRPO)."""
-    return namespace(losses).sum(losses * mask) / (sequences * length)
+    return find_namespace(losses).sum(losses * mask) / (sequences * length)
 
 
-def _clipped(ratio: Array, advantages: Array, clip: Clip) -> Array:
-    xp = namespace(ratio)
-    losses = xp.maximum(-ratio * advantages, -_limited(ratio, 1.0 - clip.low, 1.0 + clip.high) * advantages)
+def _clip_ratio(ratio: Array, advantages: Array, clip: Clip) -> Array:
+    xp = find_namespace(ratio)
+    losses = xp.maximum(-ratio * advantages, -_limit_ratio(ratio, 1.0 - clip.low, 1.0 + clip.high) * advantages)
     if clip.dual is None:
         return losses
     return xp.where(advantages < 0, xp.minimum(losses, -clip.dual * advantages), losses)
 
 
-def _limited(values: Array, low: float, high: float) -> Array:
-    return namespace(values).clip(values, low, high)
+def _limit_ratio(values: Array, low: float, high: float) -> Array:
+    return find_namespace(values).clip(values, low, high)
 
 
 def _sequence_mean(masked: Array, mask: Array) -> Array:
-    xp = namespace(masked)
-    return xp.sum(masked, -1) / _limited(xp.sum(mask, -1), 1.0, float("inf"))
+    xp = find_namespace(masked)
+    return xp.sum(masked, -1) / _limit_ratio(xp.sum(mask, -1), 1.0, float("inf"))

@@ -1,4 +1,4 @@
-"""Prompts of tool-use episodes: how the tools, the call format and the end mark are told to the policy. Pure text."""
+"""Prompts of tool-use episodes: descriptions of the tools, the call format and the end mark. Pure text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_CALL = 'No tool call found. Use <tool_call>{"name": "...", "arguments": {...}
 EXECUTED = "Action executed."
 
 
-def compact_system_prompt(tools: Sequence[ToolSpec]) -> str:
+def build_compact_system_prompt(tools: Sequence[ToolSpec]) -> str:
     """The shortest prompt that says everything: one JSON line per tool, the call format, the end mark."""
     lines = [json.dumps({"name": tool.name, "description": tool.description, "parameters": tool.parameters}) for tool in tools]
     return (
@@ -24,7 +24,7 @@ def compact_system_prompt(tools: Sequence[ToolSpec]) -> str:
     )
 
 
-def fleet_system_prompt(
+def build_fleet_system_prompt(
     tools: Sequence[ToolSpec],
     *,
     today: date,
@@ -37,34 +37,34 @@ def fleet_system_prompt(
     """
     sections = [
         "You are an agent. Complete the user's task by calling tools.",
-        _date_section(today),
-        _context_section(env_variables or {}),
+        _build_date_section(today),
+        _build_context_section(env_variables or {}),
         _BROWSER if modality in ("computer_use", "browser_use") else "",
-        "## Available Tools\n" + json.dumps([_function(tool) for tool in tools], indent=2, ensure_ascii=False),
-        _format_section(tools),
+        "## Available Tools\n" + json.dumps([_build_function(tool) for tool in tools], indent=2, ensure_ascii=False),
+        _build_format_section(tools),
         _ERRORS,
         _ANSWERS,
     ]
     return "\n\n".join(section for section in sections if section)
 
 
-def tool_result_text(result: Any) -> str:
+def format_tool_result(result: Any) -> str:
     """What the policy reads after a call. Text stays as it is, anything else becomes JSON; a result that says that it is an
-    error (see `result_error`) is shown as one; nothing at all is an acknowledgement."""
-    error = result_error(result)
+    error (see `find_result_error`) is shown as one; nothing at all is an acknowledgement."""
+    error = find_result_error(result)
     if error is not None:
-        return error_text(error)
+        return format_error(error)
     if result is None or result in ("", {}, []):
         return EXECUTED
     return TOOL_RESULT + (result if isinstance(result, str) else json.dumps(result, indent=2, ensure_ascii=False, default=str))
 
 
-def error_text(message: str) -> str:
+def format_error(message: str) -> str:
     """What the policy reads after a call that failed."""
     return message if message.lower().startswith("error:") else f"Error: {message or 'the tool failed without a reason'}"
 
 
-def result_error(result: Any) -> str | None:
+def find_result_error(result: Any) -> str | None:
     """The error that a result reports by its shape: text that starts with ``Error:``, or an object with a true ``error``."""
     if isinstance(result, str):
         text = result.strip()
@@ -74,17 +74,17 @@ def result_error(result: Any) -> str | None:
     return None
 
 
-def unknown_tool(name: str, tools: Sequence[ToolSpec]) -> str:
+def format_unknown_tool(name: str, tools: Sequence[ToolSpec]) -> str:
     """What the policy reads after a call of a tool that does not exist."""
-    return error_text(f"unknown tool {json.dumps(name)}. Available tools: {', '.join(tool.name for tool in tools) or 'none'}")
+    return format_error(f"unknown tool {json.dumps(name)}. Available tools: {', '.join(tool.name for tool in tools) or 'none'}")
 
 
-def further_calls(count: int) -> str:
+def format_further_calls(count: int) -> str:
     """A line for the end of an observation when a message held ``count`` calls more than the one that was executed."""
     return f"\n({count} further tool call{'s' if count > 1 else ''} not executed: one per message.)"
 
 
-def cut_text(text: str, limit_bytes: int) -> str:
+def truncate_text(text: str, limit_bytes: int) -> str:
     """``text`` as UTF-8 can carry it, if that is at most ``limit_bytes`` long; else its beginning and a notice, together
     within the limit. Lone surrogates become question marks."""
     if text.isascii() and len(text) <= limit_bytes:
@@ -96,26 +96,26 @@ def cut_text(text: str, limit_bytes: int) -> str:
     return encoded[: max(0, limit_bytes - len(notice))].decode("utf-8", "ignore") + notice
 
 
-def _function(tool: ToolSpec) -> dict[str, Any]:
+def _build_function(tool: ToolSpec) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
-def _date_section(today: date) -> str:
+def _build_date_section(today: date) -> str:
     return (
         f"## Current Date\nToday is {today.isoformat()}. "
         f"A date without a year is in the current year ({today.year}) or in the future."
     )
 
 
-def _context_section(variables: Mapping[str, Any]) -> str:
+def _build_context_section(variables: Mapping[str, Any]) -> str:
     named = {"LOGGED_IN_USER": "Logged in user ID", "LOGGED_IN_NAME": "Logged in as"}
     lines = [f"- {label}: {variables[key]}" for key, label in named.items() if variables.get(key)]
     lines += [f"- {key}: {value}" for key, value in variables.items() if key not in (*named, "CURRENT_DATE")]
     return "## Environment Context\n" + "\n".join(lines) if lines else ""
 
 
-def _format_section(tools: Sequence[ToolSpec]) -> str:
+def _build_format_section(tools: Sequence[ToolSpec]) -> str:
     return (
         f"## Tool Call Format\nThe tools are: {', '.join(tool.name for tool in tools)}. To call one of them, write:\n"
         '<tool_call>{"name": "<tool_name_from_above>", "arguments": {"<parameter>": "<value>"}}</tool_call>'

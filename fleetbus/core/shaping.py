@@ -1,4 +1,4 @@
-"""What is done about episodes that ran out of tokens, and about groups that say nothing (DAPO, arXiv 2503.14476). Pure."""
+"""Penalty of overlong episodes, and detection of groups without signal (DAPO, arXiv 2503.14476). Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOLERANCE = 1e-6
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float = 1.0) -> float:
-    """The soft overlong punishment, to be added to the reward; all lengths in tokens.
+    """The soft overlong penalty, to be added to the reward; all lengths in tokens.
 
     0 up to ``limit - buffer``, then ``-factor * (length - (limit - buffer)) / buffer``, never below ``-factor``.
     """
@@ -19,6 +19,6 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float = 1.
     return -factor * min(max(exceeding / buffer, 0.0), 1.0)
 
 
-def says_nothing(rewards: Sequence[float]) -> bool:
+def has_zero_variance(rewards: Sequence[float]) -> bool:
     """True if all rewards of a group are equal: every advantage would be zero, and dynamic sampling replaces the group."""
     return not rewards or max(rewards) - min(rewards) <= TOLERANCE

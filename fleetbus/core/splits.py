@@ -1,4 +1,4 @@
-"""Train and held-out tasks, told apart by the hash of their keys: no state, no randomness, and exact counts per environment."""
+"""Train and held-out tasks, split by the hash of their keys: no state, no randomness, and exact counts per environment."""
 
 from __future__ import annotations
 
@@ -40,54 +40,54 @@ def split_tasks(
         raise ValueError(f"max_env_share {max_env_share} is not above 0 and at most 1")
     train: dict[str, list[str]] = {}
     evaluation: dict[str, list[str]] = {}
-    whole = _by_environment(task for task in tasks if _is_held_out(task, held_out))
-    for environment, keys in _by_environment(task for task in tasks if not _is_held_out(task, held_out)).items():
-        count = _eval_count(len(keys), eval_ratio, max_eval, min_eval, all_or_none=all_or_none)
+    whole = _group_by_environment(task for task in tasks if _is_held_out(task, held_out))
+    for environment, keys in _group_by_environment(task for task in tasks if not _is_held_out(task, held_out)).items():
+        count = _compute_eval_count(len(keys), eval_ratio, max_eval, min_eval, all_or_none=all_or_none)
         evaluation[environment], train[environment] = keys[:count], keys[count:]
     for environment, keys in whole.items():
-        evaluation[environment] = sorted([*evaluation.get(environment, []), *keys], key=_hash_order)
+        evaluation[environment] = sorted([*evaluation.get(environment, []), *keys], key=_compute_hash_order)
     evaluation = dict(sorted(evaluation.items()))
     if max_eval_total is not None:
-        evaluation = _capped_in_turns(evaluation, max_eval_total, eval_floor)
-    train = _capped_by_share(train, max_env_share)
-    return _chosen(tasks, train), _chosen(tasks, evaluation)
+        evaluation = _cap_round_robin(evaluation, max_eval_total, eval_floor)
+    train = _cap_by_share(train, max_env_share)
+    return _select_environments(tasks, train), _select_environments(tasks, evaluation)
 
 
-def key_hash(key: str) -> float:
+def hash_key(key: str) -> float:
     """Where a key falls in [0, 1): the first eight bytes of its MD5, as Fleet's data preparation has it."""
     digest = hashlib.md5(key.encode("utf-8", "replace"), usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "big") / (1 << 64)
 
 
-def _hash_order(key: str) -> tuple[float, str]:
-    return key_hash(key), key
+def _compute_hash_order(key: str) -> tuple[float, str]:
+    return hash_key(key), key
 
 
 def _is_held_out(task: Task, held_out: Collection[str]) -> bool:
     return task.env in held_out or f"{task.modality}:{task.env}" in held_out
 
 
-def _by_environment(tasks: Iterable[Task]) -> dict[str, list[str]]:
+def _group_by_environment(tasks: Iterable[Task]) -> dict[str, list[str]]:
     """Keys by environment, the lowest hashes first."""
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for task in tasks:
         keys[task.env].append(task.key)
-    return {environment: sorted(keys[environment], key=_hash_order) for environment in sorted(keys)}
+    return {environment: sorted(keys[environment], key=_compute_hash_order) for environment in sorted(keys)}
 
 
-def _chosen(tasks: Iterable[Task], keys: dict[str, list[str]]) -> list[Task]:
+def _select_environments(tasks: Iterable[Task], keys: dict[str, list[str]]) -> list[Task]:
     chosen = {(environment, key) for environment, found in keys.items() for key in found}
     return [task for task in tasks if (task.env, task.key) in chosen]
 
 
-def _eval_count(count: int, ratio: float, most: int, least: int, *, all_or_none: bool) -> int:
+def _compute_eval_count(count: int, ratio: float, most: int, least: int, *, all_or_none: bool) -> int:
     wanted = math.floor(count * ratio + 1e-9)  # 0.29 * 100 is 28.999...
     if all_or_none and min(wanted, most) < least:
         return 0
     return max(0, min(max(wanted, least), most, count - 1))
 
 
-def _capped_in_turns(keys: dict[str, list[str]], limit: int, floor: int) -> dict[str, list[str]]:
+def _cap_round_robin(keys: dict[str, list[str]], limit: int, floor: int) -> dict[str, list[str]]:
     """At most ``limit`` keys: ``floor`` of each environment even beyond it, then one of each in turn."""
     if sum(map(len, keys.values())) <= limit:
         return keys
@@ -100,7 +100,7 @@ def _capped_in_turns(keys: dict[str, list[str]], limit: int, floor: int) -> dict
     return kept
 
 
-def _capped_by_share(keys: dict[str, list[str]], share: float) -> dict[str, list[str]]:
+def _cap_by_share(keys: dict[str, list[str]], share: float) -> dict[str, list[str]]:
     """At most ``share`` of all keys from one environment; with fewer environments than 1 / ``share``, an equal part."""
     present = sum(bool(found) for found in keys.values())
     if share >= 1 or present < 2:

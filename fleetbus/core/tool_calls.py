@@ -57,9 +57,9 @@ class _Block(msgspec.Struct, frozen=True):
 def parse_tool_calls(text: str, *, strict: bool = False) -> ParsedText:
     """The tool calls in ``text``; ``strict`` reads at most one, as the reference does, without checking its types."""
     if strict:
-        call = _strict_call(text)
+        call = _parse_strict_call(text)
         return ParsedText(calls=() if call is None else (call,))
-    blocks = list(_blocks(text))
+    blocks = list(_find_blocks(text))
     return ParsedText(
         calls=tuple(block.call for block in blocks if block.call is not None),
         errors=tuple(block.error for block in blocks if block.call is None),
@@ -74,14 +74,14 @@ def is_done(text: str) -> bool:
 def final_answer(text: str) -> str:
     """What remains of the text without tool calls and end marks."""
     kept, position = [], 0
-    for block in _blocks(text):
+    for block in _find_blocks(text):
         kept.append(text[position : block.start])
         position = block.stop
     kept.append(text[position:])
     return _DONE.sub("", "".join(kept)).strip()
 
 
-def _blocks(text: str) -> Iterator[_Block]:
+def _find_blocks(text: str) -> Iterator[_Block]:
     opening = _OPENING.search(text)
     count = 0
     while opening is not None and count < MAX_CALLS:
@@ -101,7 +101,7 @@ def _read_block(text: str, start: int, after_tag: int) -> _Block:
     if closing:
         stop = closing.end()
     try:
-        return _Block(start, stop, _checked_call(value))
+        return _Block(start, stop, _validate_call(value))
     except ValueError as problem:
         return _Block(start, stop, None, str(problem))
 
@@ -111,9 +111,9 @@ def _decode(text: str, begin: int) -> tuple[Any, int, str]:
     try:
         value, stop = _decoder.raw_decode(text, begin)
     except (ValueError, RecursionError) as problem:
-        limit, stop = _extent(text, begin)
+        limit, stop = _find_extent(text, begin)
         body = text[begin:limit].rstrip().rstrip("`")
-        balanced = _balanced(body)
+        balanced = _close_brackets(body)
         if balanced is not None:
             try:
                 return _decoder.decode(balanced), stop, ""
@@ -123,7 +123,7 @@ def _decode(text: str, begin: int) -> tuple[Any, int, str]:
     return value, stop, ""
 
 
-def _extent(text: str, begin: int) -> tuple[int, int]:
+def _find_extent(text: str, begin: int) -> tuple[int, int]:
     """Where the body of a block that is no complete JSON ends, and where reading goes on after it."""
     closing = _CLOSING.search(text, begin)
     following = _OPENING.search(text, begin)
@@ -135,7 +135,7 @@ def _extent(text: str, begin: int) -> tuple[int, int]:
     return closing.start(), closing.start() if closing.group() == "<|" else closing.end()
 
 
-def _balanced(body: str) -> str | None:
+def _close_brackets(body: str) -> str | None:
     """``body`` with the brackets that it lacks, or None if a string is cut, nothing is lacking, or too much."""
     pieces: list[str] = []
     closers: list[str] = []
@@ -161,7 +161,7 @@ def _balanced(body: str) -> str | None:
     return "".join((*pieces, body[position:], *reversed(closers)))
 
 
-def _checked_call(value: Any) -> ToolCall:
+def _validate_call(value: Any) -> ToolCall:
     if not isinstance(value, dict):
         raise ValueError("a tool call must be a JSON object")
     name = value.get("name") or value.get("tool")
@@ -176,27 +176,27 @@ def _checked_call(value: Any) -> ToolCall:
             raise ValueError("arguments must be a JSON object") from None
     if not isinstance(arguments, dict):
         raise ValueError("arguments must be a JSON object")
-    return ToolCall(name=_portable_text(name.strip()), arguments=_portable(arguments, MAX_DEPTH))
+    return ToolCall(name=_replace_surrogates(name.strip()), arguments=_make_portable(arguments, MAX_DEPTH))
 
 
-def _portable(value: Any, depth: int) -> Any:
+def _make_portable(value: Any, depth: int) -> Any:
     """``value`` as msgpack can carry it: lone surrogates replaced, nesting bounded (`ValueError` beyond)."""
     if isinstance(value, str):
-        return _portable_text(value)
+        return _replace_surrogates(value)
     if not isinstance(value, dict | list):
         return value
     if depth == 0:
         raise ValueError(f"arguments are nested deeper than {MAX_DEPTH}")
     if isinstance(value, list):
-        return [_portable(item, depth - 1) for item in value]
-    return {_portable_text(key): _portable(item, depth - 1) for key, item in value.items()}
+        return [_make_portable(item, depth - 1) for item in value]
+    return {_replace_surrogates(key): _make_portable(item, depth - 1) for key, item in value.items()}
 
 
-def _portable_text(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
-def _integer(digits: str) -> int | float:
+def _parse_integer(digits: str) -> int | float:
     """An integer that fits 64 bits, else a float as most JSON readers make of it; `ValueError` if it exceeds that too."""
     if len(digits) <= 18:
         return int(digits)
@@ -206,12 +206,12 @@ def _integer(digits: str) -> int | float:
     return value if -(1 << 63) <= value < 1 << 64 else float(value)
 
 
-_decoder = json.JSONDecoder(parse_int=_integer)
+_decoder = json.JSONDecoder(parse_int=_parse_integer)
 
 
-def _strict_call(text: str) -> ToolCall | None:
+def _parse_strict_call(text: str) -> ToolCall | None:
     for tag in TAGS:
-        value = _strict_value(_strict_body(text, tag))
+        value = _parse_strict_value(_find_strict_body(text, tag))
         if not isinstance(value, dict):
             continue
         name = value.get("name") or value.get("tool")
@@ -221,7 +221,7 @@ def _strict_call(text: str) -> ToolCall | None:
     return None
 
 
-def _strict_body(text: str, tag: str) -> str:
+def _find_strict_body(text: str, tag: str) -> str:
     """What stands between the first opening tag and the first end after it: its closing tag, else ``<|``, else the end."""
     _, opening, rest = text.partition(f"<{tag}>")
     if not opening:
@@ -230,7 +230,7 @@ def _strict_body(text: str, tag: str) -> str:
     return (body if closing else rest.partition("<|")[0]).strip()
 
 
-def _strict_value(body: str) -> Any:
+def _parse_strict_value(body: str) -> Any:
     for closers in ("", "}", "}}", "}}}"):
         try:
             return json.loads(body + closers)

@@ -19,7 +19,7 @@ def trace_id(run: str, episode_id: str, deadline_ns: int) -> int:
     return _hash(f"{run}/{episode_id}/{deadline_ns}", TRACE_BYTES)
 
 
-def session_trace_id(run: str, session: str) -> int:
+def compute_session_trace_id(run: str, session: str) -> int:
     """The trace of a step-wise session; no episode can have a name with a slash."""
     return trace_id(run, f"session/{session}", 0)
 
@@ -29,17 +29,17 @@ def span_id(trace: int, path: str = ROOT) -> int:
     return _hash(f"{trace:032x}/{path}", SPAN_BYTES)
 
 
-def turn_path(attempt: int, turn: int) -> str:
+def build_turn_path(attempt: int, turn: int) -> str:
     """The path of one turn."""
     return f"attempt/{attempt}/turn/{turn}"
 
 
-def call_path(key: str) -> str:
+def build_call_path(key: str) -> str:
     """The path of one call of a session; whoever repeats a call repeats its key."""
     return f"call/{key}"
 
 
-def traceparent(trace: int, path: str = ROOT) -> str:
+def format_traceparent(trace: int, path: str = ROOT) -> str:
     """The header with which something that is not of fleetbus, a tool server say, joins its spans below one of these."""
     return f"00-{trace:032x}-{span_id(trace, path):016x}-01"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fleetbus.core.advantages import EPSILON
 
 
-def turn_returns(turn_rewards: Sequence[float], outcome_reward: float, *, turns: int, discount: float) -> list[float]:
+def compute_turn_returns(turn_rewards: Sequence[float], outcome_reward: float, *, turns: int, discount: float) -> list[float]:
     """The discounted return of each of ``turns`` turns, ``G_k = sum over l >= k of discount^(l - k) r_l``.
 
     ``outcome_reward`` comes with the last turn, on top of that turn's own reward. Missing turn rewards are 0.
@@ -26,7 +26,7 @@ def turn_returns(turn_rewards: Sequence[float], outcome_reward: float, *, turns:
     return returns[::-1]
 
 
-def turn_advantages(
+def compute_turn_advantages(
     returns: Sequence[Sequence[float]], groups: Sequence[int], *, minimum: int = 2, normalise: bool = False
 ) -> list[list[float]]:
     """Each turn's return minus the mean of its group's returns at the same turn.

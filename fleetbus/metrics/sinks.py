@@ -58,7 +58,7 @@ class JsonlSink:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What tells a line from others: a step that was trained again, by a later lineage, has another time."""
+    """What identifies a line: a step that was trained again, by a later lineage, has another time."""
 
     step: int
     time: float

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.core.history import Turn, fold_history
-from fleetbus.episodes import decoded, episode_entry
+from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
     Action,
     AttemptReleased,
@@ -57,32 +57,32 @@ class EpisodeIndex:
     def __init__(self) -> None:
         self.rows: dict[str, EpisodeRow] = {}
 
-    def add(self, entry: Stored) -> None:
+    def add(self, entry: StreamEntry) -> None:
         """Note an entry; those of other subjects and those that are no messages say nothing."""
         kind = entry.subject.split(".", 3)[2]
         try:
             if kind == "task":
-                self._requested(entry, decode(EpisodeRequested, entry.payload))
+                self._add_request(entry, decode(EpisodeRequested, entry.payload))
             elif kind == "episode":
-                self._happened(entry)
+                self._add_event(entry)
         except MalformedMessage:
             return
 
-    def _requested(self, entry: Stored, request: EpisodeRequested) -> None:
-        row = self._row(request.episode_id, entry)
+    def _add_request(self, entry: StreamEntry, request: EpisodeRequested) -> None:
+        row = self._get_row(request.episode_id, entry)
         row.group_id, row.split, row.policy = request.group_id, request.split, request.policy
         row.task_key, row.env = request.task.key, request.task.env
         row.requested_ns = entry.time_ns
 
-    def _happened(self, entry: Stored) -> None:
-        row = self._row(entry.subject.rpartition(".")[2], entry)
-        message = episode_entry(entry)
+    def _add_event(self, entry: StreamEntry) -> None:
+        row = self._get_row(entry.subject.rpartition(".")[2], entry)
+        message = decode_episode_entry(entry)
         if isinstance(message, AttemptStarted):
             row.attempts, row.worker = message.attempt, message.worker
         elif isinstance(message, EpisodeFinished) and not row.outcome:
-            self._finished(row, entry, message)
+            self._add_result(row, entry, message)
 
-    def _finished(self, row: EpisodeRow, entry: Stored, result: EpisodeFinished) -> None:
+    def _add_result(self, row: EpisodeRow, entry: StreamEntry, result: EpisodeFinished) -> None:
         for field in ("group_id", "split", "task_key", "env", "outcome", "error_class", "error", "reward", "turns", "tokens"):
             setattr(row, field, getattr(result, field))
         for field in ("tool_calls", "tool_errors", "attempts", "policy_versions", "worker", "timings"):
@@ -90,7 +90,7 @@ class EpisodeIndex:
         if row.requested_ns:
             row.seconds = (entry.time_ns - row.requested_ns) / 1e9
 
-    def _row(self, episode_id: str, entry: Stored) -> EpisodeRow:
+    def _get_row(self, episode_id: str, entry: StreamEntry) -> EpisodeRow:
         return self.rows.setdefault(episode_id, EpisodeRow(episode_id=episode_id, sequence=entry.sequence))
 
 
@@ -114,7 +114,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[TranscriptTurn, ...]
 
 
-def episode_subjects(subjects: Subjects, episode_id: str) -> list[str]:
+def build_episode_subjects(subjects: Subjects, episode_id: str) -> list[str]:
     """Wildcards that match every entry of one episode."""
     return [
         subjects.task("*", episode_id),
@@ -124,29 +124,31 @@ def episode_subjects(subjects: Subjects, episode_id: str) -> list[str]:
     ]
 
 
-def read_transcript(entries: Iterable[Stored]) -> Transcript:
+def read_transcript(entries: Iterable[StreamEntry]) -> Transcript:
     """The transcript of the one episode that ``entries`` are of, in log order; others must not be among them."""
-    by_kind: dict[str, list[Stored]] = {}
+    by_kind: dict[str, list[StreamEntry]] = {}
     for entry in entries:
         by_kind.setdefault(entry.subject.split(".", 3)[2], []).append(entry)
-    story = by_kind.get("episode", [])
-    claims = tuple(claim for _, claim in decoded(AttemptStarted, story, beside=(AttemptReleased, EpisodeFinished)))
-    results = decoded(EpisodeFinished, story, beside=(AttemptStarted, AttemptReleased))
-    requests = decoded(EpisodeRequested, by_kind.get("task", []))
-    observations = [each for _, each in decoded(Observation, by_kind.get("obs", []))]
+    episode_entries = by_kind.get("episode", [])
+    claims = tuple(
+        claim for _, claim in decode_entries(AttemptStarted, episode_entries, beside=(AttemptReleased, EpisodeFinished))
+    )
+    results = decode_entries(EpisodeFinished, episode_entries, beside=(AttemptStarted, AttemptReleased))
+    requests = decode_entries(EpisodeRequested, by_kind.get("task", []))
+    observations = [each for _, each in decode_entries(Observation, by_kind.get("obs", []))]
     turns = [
         Turn(sequence=entry.sequence, lane=entry.subject.split(".")[3], action=action)
-        for entry, action in decoded(Action, by_kind.get("act", []))
+        for entry, action in decode_entries(Action, by_kind.get("act", []))
     ]
     return Transcript(
         request=requests[0][1] if requests else None,
         result=results[0][1] if results else None,
         claims=claims,
-        turns=tuple(_turns(fold_history(claims, turns), observations, claims)),
+        turns=tuple(_build_turns(fold_history(claims, turns), observations, claims)),
     )
 
 
-def _turns(
+def _build_turns(
     history: tuple[Turn, ...], observations: list[Observation], claims: tuple[AttemptStarted, ...]
 ) -> Iterable[TranscriptTurn]:
     seen = {(each.attempt, each.turn): each for each in observations}

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.errors import BusError
 from fleetbus.recording.objects import References
 from fleetbus.recording.reader import RecordingReader
@@ -46,9 +46,9 @@ class Export:
         self.seen = 0
         """Entries read so far, selected or not."""
 
-    async def copy(self, entries: AsyncIterator[Stored], *, progress: Callable[[int], None] = lambda seen: None) -> None:
+    async def copy(self, entries: AsyncIterator[StreamEntry], *, progress: Callable[[int], None] = lambda seen: None) -> None:
         """Write all of ``entries``."""
-        batch: list[Stored] = []
+        batch: list[StreamEntry] = []
         async for entry in entries:
             batch.append(entry)
             if len(batch) >= FRAME_ENTRIES:
@@ -69,7 +69,7 @@ class Export:
     ) -> None:
         """Write what is stored from ``start`` on until ``stop`` is set, flushing once a second; then what is there by then, if
         the server still is."""
-        batch: list[Stored] = []
+        batch: list[StreamEntry] = []
         async with bus.read([subjects.log], start=start) as reader, anyio.create_task_group() as group:
             group.start_soon(_cancel_when_set, stop, group.cancel_scope)
             while True:
@@ -77,10 +77,10 @@ class Export:
                 with anyio.move_on_after(FLUSH_SECONDS):
                     while len(batch) < FRAME_ENTRIES:
                         batch.append(await reader.receive())
-                await self._write_through(batch)
+                await self._write_and_flush(batch)
                 start, batch = batch[-1].sequence + 1, []
                 progress(self.seen)
-        await self._write_through(batch)
+        await self._write_and_flush(batch)
         try:
             with anyio.fail_after(END_SECONDS):
                 end = await bus.last_sequence()
@@ -90,23 +90,23 @@ class Export:
         if start <= end:
             await self.copy(bus.scan([subjects.log], start=start), progress=progress)
 
-    async def _write_through(self, batch: Sequence[Stored]) -> None:
+    async def _write_and_flush(self, batch: Sequence[StreamEntry]) -> None:
         """Write and flush; what was received is written whole even when following ends meanwhile."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.write, batch)
             await anyio.to_thread.run_sync(self._writer.flush)
 
-    def write(self, entries: Sequence[Stored]) -> None:
+    def write(self, entries: Sequence[StreamEntry]) -> None:
         """Select, clean and write; blocking."""
         self.seen += len(entries)
-        chosen: Iterable[Stored] = entries
+        chosen: Iterable[StreamEntry] = entries
         if self._selected is not None:
             chosen = (entry for entry in entries if is_selected(entry.subject, self._selected))
         if self._redactor is not None:
             chosen = map(self._redactor.clean, chosen)
         written = list(chosen)
         self.references.note(written)
-        self.published += [uri for entry in written for uri in _published(entry)]
+        self.published += [uri for entry in written for uri in _find_policy_uris(entry)]
         self._writer.add(written)
 
 
@@ -118,7 +118,7 @@ def is_selected(subject: str, episodes: Container[str]) -> bool:
     return kind in EPISODE_KINDS and subject.rpartition(".")[2] in episodes
 
 
-def _published(entry: Stored) -> Iterator[str]:
+def _find_policy_uris(entry: StreamEntry) -> Iterator[str]:
     if entry.subject.split(".", 3)[2] == "policy":
         try:
             yield decode(PolicyPublished, entry.payload).uri
@@ -126,10 +126,10 @@ def _published(entry: Stored) -> Iterator[str]:
             return  # a learner's LineageStarted stands beside the versions
 
 
-async def scan_recording(reader: RecordingReader) -> AsyncIterator[Stored]:
+async def scan_recording(reader: RecordingReader) -> AsyncIterator[StreamEntry]:
     """The entries of a recording, without blocking the event loop."""
     entries = reader.entries()
-    while batch := await anyio.to_thread.run_sync(_take, entries):
+    while batch := await anyio.to_thread.run_sync(_read_batch, entries):
         for entry in batch:
             yield entry
 
@@ -150,5 +150,5 @@ async def _cancel_when_set(stop: anyio.Event, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-def _take(entries: Iterator[Stored]) -> list[Stored]:
+def _read_batch(entries: Iterator[StreamEntry]) -> list[StreamEntry]:
     return list(islice(entries, FRAME_ENTRIES))

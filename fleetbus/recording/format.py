@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fleetbus.archive_format import ArchivedEntry, TornRecord, frame, read_frame
-from fleetbus.bus.base import Stored
+from fleetbus.archive_format import ArchivedEntry, TornRecord, encode_frame, read_frame
+from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus_schemas import MESSAGES
 
@@ -86,7 +86,7 @@ _decode_file = msgspec.msgpack.Decoder(FilePart).decode
 _decode_end = msgspec.msgpack.Decoder(RecordingEnd).decode
 
 
-def message_schema() -> str:
+def compute_message_schema() -> str:
     """A short name for the messages and their fields as this fleetbus knows them."""
     spelled = ";".join(f"{kind.__name__}:{','.join(kind.__struct_fields__)}" for kind in MESSAGES)
     return hashlib.blake2b(spelled.encode(), digest_size=6).hexdigest()
@@ -94,23 +94,23 @@ def message_schema() -> str:
 
 def encode_start(header: RecordingHeader) -> bytes:
     """What stands before the first part."""
-    return MAGIC + frame(_encode(header))
+    return MAGIC + encode_frame(_encode(header))
 
 
 def encode_part(part: Part) -> bytes:
     """One part as a frame."""
     kind = ENTRIES if isinstance(part, list) else FILE if isinstance(part, FilePart) else END
-    return frame(kind + zlib.compress(_encode(part), COMPRESSION_LEVEL))
+    return encode_frame(kind + zlib.compress(_encode(part), COMPRESSION_LEVEL))
 
 
-def archived(entry: Stored) -> ArchivedEntry:
+def encode_archived_entry(entry: StreamEntry) -> ArchivedEntry:
     """An entry of the log as recordings keep it."""
     return ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)
 
 
-def stored(entry: ArchivedEntry) -> Stored:
+def decode_archived_entry(entry: ArchivedEntry) -> StreamEntry:
     """The entry of the log that a recording kept."""
-    return Stored(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
+    return StreamEntry(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
 
 
 def read_start(file: BufferedReader, path: Path) -> RecordingHeader:
@@ -131,10 +131,10 @@ def read_parts(file: BufferedReader) -> Iterator[Part]:
     while file.peek(1):
         offset = file.tell()
         payload = read_frame(file)
-        yield _part(payload, offset)
+        yield _decode_part(payload, offset)
 
 
-def _part(payload: bytes, offset: int) -> Part:
+def _decode_part(payload: bytes, offset: int) -> Part:
     decoders: dict[bytes, Any] = {ENTRIES: _decode_entries, FILE: _decode_file, END: _decode_end}
     decoder = decoders.get(payload[:1])
     if decoder is None:

@@ -2,7 +2,7 @@
 
 An object is a file of the recording whose name begins with `OBJECTS`. Token ids and texts are redacted; contents cannot be, for
 their names are their hashes. So a recording without secrets leaves out whatever object a secret can be read in, and says that
-nobody has looked into pictures.
+pictures have not been inspected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.recording.format import OBJECTS
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import RecordingWriter
@@ -38,12 +38,12 @@ class References:
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
 
-    def note(self, entries: Iterable[Stored]) -> None:
+    def note(self, entries: Iterable[StreamEntry]) -> None:
         for entry in entries:
-            self.names.update(dict.fromkeys(referenced_objects(entry)))
+            self.names.update(dict.fromkeys(find_referenced_objects(entry)))
 
 
-def referenced_objects(entry: Stored) -> Iterator[str]:
+def find_referenced_objects(entry: StreamEntry) -> Iterator[str]:
     """The objects that an Observation, an Action or a version of the policy names; none for what is no message."""
     kind = entry.subject.split(".", 3)[2]
     try:

@@ -8,9 +8,17 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.archive_format import ArchivedEntry, TornRecord
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
-from fleetbus.recording.format import OBJECTS, FilePart, RecordingEnd, RecordingHeader, read_parts, read_start, stored
+from fleetbus.recording.format import (
+    OBJECTS,
+    FilePart,
+    RecordingEnd,
+    RecordingHeader,
+    decode_archived_entry,
+    read_parts,
+    read_start,
+)
 from fleetbus_schemas import Subjects
 
 
@@ -20,7 +28,7 @@ class Recording(msgspec.Struct, kw_only=True):
 
     path: Path
     header: RecordingHeader
-    entries: list[Stored]
+    entries: list[StreamEntry]
     files: dict[str, bytes] = msgspec.field(default_factory=dict)
     objects: dict[str, bytes] = msgspec.field(default_factory=dict)
     torn: str = ""
@@ -51,7 +59,7 @@ class RecordingReader:
         self._growing: dict[str, bytearray] = {}
         self._ended = False
 
-    def entries(self) -> Iterator[Stored]:
+    def entries(self) -> Iterator[StreamEntry]:
         """All whole entries in order."""
         count = 0
         with self.path.open("rb") as file:
@@ -68,8 +76,8 @@ class RecordingReader:
         if not self._ended and not self.torn:
             self.torn = f"{self.path} has no end: its writer was cut off after {count} entries"
 
-    def _entries(self, part: list[ArchivedEntry]) -> Iterator[Stored]:
-        return (stored(entry) for entry in part)
+    def _entries(self, part: list[ArchivedEntry]) -> Iterator[StreamEntry]:
+        return (decode_archived_entry(entry) for entry in part)
 
     def _note(self, part: FilePart | RecordingEnd) -> None:
         if isinstance(part, RecordingEnd):

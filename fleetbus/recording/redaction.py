@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.bus.base import Stored
-from fleetbus.config.load import without_credentials
+from fleetbus.bus.base import StreamEntry
+from fleetbus.config.load import strip_credentials
 from fleetbus.logs import REDACTED, SECRET_WORDS
 
 SHORTEST_KNOWN_SECRET = 8
@@ -59,11 +59,11 @@ class Redactor:
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self._known = {value for value in known if len(value) >= SHORTEST_KNOWN_SECRET}
-        self._known_bytes = _any_of(self._known)
+        self._known_bytes = _compile_alternatives(self._known)
         self._wiped: set[tuple[str, int]] = set()
         self.redacted = 0
 
-    def clean(self, entry: Stored) -> Stored:
+    def clean(self, entry: StreamEntry) -> StreamEntry:
         """The entry without secrets; the same object if there were none."""
         payload = entry.payload
         is_action_after = bool(self._wiped) and b"prompt_delta" in payload
@@ -72,17 +72,17 @@ class Redactor:
         try:
             content = msgspec.msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return self._unreadable(entry)
+            return self._replace_unreadable(entry)
         if not isinstance(content, dict):
-            return self._unreadable(entry)
-        cleaned = self._cleaned_message(content)
+            return self._replace_unreadable(entry)
+        cleaned = self._clean_message(content)
         if cleaned == content:
             return entry
         self.redacted += 1
         return msgspec.structs.replace(entry, payload=msgspec.msgpack.encode(cleaned))
 
     def finds_secret(self, content: bytes) -> bool:
-        """Whether a secret can be read in a file's bytes. What is compressed, or shown by pixels, nobody can read here."""
+        """Whether a secret can be read in a file's bytes. Compressed content and pixels are not inspected."""
         text = content.decode("latin-1")
         if any(value in text for value in self._known) or _FORMAT.search(text):
             return True
@@ -95,8 +95,8 @@ class Redactor:
                 text = text.replace(value, REDACTED)
         text = _FORMAT.sub(REDACTED, text)
         text = _BEARER.sub(rf"\1{REDACTED}", text)
-        text = _URL.sub(lambda found: without_credentials(found.group()), text)
-        return _ASSIGNED.sub(_assigned, text)
+        text = _URL.sub(lambda found: strip_credentials(found.group()), text)
+        return _ASSIGNED.sub(_redact_assignment, text)
 
     def clean_value(self, key: str, value: Any) -> Any:
         """A JSON-like value without secrets; ``key`` is where it stands."""
@@ -107,11 +107,11 @@ class Redactor:
         if not isinstance(value, str):
             return value
         if value and value != REDACTED and _is_secret(key):
-            self._learn(value)
+            self._add_known(value)
             return REDACTED
         return self.clean_text(value)
 
-    def _cleaned_message(self, content: dict[str, Any]) -> dict[str, Any]:
+    def _clean_message(self, content: dict[str, Any]) -> dict[str, Any]:
         cleaned: dict[str, Any] = self.clean_value("", content)
         turn = (content.get("episode_id", ""), content.get("turn", 0))
         match content.get("type"):
@@ -124,7 +124,7 @@ class Redactor:
                 self._wiped = {each for each in self._wiped if each[0] != turn[0]}
         return cleaned
 
-    def _unreadable(self, entry: Stored) -> Stored:
+    def _replace_unreadable(self, entry: StreamEntry) -> StreamEntry:
         """What is no message cannot be cleaned by field: it is left out whole."""
         self.redacted += 1
         return msgspec.structs.replace(entry, payload=REDACTED.encode())
@@ -137,10 +137,10 @@ class Redactor:
             return True
         return self._known_bytes is not None and self._known_bytes.search(payload) is not None
 
-    def _learn(self, value: str) -> None:
+    def _add_known(self, value: str) -> None:
         if len(value) >= SHORTEST_KNOWN_SECRET and value not in self._known:
             self._known.add(value)
-            self._known_bytes = _any_of(self._known)
+            self._known_bytes = _compile_alternatives(self._known)
 
 
 def _is_text(content: bytes) -> bool:
@@ -151,7 +151,7 @@ def _is_text(content: bytes) -> bool:
     return b"\0" not in content
 
 
-def environment_secrets(variables: Mapping[str, str]) -> list[str]:
+def find_environment_secrets(variables: Mapping[str, str]) -> list[str]:
     """Values of environment variables whose names are those of secrets."""
     return [value for name, value in variables.items() if _is_secret(name) and not value.startswith(("/", "."))]
 
@@ -166,10 +166,10 @@ def _is_secret(key: str) -> bool:
     return lowered.endswith("token") or any(word in lowered for word in SECRET_WORDS)
 
 
-def _assigned(found: re.Match[str]) -> str:
+def _redact_assignment(found: re.Match[str]) -> str:
     return found.group() if found.group(2).startswith("[redacted") else found.group(1) + REDACTED
 
 
-def _any_of(values: Iterable[str]) -> re.Pattern[bytes] | None:
+def _compile_alternatives(values: Iterable[str]) -> re.Pattern[bytes] | None:
     alternatives = [re.escape(value.encode()) for value in sorted(values)]
     return re.compile(b"|".join(alternatives)) if alternatives else None

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from io import BufferedWriter
 from pathlib import Path
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
-from fleetbus.recording.format import FilePart, RecordingEnd, RecordingHeader, archived, encode_part, encode_start
+from fleetbus.recording.format import FilePart, RecordingEnd, RecordingHeader, encode_archived_entry, encode_part, encode_start
 
 FRAME_ENTRIES = 1024
 """Most entries of a frame: what a torn tail can cost."""
@@ -26,13 +26,13 @@ class RecordingWriter:
 
     def __init__(self, file: BufferedWriter) -> None:
         self._file = file
-        self._waiting: list[Stored] = []
+        self._waiting: list[StreamEntry] = []
         self._waiting_bytes = 0
         self.entries = 0
         self.last_sequence = 0
         self.size_bytes = 0
 
-    def add(self, entries: Sequence[Stored]) -> None:
+    def add(self, entries: Sequence[StreamEntry]) -> None:
         """Append entries, in order after those before; whole frames are written."""
         for entry in entries:
             self._waiting.append(entry)
@@ -71,14 +71,14 @@ class RecordingWriter:
         self._write(encode_part(RecordingEnd(self.entries, self.last_sequence)))
         self._file.flush()
 
-    def begin(self, header: RecordingHeader) -> None:
+    def write_header(self, header: RecordingHeader) -> None:
         self._write(encode_start(header))
         self._file.flush()
 
     def _close_frame(self) -> None:
         if not self._waiting:
             return
-        self._write(encode_part([archived(entry) for entry in self._waiting]))
+        self._write(encode_part([encode_archived_entry(entry) for entry in self._waiting]))
         self.entries += len(self._waiting)
         self.last_sequence = self._waiting[-1].sequence
         self._waiting, self._waiting_bytes = [], 0
@@ -103,7 +103,7 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
     with file:
         writer = RecordingWriter(file)
-        writer.begin(header)
+        writer.write_header(header)
         try:
             yield writer
         except UserError:
@@ -112,7 +112,7 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
         writer.finish()
 
 
-def fleetbus_version() -> str:
+def read_fleetbus_version() -> str:
     """The installed version, empty when the package runs from source."""
     try:
         return version("fleetbus")

@@ -35,7 +35,7 @@ from fleetbus_schemas.session import (
     SessionEnded,
     SessionRecorded,
 )
-from fleetbus_schemas.subjects import ANY_LANE, BadName, Subjects
+from fleetbus_schemas.subjects import ANY_LANE, InvalidName, Subjects
 from fleetbus_schemas.training import (
     CheckpointStored,
     EvaluationFinished,
@@ -84,7 +84,6 @@ __all__ = [
     "ActionReference",
     "AttemptReleased",
     "AttemptStarted",
-    "BadName",
     "ChatMessage",
     "CheckpointStored",
     "ControlAnswered",
@@ -96,6 +95,7 @@ __all__ = [
     "FinishReason",
     "Heartbeat",
     "Image",
+    "InvalidName",
     "LaneLease",
     "LineageStarted",
     "MalformedMessage",

@@ -44,10 +44,10 @@ class Channel(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[type[Message], ...] = ()
 
 
-def channels() -> tuple[Channel, ...]:
+def list_channels() -> tuple[Channel, ...]:
     """Every subject, in the order of an episode's life."""
     subjects = Subjects(_RUN)
-    given = (
+    templates = (
         Channel(
             name="requests",
             address=subjects.task("{pool}", "{episode}"),
@@ -59,7 +59,7 @@ def channels() -> tuple[Channel, ...]:
         Channel(
             name="episodes",
             address=subjects.episode("{episode}"),
-            about="Claims, goodbyes and the one result of an episode; each expects the last entry that its author read.",
+            about="Claims, releases and the one result of an episode; each expects the last entry that its author read.",
             messages=STORED["episode"],
             senders=("environment", "learner"),
             receivers=("learner", "client"),
@@ -91,7 +91,7 @@ def channels() -> tuple[Channel, ...]:
         Channel(
             name="training",
             address=subjects.train("{policy}"),
-            about="The learner's book. Expects the last entry: a learner that is refused has been replaced.",
+            about="The learner's journal. Expects the last entry: a learner that is refused has been replaced.",
             messages=STORED["train"],
             senders=("learner",),
             receivers=("learner", "monitor"),
@@ -133,7 +133,7 @@ def channels() -> tuple[Channel, ...]:
         Channel(
             name="heartbeats",
             address=subjects.heartbeat("{role}", "{worker}"),
-            about="How a worker is, every two seconds; a core message that nobody keeps.",
+            about="How a worker is, every two seconds; a core message, not stored.",
             messages=(Heartbeat,),
             senders=_WORKERS,
             receivers=("environment", "monitor"),
@@ -151,15 +151,18 @@ def channels() -> tuple[Channel, ...]:
         ),
     )
     return tuple(
-        msgspec.structs.replace(channel, address=channel.address.replace(f".{_RUN}.", ".{run}.", 1)) for channel in given
+        msgspec.structs.replace(channel, address=channel.address.replace(f".{_RUN}.", ".{run}.", 1)) for channel in templates
     )
 
 
-def asyncapi() -> dict[str, Any]:
+def build_asyncapi() -> dict[str, Any]:
     """The document, new with every call and plain JSON."""
-    found = channels()
-    components: dict[str, Any] = {"schemas": _schemas(), "messages": {kind.__name__: _message(kind) for kind in MESSAGES}}
-    replies = {f"{channel.name}Answers": _reply_channel(channel) for channel in found if channel.answers}
+    found = list_channels()
+    components: dict[str, Any] = {
+        "schemas": _build_schemas(),
+        "messages": {kind.__name__: _build_message(kind) for kind in MESSAGES},
+    }
+    replies = {f"{channel.name}Answers": _build_reply_channel(channel) for channel in found if channel.answers}
     document = {
         "asyncapi": VERSION,
         "info": {
@@ -173,25 +176,25 @@ def asyncapi() -> dict[str, Any]:
         "servers": {
             "nats": {"host": "localhost:4222", "protocol": "nats", "description": "nats-server 2.11 or newer, JetStream"}
         },
-        "channels": {channel.name: _channel(channel) for channel in found} | replies,
-        "operations": {name: operation for channel in found for name, operation in _operations(channel).items()},
+        "channels": {channel.name: _build_channel(channel) for channel in found} | replies,
+        "operations": {name: operation for channel in found for name, operation in _build_operations(channel).items()},
         "components": components,
     }
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(document))
     return plain
 
 
-def _channel(channel: Channel) -> dict[str, Any]:
+def _build_channel(channel: Channel) -> dict[str, Any]:
     kept = "Stored in the log." if channel.stored else "A core message, not stored."
     return {
         "address": channel.address,
         "description": f"{channel.about} {kept}",
-        "parameters": {name: {} for name in _parameters(channel.address)},
+        "parameters": {name: {} for name in _parse_parameters(channel.address)},
         "messages": {kind.__name__: {"$ref": f"#/components/messages/{kind.__name__}"} for kind in channel.messages},
     }
 
 
-def _reply_channel(channel: Channel) -> dict[str, Any]:
+def _build_reply_channel(channel: Channel) -> dict[str, Any]:
     """Answers go to the reply subject of the question, whatever that is."""
     return {
         "address": None,
@@ -200,7 +203,7 @@ def _reply_channel(channel: Channel) -> dict[str, Any]:
     }
 
 
-def _operations(channel: Channel) -> dict[str, Any]:
+def _build_operations(channel: Channel) -> dict[str, Any]:
     operations: dict[str, Any] = {}
     for action, roles in (("send", channel.senders), ("receive", channel.receivers)):
         for role in roles:
@@ -219,7 +222,7 @@ def _operations(channel: Channel) -> dict[str, Any]:
     return operations
 
 
-def _message(kind: type[Message]) -> dict[str, Any]:
+def _build_message(kind: type[Message]) -> dict[str, Any]:
     return {
         "name": kind.__name__,
         "contentType": CONTENT_TYPE,
@@ -228,26 +231,26 @@ def _message(kind: type[Message]) -> dict[str, Any]:
     }
 
 
-def _schemas() -> dict[str, Any]:
+def _build_schemas() -> dict[str, Any]:
     """As `fleetbus_schemas.export`, in the dialect of AsyncAPI, which writes tuples as draft 7 does."""
     _, definitions = msgspec.json.schema_components(MESSAGES, ref_template="#/components/schemas/{name}")
     for definition in definitions.values():
         if "description" in definition:
             definition["description"] = inspect.cleandoc(definition["description"])
-    dialect: dict[str, Any] = _as_draft_7(definitions)
+    dialect: dict[str, Any] = _convert_to_draft_7(definitions)
     return dialect
 
 
-def _as_draft_7(value: Any) -> Any:
+def _convert_to_draft_7(value: Any) -> Any:
     if isinstance(value, dict):
-        plain = {key: _as_draft_7(item) for key, item in value.items()}
+        plain = {key: _convert_to_draft_7(item) for key, item in value.items()}
         if "prefixItems" in plain:
             plain["additionalItems"], plain["items"] = plain.pop("items", True), plain.pop("prefixItems")
         if isinstance(plain.get("discriminator"), dict):  # OpenAPI's; AsyncAPI knows the name of a property alone
             plain["discriminator"] = plain["discriminator"]["propertyName"]
         return plain
-    return [_as_draft_7(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_convert_to_draft_7(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _parameters(address: str) -> list[str]:
+def _parse_parameters(address: str) -> list[str]:
     return [token[1:-1] for token in address.split(".") if token.startswith("{")]

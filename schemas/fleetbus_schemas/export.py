@@ -16,7 +16,7 @@ from fleetbus_schemas import MESSAGES
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of every message: ``$defs`` by class name, ``oneOf`` the types in `MESSAGES`.
 
     Each description is the docstring of its class. The result is new with every call and plain JSON: no tuples.

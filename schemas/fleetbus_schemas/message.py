@@ -41,7 +41,7 @@ class MalformedMessage(ValueError):
 M = TypeVar("M", bound=Message)
 
 
-def _one_line(error: Exception) -> str:
+def _format_one_line(error: Exception) -> str:
     """What ``error`` says, as far as it fits a log line: it may quote a whole payload."""
     printable = "".join(character if character.isprintable() else " " for character in str(error)[:MAX_REASON_CHARACTERS])
     return printable or type(error).__name__
@@ -61,7 +61,7 @@ def encode(message: Message, *, subject: str = "") -> bytes:
     try:
         payload = _encoder.encode(message)
     except (msgspec.EncodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise MalformedMessage(subject, f"{type(message).__name__} cannot be encoded: {_one_line(error)}") from error
+        raise MalformedMessage(subject, f"{type(message).__name__} cannot be encoded: {_format_one_line(error)}") from error
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(subject, f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_MESSAGE_BYTES}")
     return payload
@@ -82,7 +82,7 @@ def decode_any(expected: tuple[type[M], ...], payload: bytes, *, subject: str = 
     try:
         message = decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError) as error:
-        raise MalformedMessage(subject, _one_line(error)) from error
+        raise MalformedMessage(subject, _format_one_line(error)) from error
     if not isinstance(message, expected):
         raise MalformedMessage(subject, "the type is empty")
     return message

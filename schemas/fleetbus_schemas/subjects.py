@@ -14,14 +14,14 @@ ANY_LANE = "any"
 """The lane that every inference worker of a policy pulls from."""
 
 
-class BadName(ValueError):
+class InvalidName(ValueError):
     """A name that cannot be one token of a subject: only letters, digits, ``-`` and ``_`` are, 128 at most."""
 
 
 def check_name(kind: str, name: str) -> str:
     """``name`` unchanged if it can be a token of a subject; raises `BadName`."""
     if not _TOKEN.match(name):
-        raise BadName(f"{kind} {name!r} must be 1 to 128 letters, digits, '-' or '_'")
+        raise InvalidName(f"{kind} {name!r} must be 1 to 128 letters, digits, '-' or '_'")
     return name
 
 

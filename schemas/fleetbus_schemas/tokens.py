@@ -68,7 +68,7 @@ def unpack_mask(data: bytes, count: int) -> list[bool]:
     return [bool(data[index >> 3] >> (index & 7) & 1) for index in range(count)]
 
 
-def token_count(data: bytes) -> int:
+def count_tokens(data: bytes) -> int:
     """Number of tokens in packed ids or packed log-probabilities."""
     return len(data) // TOKEN_BYTES
 

@@ -1,4 +1,4 @@
-"""The learner's book: what was trained, and from where it can go on. All on ``train.<name>``, each expecting the last."""
+"""The learner's journal: what was trained, and where it can resume. All on ``train.<name>``, each expecting the last."""
 
 from __future__ import annotations
 

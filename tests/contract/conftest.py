@@ -84,16 +84,16 @@ class World:
         raise NotImplementedError
 
 
-class _HeldAnswers(Faults):
+class _HoldAnswers(Faults):
     def __init__(self) -> None:
         self.held: set[str] = set()
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         return PublishFault(lost="answer") if worker in self.held else NO_PUBLISH_FAULT
 
 
 class _MemoryLine:
-    def __init__(self, bus: MemoryBus, faults: _HeldAnswers) -> None:
+    def __init__(self, bus: MemoryBus, faults: _HoldAnswers) -> None:
         self._bus = bus
         self._faults = faults
 
@@ -111,7 +111,7 @@ class _MemoryLine:
 class MemoryWorld(World):
     def __init__(self) -> None:
         super().__init__()
-        self._faults = _HeldAnswers()
+        self._faults = _HoldAnswers()
         self._server = MemoryServer(faults=self._faults)
 
     def connect(self) -> AbstractAsyncContextManager[Bus]:

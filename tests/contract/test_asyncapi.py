@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from fleetbus_schemas import MESSAGES, Message, Subjects
-from fleetbus_schemas.asyncapi import asyncapi, channels
+from fleetbus_schemas.asyncapi import build_asyncapi, list_channels
 
 EXAMPLES: dict[type[Message], Message] = runpy.run_path(str(Path(__file__).with_name("examples.py")))["EXAMPLES"]
 
@@ -30,7 +30,7 @@ new Parser().parse(readFileSync(process.argv[2], 'utf8')).then(({ document, diag
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return asyncapi()
+    return build_asyncapi()
 
 
 def test_every_message_travels_somewhere(document: dict[str, Any]) -> None:
@@ -41,7 +41,8 @@ def test_every_message_travels_somewhere(document: dict[str, Any]) -> None:
 def test_every_subject_has_its_channel() -> None:
     """Whoever adds a subject to `Subjects` adds its channel."""
     names = {
-        channel.address.split(".{run}.")[0] + "." + channel.address.split(".{run}.")[1].split(".")[0] for channel in channels()
+        channel.address.split(".{run}.")[0] + "." + channel.address.split(".{run}.")[1].split(".")[0]
+        for channel in list_channels()
     }
     assert names == {
         "fb.task", "fb.episode", "fb.obs", "fb.act", "fb.policy", "fb.train", "fb.life", "fb.session",
@@ -49,7 +50,7 @@ def test_every_subject_has_its_channel() -> None:
     }  # fmt: skip
     spelled = [name for name in vars(Subjects) if not name.startswith("_") and not isinstance(vars(Subjects)[name], property)]
     literal = {name for name in spelled if name not in ("tasks", "observations", "actions")}  # these are wildcards
-    assert len(literal) == len(channels())
+    assert len(literal) == len(list_channels())
 
 
 def test_all_references_lead_somewhere(document: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 import trio.testing
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import EPOCH_NS, Faults, MemoryBus, MemoryServer
 from fleetbus.bus.memory_faults import DeliveryFault, PublishFault
 from fleetbus.bus.memory_subjects import SubjectIndex, any_matcher, matcher
@@ -110,16 +110,16 @@ class Lossy(Faults):
         self.acks: list[bool] = []
         self.calls: list[float | None] = []
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         return self.publishes.pop(0) if self.publishes else PublishFault()
 
-    def delivering(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
+    def draw_delivery_fault(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
         return self.deliveries.pop(0) if self.deliveries else DeliveryFault()
 
     def loses_ack(self, worker: str, consumer: str) -> bool:
         return self.acks.pop(0) if self.acks else False
 
-    def calling(self, worker: str, subject: str) -> float | None:
+    def draw_call_delay(self, worker: str, subject: str) -> float | None:
         return self.calls.pop(0) if self.calls else 0.0
 
 
@@ -255,11 +255,11 @@ class Seeded(Faults):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         lost = self.random.choice(("", "", "", "message", "answer"))
         return PublishFault(seconds_before=self.random.random(), lost=lost)  # type: ignore[arg-type]
 
-    def delivering(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
+    def draw_delivery_fault(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
         kind = self.random.random()
         return DeliveryFault(seconds=self.random.random(), lost=kind < 0.1, repeated=kind > 0.9)
 
@@ -270,7 +270,7 @@ class Seeded(Faults):
 def _trace(seed: int) -> tuple[str, set[str], int]:
     """Three workers answer forty tasks under faults; the hash of the log, the tasks answered, and deliveries in all."""
     trio._core._run._r.seed(seed)  # type: ignore[attr-defined]  # trio shuffles what is ready; nothing public seeds it
-    entries: list[Stored] = []
+    entries: list[StreamEntry] = []
     deliveries = 0
 
     async def work(bus: MemoryBus, done: anyio.Event) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fleetbus_schemas import MESSAGES, Action, Message
-from fleetbus_schemas.export import DIALECT, json_schema
+from fleetbus_schemas.export import DIALECT, build_json_schema
 
 EXAMPLES: dict[type[Message], Message] = runpy.run_path(str(Path(__file__).with_name("examples.py")))["EXAMPLES"]
 
@@ -22,8 +22,8 @@ each_message = pytest.mark.parametrize("message_type", MESSAGES, ids=lambda mess
 @pytest.fixture(scope="module")
 def validator() -> Any:
     jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft202012Validator.check_schema(json_schema())
-    return jsonschema.Draft202012Validator(json_schema())
+    jsonschema.Draft202012Validator.check_schema(build_json_schema())
+    return jsonschema.Draft202012Validator(build_json_schema())
 
 
 def as_json(message: Message) -> dict[str, Any]:
@@ -59,14 +59,14 @@ def test_the_schema_refuses_a_value_of_the_wrong_type_in_every_field(message_typ
 
 
 def test_the_document_is_one_json_schema_over_all_messages() -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     assert schema["$schema"] == DIALECT
     assert schema["oneOf"] == [{"$ref": f"#/$defs/{message_type.__name__}"} for message_type in MESSAGES]
     assert json.loads(json.dumps(schema)) == schema
 
 
 def test_every_reference_inside_the_document_leads_to_a_definition() -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     references: list[str] = []
 
     def collect(node: Any) -> None:
@@ -84,18 +84,18 @@ def test_every_reference_inside_the_document_leads_to_a_definition() -> None:
 
 @each_message
 def test_each_definition_carries_the_docstring_of_its_message(message_type: type[Message]) -> None:
-    definition = json_schema()["$defs"][message_type.__name__]
+    definition = build_json_schema()["$defs"][message_type.__name__]
     assert definition["description"] == inspect.cleandoc(message_type.__doc__ or "")
     assert definition["properties"]["type"] == {"enum": [message_type.__name__]}
     assert "type" in definition["required"]
 
 
 def test_positions_of_structs_that_travel_as_arrays_are_named() -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     assert [item["title"] for item in schema["$defs"]["VersionSpan"]["prefixItems"]] == ["version", "start", "stop"]
     assert [item["title"] for item in schema["$defs"]["TensorEntry"]["prefixItems"]] == ["name", "shape", "dtype", "sha256"]
 
 
 def test_changing_one_result_leaves_the_next_one_untouched() -> None:
-    json_schema()["$defs"].pop(Action.__name__)
-    assert Action.__name__ in json_schema()["$defs"]
+    build_json_schema()["$defs"].pop(Action.__name__)
+    assert Action.__name__ in build_json_schema()["$defs"]

@@ -23,7 +23,7 @@ ROUND_TRIP = """
 import fleetbus_schemas as schemas, fleetbus_schemas.export, fleetbus_schemas.tokens
 message = schemas.Action(episode_id="e", attempt=1, turn=0, text="hi", sampled=fleetbus_schemas.tokens.pack_ids([1, 2]))
 assert schemas.decode(schemas.Action, schemas.encode(message)) == message
-assert fleetbus_schemas.export.json_schema()["$defs"]
+assert fleetbus_schemas.export.build_json_schema()["$defs"]
 foreign = {name.partition(".")[0] for name in sys.modules} & {"fleetbus", "fleetbus_workers", "anyio", "nats", "asyncio"}
 assert not foreign, foreign
 print("works")

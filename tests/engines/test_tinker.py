@@ -30,7 +30,7 @@ from fleetbus_workers.inference.base import GenerationRequest, RequestRefused
 from fleetbus_workers.inference.tinker import TinkerSampler
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.tinker import TinkerTrainer
-from fleetbus_workers.tinker_service import service_client
+from fleetbus_workers.tinker_service import open_service_client
 from fleetbus_workers.weights.file import WeightsRejected
 
 pytestmark = [
@@ -46,7 +46,7 @@ STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
 START_SECONDS = 900
 STOP = 2
 LENGTH, PROMPT = 32, 16
-LEARNING = LearnerSettings(learning_rate=1e-3, warmup_steps=0, learning_rate_final=1.0)
+LEARNING = LearnerSettings(learning_rate=1e-3, warmup_steps=0, min_lr_ratio=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def client(service: TinkerSettings) -> Any:
-    return service_client(service)
+    return open_service_client(service)
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,13 @@ def make_trainer(client: Any, service: TinkerSettings) -> TinkerTrainer:
     return TinkerTrainer(client, STARTER, base_model=service.base_model, settings=service, learner=LEARNING)
 
 
-def published(file: Path, version: int) -> PolicyPublished:
+def build_published(file: Path, version: int) -> PolicyPublished:
     return PolicyPublished(
         policy="default", version=version, lineage="l", step=version, uri=file.as_uri(), manifest=(), size_bytes=1
     )
 
 
-def asking(seed: int = 1, *, tokens: int = LENGTH - PROMPT, **sampling: float) -> GenerationRequest:
+def build_request(seed: int = 1, *, tokens: int = LENGTH - PROMPT, **sampling: float) -> GenerationRequest:
     return GenerationRequest(
         cache_key="e",
         ids=[5 + (7 * place) % 400 for place in range(PROMPT)],
@@ -154,24 +154,24 @@ def batch(advantages: tuple[float, ...] = (1.0, 1.0, 1.0, 0.0)) -> list[Training
 async def test_tokens_and_logprobs_are_those_of_the_model_and_stop_ids_are_sent(
     service: TinkerSettings, trainer: TinkerTrainer, tmp_path: Path
 ) -> None:
-    sampler = TinkerSampler(service, max_length=512)
+    sampler = TinkerSampler(service, max_model_len=512)
     async with sampler.running():
         file = tmp_path / "v0"
         await anyio.to_thread.run_sync(trainer.save_weights, file)
-        await sampler.load(published(file, 0))
-        generations = [await sampler.generate(asking(seed)) for seed in range(3)]
-        again = await sampler.generate(asking(0))
-        full = await sampler.generate(asking(tokens=0))
+        await sampler.load(build_published(file, 0))
+        generations = [await sampler.generate(build_request(seed)) for seed in range(3)]
+        again = await sampler.generate(build_request(0))
+        full = await sampler.generate(build_request(tokens=0))
         with pytest.raises(RequestRefused, match="temperature"):
-            await sampler.generate(asking(temperature=0.5))
+            await sampler.generate(build_request(temperature=0.5))
         (tmp_path / "torch").write_bytes(b"not json")
         with pytest.raises(WeightsRejected, match="no version of a Tinker service"):
-            await sampler.load(published(tmp_path / "torch", 1))
+            await sampler.load(build_published(tmp_path / "torch", 1))
     assert sampler.version == 0
     assert again.ids == generations[0].ids
     assert (full.ids, full.finish_reason) == ([], "length")
     for generation in generations:
-        expected = scores([*asking().ids, *generation.ids])[PROMPT - 1 :]
+        expected = scores([*build_request().ids, *generation.ids])[PROMPT - 1 :]
         assert max(abs(a - b) for a, b in zip(generation.logprobs, expected, strict=True)) < 1e-3
         assert (generation.ids[-1] == STOP) == (generation.finish_reason == "stop")
         assert STOP not in generation.ids[:-1]
@@ -196,11 +196,11 @@ async def test_what_was_trained_is_what_is_sampled_from(client: Any, service: Ti
         await anyio.to_thread.run_sync(lambda: trainer.train(sequences, version=0, progress=0.0))
     file = tmp_path / "v1"
     await anyio.to_thread.run_sync(trainer.save_weights, file)
-    sampler = TinkerSampler(service, max_length=512)
+    sampler = TinkerSampler(service, max_model_len=512)
     async with sampler.running():
-        await sampler.load(published(file, 1))
-        generation = await sampler.generate(asking())
-    expected = scores([*asking().ids, *generation.ids])[PROMPT - 1 :]
+        await sampler.load(build_published(file, 1))
+        generation = await sampler.generate(build_request())
+    expected = scores([*build_request().ids, *generation.ids])[PROMPT - 1 :]
     assert max(abs(a - b) for a, b in zip(generation.logprobs, expected, strict=True)) > 1e-2
     assert generation.versions[0].version == sampler.version == 1
 
@@ -224,4 +224,4 @@ def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(client: Any, serv
 def test_a_service_that_does_not_answer_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKER_API_KEY")
     with pytest.raises(UserError, match="TINKER_API_KEY"):
-        service_client(TinkerSettings(url="http://127.0.0.1:9"))
+        open_service_client(TinkerSettings(url="http://127.0.0.1:9"))

@@ -33,7 +33,7 @@ LIMIT_SECONDS = 1200
 
 @pytest.fixture(scope="module")
 def settings() -> EngineSettings:
-    return EngineSettings(folder=STARTER, slots=16, max_length=LENGTH, cache_mib=64)
+    return EngineSettings(folder=STARTER, slots=16, max_model_len=LENGTH, kv_cache_mib=64)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ async def reference() -> AsyncIterator[Callable[[PolicyPublished | None], Any]]:
     """The torch sampler, with a version loaded."""
     from fleetbus_workers.inference.torch import TorchSampler
 
-    sampler = TorchSampler(STARTER, slots=16, max_length=LENGTH)
+    sampler = TorchSampler(STARTER, slots=16, max_model_len=LENGTH)
     async with sampler.running():
 
         async def at(policy: PolicyPublished | None) -> Any:
@@ -88,7 +88,7 @@ def publish(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PolicyPub
     return make
 
 
-def asking(seed: int, *, length: int = 12, tokens: int = 24, **sampling: Any) -> GenerationRequest:
+def build_request(seed: int, *, length: int = 12, tokens: int = 24, **sampling: Any) -> GenerationRequest:
     return GenerationRequest(
         cache_key=f"e{seed}",
         ids=[5 + (7 * seed + 11 * place) % 500 for place in range(length)],
@@ -99,7 +99,7 @@ def asking(seed: int, *, length: int = 12, tokens: int = 24, **sampling: Any) ->
     )
 
 
-async def all_of(sampler: Any, requests: list[GenerationRequest]) -> list[Any]:
+async def generate_all(sampler: Any, requests: list[GenerationRequest]) -> list[Any]:
     found: list[Any] = [None] * len(requests)
 
     async def one(index: int) -> None:
@@ -117,9 +117,9 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 async def test_greedy_tokens_are_those_of_the_torch_sampler_and_logprobs_within_1e_4(sampler: Any, reference: Any) -> None:
-    requests = [asking(seed, temperature=0.0) for seed in range(8)]
+    requests = [build_request(seed, temperature=0.0) for seed in range(8)]
     torch_sampler = await reference(None)
-    for ours, theirs in zip(await all_of(sampler, requests), await all_of(torch_sampler, requests), strict=True):
+    for ours, theirs in zip(await generate_all(sampler, requests), await generate_all(torch_sampler, requests), strict=True):
         assert ours.ids == theirs.ids
         assert ours.finish_reason == theirs.finish_reason
         assert difference(ours.logprobs, theirs.logprobs) < CLOSE
@@ -127,8 +127,8 @@ async def test_greedy_tokens_are_those_of_the_torch_sampler_and_logprobs_within_
 
 async def test_logprobs_are_those_at_the_sampling_temperature(sampler: Any) -> None:
     for heat in (1.0, 0.6):
-        requests = [asking(seed, temperature=heat) for seed in range(4)]
-        for request, generation in zip(requests, await all_of(sampler, requests), strict=True):
+        requests = [build_request(seed, temperature=heat) for seed in range(4)]
+        for request, generation in zip(requests, await generate_all(sampler, requests), strict=True):
             assert difference(generation.logprobs, forward(request, generation.ids)) < CLOSE
 
 
@@ -145,15 +145,15 @@ def forward(request: GenerationRequest, ids: list[int]) -> list[float]:
 
 
 async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(sampler: Any) -> None:
-    alone = await sampler.generate(asking(3))
-    among = await all_of(sampler, [asking(seed) for seed in range(6)])
+    alone = await sampler.generate(build_request(3))
+    among = await generate_all(sampler, [build_request(seed) for seed in range(6)])
     assert among[3].ids == alone.ids
 
 
 async def test_many_long_prompts_at_once_with_seeds_do_not_end_the_engine(sampler: Any) -> None:
     """More prompt tokens than one step takes: computed in parts, a seeded request would kill a CPU engine (vLLM 0.32)."""
-    requests = [asking(seed, length=490, tokens=4) for seed in range(24)]
-    generations = await all_of(sampler, requests)
+    requests = [build_request(seed, length=490, tokens=4) for seed in range(24)]
+    generations = await generate_all(sampler, requests)
     assert all(generation.ids for generation in generations)
     assert sampler.stats["engine_restarts"] == 0
 
@@ -162,16 +162,16 @@ async def test_new_weights_answer_as_a_torch_engine_with_them_also_for_prompts_t
     sampler: Any, reference: Any, publish: Any
 ) -> None:
     """The prompt fills cache blocks (128 tokens each on a CPU), which are stale after the swap."""
-    requests = [asking(seed, length=300, temperature=0.0, tokens=8) for seed in range(2)]
-    await all_of(sampler, requests)
+    requests = [build_request(seed, length=300, temperature=0.0, tokens=8) for seed in range(2)]
+    await generate_all(sampler, requests)
     cached = sampler.stats["cached_tokens"]
-    await all_of(sampler, requests)
+    await generate_all(sampler, requests)
     assert sampler.stats["cached_tokens"] > cached
     version = sampler.version + 1
     policy = publish(version, seed=11)
     await sampler.load(policy)
     torch_sampler = await reference(policy)
-    for ours, theirs in zip(await all_of(sampler, requests), await all_of(torch_sampler, requests), strict=True):
+    for ours, theirs in zip(await generate_all(sampler, requests), await generate_all(torch_sampler, requests), strict=True):
         assert ours.ids == theirs.ids
         assert difference(ours.logprobs, theirs.logprobs) < CLOSE
         assert [span.version for span in ours.versions] == [version]
@@ -199,20 +199,20 @@ async def test_a_swap_in_mid_generation_drops_nothing_and_gives_a_span_by_versio
     assert 0 == first.start < first.stop == second.start < second.stop == 480
 
 
-async def waiting_turns_after_a_swap(sampler: Any, reference: Any, policy: PolicyPublished) -> list[float]:
+async def run_turns_across_swap(sampler: Any, reference: Any, policy: PolicyPublished) -> list[float]:
     """Differences of log-probabilities of turns that waited in the engine's queue while it was swapped, with cached prompts."""
-    requests = [asking(seed, length=300, temperature=0.0, tokens=64) for seed in range(12)]
-    await all_of(sampler, requests)
+    requests = [build_request(seed, length=300, temperature=0.0, tokens=64) for seed in range(12)]
+    await generate_all(sampler, requests)
     found: list[Any] = []
 
     async def play() -> None:
-        found.extend(await all_of(sampler, requests * 4))
+        found.extend(await generate_all(sampler, requests * 4))
 
     async with anyio.create_task_group() as group:
         group.start_soon(play)
         await anyio.sleep(0.05)
         await sampler.load(policy)
-    expected = await all_of(await reference(policy), requests)
+    expected = await generate_all(await reference(policy), requests)
     whole = [(ours, expected[index % 12]) for index, ours in enumerate(found) if len(ours.versions) == 1]
     after = [(ours, theirs) for ours, theirs in whole if ours.versions[0].version == policy.version]
     assert after, "every turn had begun before the swap"
@@ -224,7 +224,7 @@ async def waiting_turns_after_a_swap(sampler: Any, reference: Any, policy: Polic
 async def test_turns_that_wait_while_the_weights_are_swapped_do_not_meet_the_old_keys_and_values(
     sampler: Any, reference: Any, publish: Any
 ) -> None:
-    differences = await waiting_turns_after_a_swap(sampler, reference, publish(sampler.version + 1, seed=21))
+    differences = await run_turns_across_swap(sampler, reference, publish(sampler.version + 1, seed=21))
     print(f"{len(differences)} turns, differing by up to {max(differences):.2g}")
     assert max(differences) < CLOSE
 
@@ -244,10 +244,10 @@ def not_a_number(tensors: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("spoil", [missing_half, wrong_shape, not_a_number])
 async def test_bad_weights_are_refused_before_the_engine_sees_them(sampler: Any, publish: Any, spoil: Any) -> None:
-    before = await sampler.generate(asking(1, temperature=0.0))
+    before = await sampler.generate(build_request(1, temperature=0.0))
     with pytest.raises(WeightsRejected):
         await sampler.load(publish(sampler.version + 1, seed=13, spoil=spoil))
-    assert (await sampler.generate(asking(1, temperature=0.0))).ids == before.ids
+    assert (await sampler.generate(build_request(1, temperature=0.0))).ids == before.ids
 
 
 async def test_a_missing_or_truncated_file_is_refused(sampler: Any, publish: Any) -> None:
@@ -262,7 +262,7 @@ async def test_a_load_that_fails_within_the_engine_leaves_the_old_version_answer
     sampler: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a disk fails after the checks: the engine is shown a folder with half a file."""
-    before = await sampler.generate(asking(1, temperature=0.0))
+    before = await sampler.generate(build_request(1, temperature=0.0))
     prepare = sampler._weights.prepare
 
     def spoiled(policy: PolicyPublished) -> Path:
@@ -277,36 +277,36 @@ async def test_a_load_that_fails_within_the_engine_leaves_the_old_version_answer
     version = sampler.version
     with pytest.raises(WeightsRejected, match="did not load"):
         await sampler.load(publish(version + 1, seed=15))
-    after = await sampler.generate(asking(1, temperature=0.0))
+    after = await sampler.generate(build_request(1, temperature=0.0))
     assert (after.ids, after.versions[0].version, sampler.version) == (before.ids, version, version)
     assert difference(after.logprobs, before.logprobs) < CLOSE
 
 
 async def test_a_cancelled_request_frees_its_place(sampler: Any) -> None:
     with anyio.move_on_after(0.05):
-        await sampler.generate(asking(5, tokens=480))
+        await sampler.generate(build_request(5, tokens=480))
     with anyio.fail_after(LIMIT_SECONDS):
         while sampler._engine.output_processor.get_num_unfinished_requests():  # noqa: ASYNC110
             await anyio.sleep(0.01)
-    assert (await sampler.generate(asking(6, tokens=4))).ids
+    assert (await sampler.generate(build_request(6, tokens=4))).ids
 
 
 async def test_what_cannot_be_answered_is_refused_or_ends_at_its_length(sampler: Any) -> None:
     with pytest.raises(RequestRefused, match="top-p"):
-        await sampler.generate(asking(1, top_p=0.9))
-    full = await sampler.generate(asking(1, length=LENGTH))
+        await sampler.generate(build_request(1, top_p=0.9))
+    full = await sampler.generate(build_request(1, length=LENGTH))
     assert (full.ids, full.finish_reason) == ([], "length")
-    last = await sampler.generate(asking(1, length=LENGTH - 3, temperature=0.0))
+    last = await sampler.generate(build_request(1, length=LENGTH - 3, temperature=0.0))
     assert len(last.ids) <= 3
 
 
 async def test_requests_outlive_the_engine_that_is_killed_under_them(sampler: Any) -> None:
-    expected = (await sampler.generate(asking(7, temperature=0.0, tokens=200))).ids
+    expected = (await sampler.generate(build_request(7, temperature=0.0, tokens=200))).ids
     version, restarts = sampler.version, sampler.stats["engine_restarts"]
     found: list[Any] = []
 
     async def generate() -> None:
-        found.append(await sampler.generate(asking(7, temperature=0.0, tokens=200)))
+        found.append(await sampler.generate(build_request(7, temperature=0.0, tokens=200)))
 
     with anyio.fail_after(LIMIT_SECONDS):
         async with anyio.create_task_group() as group:

@@ -29,9 +29,9 @@ EPISODES = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.seeing import write_seeing_model
+    from tests.support.vision_models import write_vision_model
 
-    return write_seeing_model(tmp_path_factory.mktemp("seeing"))
+    return write_vision_model(tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def processor(folder: Path) -> Any:
 async def sampler(folder: Path, processor: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     from fleetbus_workers.inference.vllm import VllmSampler
 
-    settings = EngineSettings(folder=folder, slots=8, max_length=512, cache_mib=64)
+    settings = EngineSettings(folder=folder, slots=8, max_model_len=512, kv_cache_mib=64)
     place = tmp_path_factory.mktemp("served")
     made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place, processor=processor))
     async with made.running():
@@ -56,41 +56,41 @@ async def sampler(folder: Path, processor: Any, tmp_path_factory: pytest.TempPat
 async def reference(folder: Path, processor: Any) -> AsyncIterator[Any]:
     from fleetbus_workers.inference.torch import TorchSampler
 
-    made = TorchSampler(folder, slots=8, max_length=512, processor=processor)
+    made = TorchSampler(folder, slots=8, max_model_len=512, processor=processor)
     async with made.running():
         yield made
 
 
 def requests(processor: Any) -> list[GenerationRequest]:
     """Greedy turns after two images; in one history the policy itself has said an image token."""
-    from tests.support.seeing import ask, picture, show
+    from tests.support.vision_models import ask, make_picture, show
 
     found = []
     for episode in range(EPISODES):
         ids = list(range(40, 70))
         images = []
         for turn in range(2):
-            images.append(show(processor, ids, picture(10 * episode + turn, (20 + 5 * episode, 16))))
+            images.append(show(processor, ids, make_picture(10 * episode + turn, (20 + 5 * episode, 16))))
             ids += [80 + episode, processor.image_token_id if episode == 1 else 81, 82]
         request = ask(ids, tuple(images), key=f"e{episode}", tokens=8)
         found.append(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, temperature=0.0)))
     return found
 
 
-async def answers(sampler: Any, asked: list[GenerationRequest]) -> list[Generation]:
+async def answers(sampler: Any, wanted: list[GenerationRequest]) -> list[Generation]:
     found: dict[int, Generation] = {}
 
     async def one(number: int) -> None:
-        found[number] = await sampler.generate(asked[number])
+        found[number] = await sampler.generate(wanted[number])
 
     with anyio.fail_after(LIMIT_SECONDS):
         async with anyio.create_task_group() as group:
-            for number in range(len(asked)):
+            for number in range(len(wanted)):
                 group.start_soon(one, number)
-    return [found[number] for number in range(len(asked))]
+    return [found[number] for number in range(len(wanted))]
 
 
-def furthest(found: list[Generation], expected: list[Generation]) -> float:
+def max_difference(found: list[Generation], expected: list[Generation]) -> float:
     assert [each.ids for each in found] == [each.ids for each in expected]
     pairs = [
         pair for one, other in zip(found, expected, strict=True) for pair in zip(one.logprobs, other.logprobs, strict=True)
@@ -99,8 +99,8 @@ def furthest(found: list[Generation], expected: list[Generation]) -> float:
 
 
 async def test_vllm_and_torch_see_the_same(sampler: Any, reference: Any, processor: Any) -> None:
-    asked = requests(processor)
-    assert furthest(await answers(sampler, asked), await answers(reference, asked)) < CLOSE
+    wanted = requests(processor)
+    assert max_difference(await answers(sampler, wanted), await answers(reference, wanted)) < CLOSE
 
 
 async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
@@ -111,8 +111,8 @@ async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
     from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
-    asked = requests(processor)
-    before = await answers(sampler, asked)
+    wanted = requests(processor)
+    before = await answers(sampler, wanted)
     trainer = TorchTrainer(folder, settings=TorchTrainerSettings(images=True, threads=1))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -125,17 +125,17 @@ async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
     )
     await sampler.load(policy)
     await reference.load(policy)
-    after = await answers(sampler, asked)
-    assert furthest(after, await answers(reference, asked)) < CLOSE
+    after = await answers(sampler, wanted)
+    assert max_difference(after, await answers(reference, wanted)) < CLOSE
     assert [each.logprobs for each in after] != [each.logprobs for each in before]
     assert {span.version for each in after for span in each.versions} == {1}
 
 
 async def test_what_vllm_makes_otherwise_is_refused(sampler: Any, processor: Any) -> None:
-    (asked, *_) = requests(processor)
-    moved = msgspec.structs.replace(asked.images[0], start=asked.images[0].start + 1, stop=asked.images[0].stop + 1)
+    (wanted, *_) = requests(processor)
+    moved = msgspec.structs.replace(wanted.images[0], start=wanted.images[0].start + 1, stop=wanted.images[0].stop + 1)
     with pytest.raises(RequestRefused, match="vllm makes other tokens of image"):
-        await sampler.generate(msgspec.structs.replace(asked, images=(moved, asked.images[1])))
-    rubbish = msgspec.structs.replace(asked.images[0], data=b"no picture")
+        await sampler.generate(msgspec.structs.replace(wanted, images=(moved, wanted.images[1])))
+    rubbish = msgspec.structs.replace(wanted.images[0], data=b"no picture")
     with pytest.raises(RequestRefused, match="cannot be read"):
-        await sampler.generate(msgspec.structs.replace(asked, images=(rubbish, asked.images[1])))
+        await sampler.generate(msgspec.structs.replace(wanted, images=(rubbish, wanted.images[1])))

@@ -20,9 +20,9 @@ import pytest
 
 from fleetbus_schemas import ChatMessage, PolicyPublished, SamplingSettings
 from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.openai import OpenAISampler
-from fleetbus_workers.inference.reloading import Reloadable
-from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.file import write_weights
 
 pytestmark = [
@@ -38,18 +38,18 @@ CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Reloadable:
-    return Reloadable(STARTER, tmp_path_factory.mktemp("served"), untie=True)
+def served(tmp_path_factory: pytest.TempPathFactory) -> WeightFolders:
+    return WeightFolders(STARTER, tmp_path_factory.mktemp("served"), untie=True)
 
 
 @pytest.fixture(scope="module")
-def url(served: Reloadable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(served: WeightFolders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served.base()),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served.prepare_base()),
         "--served-model-name", "tiny",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
         "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(64 << 20), "--enable-scale-out",
@@ -81,7 +81,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail("the server did not start")
 
 
-def published(place: Path, version: int) -> PolicyPublished:
+def build_published(place: Path, version: int) -> PolicyPublished:
     import torch
     from safetensors.torch import load_file
 
@@ -97,7 +97,9 @@ def published(place: Path, version: int) -> PolicyPublished:
     )  # fmt: skip
 
 
-def asking(seed: int, *, tokens: int = 16, stops: frozenset[int] = frozenset({2}), **sampling: float) -> GenerationRequest:
+def build_request(
+    seed: int, *, tokens: int = 16, stops: frozenset[int] = frozenset({2}), **sampling: float
+) -> GenerationRequest:
     return GenerationRequest(
         cache_key=f"e{seed}",
         ids=[5 + (7 * seed + 11 * place) % 500 for place in range(160)],
@@ -109,14 +111,14 @@ def asking(seed: int, *, tokens: int = 16, stops: frozenset[int] = frozenset({2}
 
 
 async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap_and_in_the_middle_of_one(
-    url: str, served: Reloadable, tmp_path: Path
+    url: str, served: WeightFolders, tmp_path: Path
 ) -> None:
     from fleetbus_workers.inference.torch import TorchSampler
 
     template = ChatTemplate(STARTER)
-    prompt = template.begin([ChatMessage(role="user", content="Hello")], [])
+    prompt = template.encode_prompt([ChatMessage(role="user", content="Hello")], [])
     sampler = OpenAISampler([url], codec=template, prompt=prompt, weights=served, slots=16)
-    torch_sampler = TorchSampler(STARTER, slots=4, max_length=512)
+    torch_sampler = TorchSampler(STARTER, slots=4, max_model_len=512)
     with anyio.fail_after(1200):
         async with torch_sampler.running(), sampler.running():
             [server] = sampler._pool.servers
@@ -128,27 +130,27 @@ async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap
             )
             for version in (0, 1, 2):
                 if version:
-                    policy = published(tmp_path, version)
+                    policy = build_published(tmp_path, version)
                     await sampler.load(policy)
                     await torch_sampler.load(policy)
                 for seed in range(3):
-                    await compared(sampler, torch_sampler, asking(seed, temperature=0.0), version)
-            [old, new] = (await swapped_in_the_middle(sampler, published(tmp_path, 3))).versions
+                    await compare_samplers(sampler, torch_sampler, build_request(seed, temperature=0.0), version)
+            [old, new] = (await swap_mid_generation(sampler, build_published(tmp_path, 3))).versions
             assert (old.version, new.version, new.stop) == (2, 3, 300)
 
 
-async def compared(sampler: Any, torch_sampler: Any, request: GenerationRequest, version: int) -> None:
+async def compare_samplers(sampler: Any, torch_sampler: Any, request: GenerationRequest, version: int) -> None:
     ours, theirs = await sampler.generate(request), await torch_sampler.generate(request)
     assert ours.ids == theirs.ids
     assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)) < CLOSE
     assert [span.version for span in ours.versions] == [version]
 
 
-async def swapped_in_the_middle(sampler: Any, policy: PolicyPublished) -> Any:
+async def swap_mid_generation(sampler: Any, policy: PolicyPublished) -> Any:
     found: list[Any] = []
 
     async def generate() -> None:
-        found.append(await sampler.generate(asking(9, tokens=300, stops=frozenset())))
+        found.append(await sampler.generate(build_request(9, tokens=300, stops=frozenset())))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)

@@ -17,30 +17,30 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from fleetbus_workers.serving.connections import OTHER_FILES, Bounds, room_for
+from fleetbus_workers.serving.connections import OTHER_FILES, Bounds, reserve_descriptors
 from tests.support.gym_service import Wire, running
 
 LARGE = 64 << 20
 PARTIAL = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 
-async def told(request: Request) -> Response:
+async def answer_small(request: Request) -> Response:
     return PlainTextResponse("hello")
 
 
-async def large(request: Request) -> Response:
+async def answer_large(request: Request) -> Response:
     return PlainTextResponse(b"x" * LARGE)
 
 
-class Server(Wire):
+class BoundedServer(Wire):
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
-    async def raw(self) -> SocketStream:
+    async def connect_raw(self) -> SocketStream:
         return await anyio.connect_tcp("127.0.0.1", self.port)
 
-    async def answers(self) -> None:
+    async def check_answers(self) -> None:
         """Somebody else, on a new connection, is served."""
         async with httpx.AsyncClient() as client:
             assert (await client.get(self.url)).text == "hello"
@@ -50,20 +50,20 @@ class Server(Wire):
         own = psutil.Process().net_connections("tcp")
         return sum(1 for each in own if each.laddr.port == self.port and each.status in ("ESTABLISHED", "CLOSE_WAIT"))
 
-    async def all_closed(self) -> None:
+    async def wait_until_all_closed(self) -> None:
         while self.open():  # noqa: ASYNC110 - sockets of the kernel, which nobody tells about
             await anyio.sleep(0.05)
 
 
 @asynccontextmanager
-async def server(**bounds: float) -> AsyncIterator[Server]:
-    application = Starlette(routes=[Route("/", told, methods=["GET", "POST"]), Route("/large", large)])
+async def server(**bounds: float) -> AsyncIterator[BoundedServer]:
+    application = Starlette(routes=[Route("/", answer_small, methods=["GET", "POST"]), Route("/large", answer_large)])
     limits = Bounds(**bounds)  # type: ignore[arg-type]
     async with running(application, bounds=limits) as wire, httpx.AsyncClient() as client:
-        yield Server(client, wire.url)
+        yield BoundedServer(client, wire.url)
 
 
-async def until_cut(stream: SocketStream) -> bytes:
+async def read_until_closed(stream: SocketStream) -> bytes:
     """What came until the server ended the connection."""
     received = bytearray()
     while True:
@@ -77,9 +77,9 @@ async def test_heads_that_trickle_in_are_cut_however_busily_they_trickle() -> No
     async with server(head_seconds=0.5) as here, anyio.create_task_group() as group:
         cut = 0
 
-        async def trickle() -> None:
+        async def send_slowly() -> None:
             nonlocal cut
-            async with await here.raw() as stream:
+            async with await here.connect_raw() as stream:
                 await stream.send(PARTIAL)
                 while True:
                     try:
@@ -91,25 +91,25 @@ async def test_heads_that_trickle_in_are_cut_however_busily_they_trickle() -> No
                         return
 
         for _ in range(20):
-            group.start_soon(trickle)
-        await here.answers()
-        await here.all_closed()
+            group.start_soon(send_slowly)
+        await here.check_answers()
+        await here.wait_until_all_closed()
         while cut < 20:  # noqa: ASYNC110 - the clients see it a moment later
             await anyio.sleep(0.01)
 
 
 async def test_a_connection_that_never_asks_is_cut() -> None:
-    async with server(head_seconds=0.2) as here, await here.raw() as stream:
-        assert await until_cut(stream) == b""
+    async with server(head_seconds=0.2) as here, await here.connect_raw() as stream:
+        assert await read_until_closed(stream) == b""
 
 
 async def test_the_second_head_of_a_connection_has_the_same_limit() -> None:
-    async with server(head_seconds=0.5) as here, await here.raw() as stream:
+    async with server(head_seconds=0.5) as here, await here.connect_raw() as stream:
         await stream.send(PARTIAL + b"\r\n")
         while not (await stream.receive()).endswith(b"hello"):
             pass
         await stream.send(PARTIAL)
-        assert await until_cut(stream) == b""
+        assert await read_until_closed(stream) == b""
 
 
 async def test_a_connection_between_two_requests_is_not_cut_by_the_limit_of_heads() -> None:
@@ -125,7 +125,7 @@ async def test_a_connection_between_two_requests_is_not_cut_by_the_limit_of_head
 
 async def test_a_body_that_goes_on_after_the_answer_is_cut() -> None:
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-    async with server(head_seconds=0.5) as here, await here.raw() as stream:
+    async with server(head_seconds=0.5) as here, await here.connect_raw() as stream:
         await stream.send(head)
         received = b""
         while True:
@@ -136,15 +136,15 @@ async def test_a_body_that_goes_on_after_the_answer_is_cut() -> None:
             except (anyio.EndOfStream, anyio.BrokenResourceError):
                 break
         assert received.endswith(b"hello")
-        await here.all_closed()
+        await here.wait_until_all_closed()
 
 
 async def test_an_answer_that_nobody_takes_is_given_up() -> None:
-    async with server(send_seconds=0.5) as here, await here.raw() as stream:
+    async with server(send_seconds=0.5) as here, await here.connect_raw() as stream:
         stream.extra(anyio.abc.SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await stream.send(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-        await here.answers()
-        await here.all_closed()
+        await here.check_answers()
+        await here.wait_until_all_closed()
 
 
 async def test_an_answer_that_is_taken_is_not_cut() -> None:
@@ -167,29 +167,29 @@ async def test_an_answer_that_is_taken_is_not_cut() -> None:
     ids=["long header", "long target", "many headers", "TLS", "blank lines", "bad chunk", "bad length", "two lengths"],
 )
 async def test_what_is_no_request_is_refused_and_closed(sent: bytes) -> None:
-    async with server(head_seconds=2) as here, await here.raw() as stream:
+    async with server(head_seconds=2) as here, await here.connect_raw() as stream:
         received = b""
         try:
             await stream.send(sent)
         except anyio.BrokenResourceError:
             pass
-        received = await until_cut(stream)
+        received = await read_until_closed(stream)
         assert b"200 OK" not in received or b"chunked" in sent
-        await here.all_closed()
-        await here.answers()
+        await here.wait_until_all_closed()
+        await here.check_answers()
 
 
 async def test_garbage_behind_a_request_ends_the_connection_after_its_answer() -> None:
-    async with server() as here, await here.raw() as stream:
+    async with server() as here, await here.connect_raw() as stream:
         await stream.send(PARTIAL + b"\r\n" + b"\x00\x01 garbage\r\n\r\n")
-        received = await until_cut(stream)
+        received = await read_until_closed(stream)
         assert received.startswith(b"HTTP/1.1 200")
         assert received.count(b"HTTP/1.1 400") == 1
-        await here.all_closed()
+        await here.wait_until_all_closed()
 
 
 async def test_requests_in_one_piece_are_answered_in_order_and_all() -> None:
-    async with server() as here, await here.raw() as stream:
+    async with server() as here, await here.connect_raw() as stream:
         await stream.send((PARTIAL + b"\r\n") * 500)
         received = b""
         while received.count(b"hello") < 500:
@@ -198,10 +198,10 @@ async def test_requests_in_one_piece_are_answered_in_order_and_all() -> None:
 
 async def test_where_all_places_are_taken_who_waits_longest_makes_room() -> None:
     async with server(connections=20) as here, AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(await here.raw()) for _ in range(60)]
-        await here.answers()
+        streams = [await stack.enter_async_context(await here.connect_raw()) for _ in range(60)]
+        await here.check_answers()
         assert here.open() <= 20
-        assert await until_cut(streams[0]) == b""
+        assert await read_until_closed(streams[0]) == b""
         await streams[-1].send(PARTIAL + b"\r\n")
         assert (await streams[-1].receive()).startswith(b"HTTP/1.1 200")
 
@@ -210,8 +210,8 @@ def test_a_process_asks_for_the_files_that_its_connections_take(monkeypatch: pyt
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 3000))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    assert room_for(500) == 500
+    assert reserve_descriptors(500) == 500
     assert asked == []
-    assert room_for(2000) == 2000
-    assert room_for(9000) == 3000 - OTHER_FILES, "no more connections than files"
+    assert reserve_descriptors(2000) == 2000
+    assert reserve_descriptors(9000) == 3000 - OTHER_FILES, "no more connections than files"
     assert asked == [(2000 + OTHER_FILES, 3000), (3000, 3000)]

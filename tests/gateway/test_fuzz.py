@@ -12,10 +12,10 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus_workers.environment.remote_gym_wire import decode_response
+from fleetbus_workers.environment.adapters.remote_gym.wire import decode_response
 from fleetbus_workers.gateway.gym_wire import WireError, read_request, write_answer
 from fleetbus_workers.gateway.openenv_frames import FrameError, read_action, read_frame
-from tests.support.gym_service import Handler, served
+from tests.support.gym_service import Handler, serve_gym
 from tests.support.openenv_gateway import gateway
 
 JSON: Any = st.recursive(
@@ -117,17 +117,17 @@ def test_deep_nesting_is_no_way_in(depth: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def doors() -> Iterator[dict[str, str]]:
+def gateway_urls() -> Iterator[dict[str, str]]:
     """Both gateways, by name, at their addresses."""
     with start_blocking_portal("asyncio") as portal:
-        gym = portal.wrap_async_context_manager(served(Handler(), seconds=600))
+        gym = portal.wrap_async_context_manager(serve_gym(Handler(), seconds=600))
         openenv = portal.wrap_async_context_manager(gateway(slots=64, seconds=600, capacity_timeout=0.5))
         with gym as wire, openenv as here:
             yield {"gym": wire.url, "openenv": here.url}
 
 
 @pytest.fixture(scope="module")
-def client(doors: dict[str, str]) -> Iterator[httpx.Client]:
+def client(gateway_urls: dict[str, str]) -> Iterator[httpx.Client]:
     """It closes its connections before the gateways close theirs."""
     with httpx.Client(timeout=30) as made:
         yield made
@@ -137,9 +137,16 @@ def client(doors: dict[str, str]) -> Iterator[httpx.Client]:
 @settings(max_examples=60, deadline=None)
 @given(METHODS, PATHS, HEADERS, BODIES, st.text(max_size=20))
 def test_any_request_is_answered_and_none_by_a_crash(
-    client: httpx.Client, doors: dict[str, str], door: str, method: str, path: str, content_type: str, body: bytes, query: str
+    client: httpx.Client,
+    gateway_urls: dict[str, str],
+    door: str,
+    method: str,
+    path: str,
+    content_type: str,
+    body: bytes,
+    query: str,
 ) -> None:
     headers = {"Content-Type": content_type.replace("\x00", "")}
-    response = client.request(method, doors[door] + path, params={"session_id": query}, headers=headers, content=body)
+    response = client.request(method, gateway_urls[door] + path, params={"session_id": query}, headers=headers, content=body)
     assert response.text != "Internal Server Error", (response.request.url, body)
     assert response.status_code < 500 or "detail" in response.json()

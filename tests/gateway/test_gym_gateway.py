@@ -7,15 +7,15 @@ import httpx
 import pytest
 
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.remote_gym import RemoteGymEnvironment
-from fleetbus_workers.environment.remote_gym_client import ServerPool
+from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
+from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
 from fleetbus_workers.gateway.gym_service import GymService, build_gym_service
-from tests.support.gym_service import Handler, fields_of, new_boundary, running, served
+from tests.support.gym_service import Handler, fields_of, new_boundary, running, serve_gym
 
 
 async def test_an_episode_is_played_from_connect_to_close() -> None:
     handler = Handler()
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         opened = await wire.connect({"goal": 2}, seed=7)
         session = opened["session_id"]
         assert (opened["obs"], opened["info"]) == ("seed 7", {"seed": 7, "odd": "NaN"})
@@ -32,7 +32,7 @@ async def test_an_episode_is_played_from_connect_to_close() -> None:
 
 
 async def test_connecting_without_a_seed_only_makes_the_session() -> None:
-    async with served(Handler()) as wire:
+    async with serve_gym(Handler()) as wire:
         opened = await wire.connect(seed=None)
         assert set(opened) == {"session_id"}
         assert (await wire.call(opened["session_id"], "reset"))["obs"] == "seed 0"
@@ -40,7 +40,7 @@ async def test_connecting_without_a_seed_only_makes_the_session() -> None:
 
 async def test_a_step_whose_answer_was_lost_is_not_done_again() -> None:
     handler = Handler()
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         session = (await wire.connect())["session_id"]
         boundary = new_boundary()
         first = await wire.call(session, "step", boundary=boundary, action_str="a")
@@ -52,7 +52,7 @@ async def test_a_step_whose_answer_was_lost_is_not_done_again() -> None:
 async def test_a_client_that_waits_less_than_a_step_takes_never_makes_two_at_once() -> None:
     handler = Handler()
     handler.step_seconds = 0.5
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         session = (await wire.connect())["session_id"]
         boundary = new_boundary()
         fields = {"session_id": session, "method": "step", "params": {"action_str": "a"}}
@@ -64,7 +64,7 @@ async def test_a_client_that_waits_less_than_a_step_takes_never_makes_two_at_onc
 
 async def test_an_environment_that_raises_ends_the_episode_and_is_not_tried_again() -> None:
     handler = Handler()
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         session = (await wire.connect())["session_id"]
         handler.trouble["step"] = RuntimeError("the simulator is gone")
         step = await wire.call(session, "step", action_str="a")
@@ -78,7 +78,7 @@ async def test_an_environment_that_raises_ends_the_episode_and_is_not_tried_agai
 
 async def test_a_connect_whose_answer_was_lost_leaves_no_orphan() -> None:
     handler = Handler()
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         boundary = new_boundary()
         first = await wire.connect(boundary=boundary)
         assert await wire.connect(boundary=boundary) == first
@@ -89,7 +89,7 @@ async def test_a_connect_whose_answer_was_lost_leaves_no_orphan() -> None:
 @pytest.mark.parametrize("method", ["reset", "create_env"])
 async def test_a_connect_that_fails_leaks_no_session_and_no_environment(method: str) -> None:
     handler = Handler(max_sessions=1)
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         handler.trouble[method] = RuntimeError("no scene")
         failed = await wire.connect()
         assert "no scene" in failed["info"]["error"]
@@ -100,7 +100,7 @@ async def test_a_connect_that_fails_leaks_no_session_and_no_environment(method: 
 
 async def test_a_close_that_raises_or_whose_answer_is_lost_still_closes_once() -> None:
     handler = Handler()
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         session = (await wire.connect())["session_id"]
         handler.trouble["close"] = RuntimeError("stuck")
         boundary = new_boundary()
@@ -113,7 +113,7 @@ async def test_a_close_that_raises_or_whose_answer_is_lost_still_closes_once() -
 async def test_an_idle_session_expires_and_a_running_step_keeps_it() -> None:
     handler = Handler(session_timeout=1.0)
     handler.step_seconds = 2.5
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
         session = (await wire.connect())["session_id"]
         assert (await wire.call(session, "step", action_str="slow"))["obs"] == "1"
         while (await wire.get("/sessions")).json()["num_sessions"]:  # noqa: ASYNC110
@@ -126,7 +126,7 @@ async def test_an_idle_session_expires_and_a_running_step_keeps_it() -> None:
 async def test_the_first_generation_of_clients_is_understood_too() -> None:
     head = b'--b0\r\nContent-Disposition: form-data; name="data"; filename="data.json"\r\n\r\n'
     body = head + b'{"env_config": {}, "seed": 4}\r\n--b0--\r\n'
-    async with served(Handler()) as wire:
+    async with serve_gym(Handler()) as wire:
         headers = {"Content-Type": "multipart/form-data; boundary=b0"}
         response = await wire.request("POST", "/connect", content=body, headers=headers)
         assert fields_of(response)["obs"] == "seed 4"
@@ -163,7 +163,7 @@ async def test_a_service_calls_what_its_maker_wants_called_at_its_start_and_end(
 
 async def test_thirty_two_clients_at_a_time_lose_and_double_nothing() -> None:
     handler = Handler()
-    async with served(handler) as wire:
+    async with serve_gym(handler) as wire:
 
         async def play() -> None:
             session = (await wire.connect({"goal": 5}))["session_id"]
@@ -180,7 +180,7 @@ async def test_thirty_two_clients_at_a_time_lose_and_double_nothing() -> None:
 async def test_fleetbus_s_own_client_of_the_protocol_plays_through_the_service() -> None:
     handler = Handler()
     pool = ServerPool()
-    async with served(handler) as wire, pool.running():
+    async with serve_gym(handler) as wire, pool.running():
         environment = RemoteGymEnvironment(pool, [wire.url])
         await environment.open(Task(key="t", config={"goal": 2}, seed=5))
         start = await environment.reset()

@@ -17,8 +17,8 @@ from PIL import Image as Pillow
 from fleetbus_schemas import Action, ChatMessage, Image, Task, Text
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.gateway.gym_service import BaseGymHandler, GymService, build_gym_service
-from fleetbus_workers.gateway.image_format import ImageFormat, image_format
-from tests.support.gym_service import Handler, Wire, running, served
+from fleetbus_workers.gateway.image_format import ImageFormat, parse_image_format
+from tests.support.gym_service import Handler, Wire, running, serve_gym
 from tests.support.openenv_gateway import gateway
 
 
@@ -82,7 +82,7 @@ def as_the_client_has_it(image: Pillow.Image) -> bytes:
 @pytest.mark.parametrize(("name", "quality"), [("PNG", 0), ("BMP", 0), ("TIFF", 0), ("PPM", 0), ("WEBP", 100)])
 async def test_lossless_formats_keep_every_pixel_of_every_image(name: str, quality: int) -> None:
     images = [noise("RGB", (5, 4), seed=seed) for seed in range(80)]
-    async with served(Gallery(*images), image_format=name, image_quality=quality) as wire:  # type: ignore[arg-type]
+    async with serve_gym(Gallery(*images), image_format=name, image_quality=quality) as wire:  # type: ignore[arg-type]
         files, types = await seen(wire)
     assert set(types) == {Pillow.MIME[name]}
     assert [as_the_client_has_it(Pillow.open(io.BytesIO(file))) for file in files] == [*map(as_the_client_has_it, images)]
@@ -91,7 +91,7 @@ async def test_lossless_formats_keep_every_pixel_of_every_image(name: str, quali
 async def test_png_keeps_the_mode_of_an_image_and_its_transparency() -> None:
     modes = ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"]
     images = [noise(mode) for mode in modes]
-    async with served(Gallery(*images)) as wire:  # type: ignore[arg-type]
+    async with serve_gym(Gallery(*images)) as wire:  # type: ignore[arg-type]
         files, _ = await seen(wire)
     opened = [Pillow.open(io.BytesIO(file)) for file in files]
     assert [image.mode for image in opened] == modes
@@ -100,7 +100,7 @@ async def test_png_keeps_the_mode_of_an_image_and_its_transparency() -> None:
 
 @pytest.mark.parametrize(("name", "mode"), [("PNG", "F"), ("PNG", "CMYK"), ("JPEG", "RGBA"), ("JPEG", "P"), ("WEBP", "I;16")])
 async def test_a_mode_that_the_format_does_not_have_becomes_rgb_and_is_no_error(name: str, mode: str) -> None:
-    async with served(Gallery(noise(mode)), image_format=name) as wire:  # type: ignore[arg-type]
+    async with serve_gym(Gallery(noise(mode)), image_format=name) as wire:  # type: ignore[arg-type]
         ((file,), _) = await seen(wire)
     assert Pillow.open(io.BytesIO(file)).size == (7, 5)
 
@@ -110,7 +110,7 @@ async def test_format_label_and_quality_are_the_caller_s_choice() -> None:
     sizes = {}
     for quality in (20, 90):
         options = {"image_format": "jpeg", "image_mime": "image/jpg", "image_quality": quality}
-        async with served(Gallery(image), **options) as wire:  # type: ignore[arg-type]
+        async with serve_gym(Gallery(image), **options) as wire:  # type: ignore[arg-type]
             ((file,), (label,)) = await seen(wire)
         assert (label, Pillow.open(io.BytesIO(file)).format) == ("image/jpg", "JPEG")
         sizes[quality] = len(file)
@@ -146,7 +146,7 @@ async def test_others_are_answered_while_an_image_is_encoded(monkeypatch: pytest
         return encoded(self, image)
 
     monkeypatch.setattr(ImageFormat, "encoded", slowly)
-    async with served(Gallery(noise("RGB"))) as wire, anyio.create_task_group() as group:  # type: ignore[arg-type]
+    async with serve_gym(Gallery(noise("RGB"))) as wire, anyio.create_task_group() as group:  # type: ignore[arg-type]
         group.start_soon(seen, wire)
         await anyio.to_thread.run_sync(encoding.wait, 40)
         assert (await wire.get("/health")).json()["ok"] is True
@@ -156,8 +156,8 @@ async def test_others_are_answered_while_an_image_is_encoded(monkeypatch: pytest
 def test_what_is_in_the_wanted_format_already_keeps_its_bytes() -> None:
     buffer = io.BytesIO()
     noise("RGB").save(buffer, "JPEG", quality=31)
-    assert image_format("JPEG").converted(buffer.getvalue()) == buffer.getvalue()
-    assert image_format("PNG").converted(buffer.getvalue()).startswith(b"\x89PNG")
+    assert parse_image_format("JPEG").convert(buffer.getvalue()) == buffer.getvalue()
+    assert parse_image_format("PNG").convert(buffer.getvalue()).startswith(b"\x89PNG")
 
 
 class Bucket:

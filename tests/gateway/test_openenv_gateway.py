@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus_workers.environment.openenv_client import open_session
+from fleetbus_workers.environment.adapters.openenv.client import open_session
 from tests.support.openenv_gateway import gateway
 
 

@@ -14,7 +14,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
 from fleetbus_workers.serving.connections import Bounds
-from tests.support.openenv_gateway import Here, gateway
+from tests.support.openenv_gateway import GatewayFixtures, gateway
 
 IDLE_SOCKETS = 150
 HANDSHAKE = (
@@ -41,11 +41,11 @@ def frame(payload: bytes, *, opcode: int = 1, claimed: int | None = None) -> byt
     return head + bytes(4) + payload
 
 
-def asking(kind: str, **data: Any) -> bytes:
+def build_request_frame(kind: str, **data: Any) -> bytes:
     return frame(json.dumps({"type": kind} | ({"data": data} if data else {})).encode())
 
 
-async def shaken(here: Here) -> SocketStream:
+async def complete_handshake(here: GatewayFixtures) -> SocketStream:
     """A connection that is a WebSocket by now, and answers nothing by itself."""
     stream = await anyio.connect_tcp("127.0.0.1", port_of(here))
     await stream.send(HANDSHAKE)
@@ -56,11 +56,11 @@ async def shaken(here: Here) -> SocketStream:
     return stream
 
 
-def port_of(here: Here) -> int:
+def port_of(here: GatewayFixtures) -> int:
     return int(here.url.rpartition(":")[2])
 
 
-async def all_closed(here: Here) -> None:
+async def all_closed(here: GatewayFixtures) -> None:
     """Until the gateway has no connection left."""
     process = psutil.Process()
 
@@ -72,15 +72,15 @@ async def all_closed(here: Here) -> None:
         await anyio.sleep(0.05)
 
 
-async def others_play(here: Here) -> None:
+async def others_play(here: GatewayFixtures) -> None:
     async with here.socket() as player:
         await player.ask("reset")
         assert (await player.ask("step", text="x"))["data"]["reward"] == 0.5
 
 
 async def test_a_frame_that_never_ends_ends_its_connection() -> None:
-    async with gateway() as here, await shaken(here) as stream:
-        await stream.send(asking("reset") + frame(b"{", claimed=1 << 20))
+    async with gateway() as here, await complete_handshake(here) as stream:
+        await stream.send(build_request_frame("reset") + frame(b"{", claimed=1 << 20))
         await others_play(here)
         with pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
             while True:
@@ -94,7 +94,7 @@ async def test_a_frame_that_never_ends_ends_its_connection() -> None:
 async def never_taken(stream: SocketStream) -> None:
     """Ask for more than all buffers hold, for as long as the gateway reads."""
     stream.extra(SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    reset = asking("reset", prompt="x" * 30_000)
+    reset = build_request_frame("reset", prompt="x" * 30_000)
     try:
         for _ in range(600):
             await stream.send(reset)
@@ -104,7 +104,7 @@ async def never_taken(stream: SocketStream) -> None:
 
 async def test_a_client_that_takes_no_answers_loses_its_connection_and_its_slot() -> None:
     """It answers no ping, and a polite end would wait for ever behind what it does not take."""
-    async with gateway(slots=1) as here, await shaken(here) as stream, anyio.create_task_group() as group:
+    async with gateway(slots=1) as here, await complete_handshake(here) as stream, anyio.create_task_group() as group:
         group.start_soon(never_taken, stream)
         await here.world.begun.wait()
         await here.empty()
@@ -115,7 +115,11 @@ async def test_a_client_that_takes_no_answers_loses_its_connection_and_its_slot(
 async def test_a_client_that_takes_nothing_is_cut_before_any_ping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetbus_workers.gateway.serve.PING_SECONDS", 600.0)
     bounds = Bounds(send_seconds=0.5)
-    async with gateway(slots=1, bounds=bounds) as here, await shaken(here) as stream, anyio.create_task_group() as group:
+    async with (
+        gateway(slots=1, bounds=bounds) as here,
+        await complete_handshake(here) as stream,
+        anyio.create_task_group() as group,
+    ):
         group.start_soon(never_taken, stream)
         await here.world.begun.wait()
         await here.empty()
@@ -137,8 +141,8 @@ async def test_a_client_that_takes_nothing_is_cut_before_any_ping(monkeypatch: p
     ids=["opcode", "no mask", "no text", "endless", "too large", "long ping", "noise", "bad close"],
 )
 async def test_what_is_no_frame_ends_the_connection_and_frees_its_slot(sent: bytes) -> None:
-    async with gateway(slots=1) as here, await shaken(here) as stream:
-        await stream.send(asking("reset") + sent)
+    async with gateway(slots=1) as here, await complete_handshake(here) as stream:
+        await stream.send(build_request_frame("reset") + sent)
         with pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
             while True:
                 await stream.receive()
@@ -148,8 +152,10 @@ async def test_what_is_no_frame_ends_the_connection_and_frees_its_slot(sent: byt
 
 
 async def test_frames_in_one_piece_are_answered_one_after_the_other() -> None:
-    async with gateway() as here, await shaken(here) as stream:
-        await stream.send(asking("reset") + asking("step", text="x") + asking("state") * 100)
+    async with gateway() as here, await complete_handshake(here) as stream:
+        await stream.send(
+            build_request_frame("reset") + build_request_frame("step", text="x") + build_request_frame("state") * 100
+        )
         received = b""
         while received.count(b'"step_count": 1') < 100:
             received += await stream.receive()

@@ -12,10 +12,10 @@ from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
 from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions
 
 
-class Ends:
+class SlowClosingEpisode:
     """Stands in for the environment of a session: it is there, and takes its time to end."""
 
-    begun = True
+    is_active = True
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name = name
@@ -36,15 +36,15 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
 
 
-class Ground:
+class SessionsFixture:
     """Two places, and sessions that end after a minute without a call; those called ``slow`` take 40 s for it."""
 
     def __init__(self) -> None:
-        self.made: list[Ends] = []
-        self.sessions = OpenEnvSessions(self._make, most=2, idle_seconds=60, resume_seconds=60)
+        self.made: list[SlowClosingEpisode] = []
+        self.sessions = OpenEnvSessions(self._make, max_sessions=2, idle_seconds=60, resume_seconds=60)
 
     def _make(self, name: str) -> OpenEnvEpisode:
-        self.made.append(Ends(name, 40 if name == "slow" else 0))
+        self.made.append(SlowClosingEpisode(name, 40 if name == "slow" else 0))
         return cast("OpenEnvEpisode", self.made[-1])
 
     async def use(self, name: str) -> None:
@@ -53,7 +53,7 @@ class Ground:
 
 
 async def test_a_session_that_takes_long_to_end_holds_up_no_other() -> None:
-    ground = Ground()
+    ground = SessionsFixture()
     async with anyio.create_task_group() as group:
         group.start_soon(ground.sessions.run)
         began = anyio.current_time()
@@ -67,7 +67,7 @@ async def test_a_session_that_takes_long_to_end_holds_up_no_other() -> None:
 
 
 async def test_a_session_that_its_client_closes_while_another_ends_harms_no_gateway_that_is_full() -> None:
-    ground = Ground()
+    ground = SessionsFixture()
     async with anyio.create_task_group() as group:
         await ground.use("slow")
         await ground.use("quick")

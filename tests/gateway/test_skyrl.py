@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             command = ["environment", "--environment", "scripted:3", "--nats", running.url, "--run", RUN]
             worker = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", *command])
             try:
-                portal.call(worker_said_hello, running.url)
+                portal.call(wait_for_worker, running.url)
                 yield running.url
             finally:
                 worker.kill()
@@ -47,7 +47,7 @@ async def declare(url: str) -> None:
         await bus.declare(plan_run(RUN))
 
 
-async def worker_said_hello(url: str) -> None:
+async def wait_for_worker(url: str) -> None:
     with anyio.fail_after(30):
         async with connect(url, run=RUN) as bus, bus.read([Subjects(RUN).life("*", "*")]) as reader:
             await reader.receive()
@@ -62,20 +62,20 @@ def tasks_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
+def register_environment() -> Iterator[None]:
     skyrl_gym.register(id="fleetbus", entry_point="fleetbus.skyrl:FleetbusEnv")
     yield
     deregister("fleetbus")
 
 
-def made(server: str, tasks_file: Path, **extras: Any) -> Any:
+def build_environment(server: str, tasks_file: Path, **extras: Any) -> Any:
     config = {"nats_url": server, "run": RUN, "tasks_file": str(tasks_file)}
     return skyrl_gym.make("fleetbus", env_config=config, extras={"task_key": "t1", **extras})
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register_environment")
 def test_an_episode_has_the_fields_and_types_of_skyrl_gym(server: str, tasks_file: Path) -> None:
-    environment = made(server, tasks_file)
+    environment = build_environment(server, tasks_file)
     messages, metadata = environment.init([{"role": "user", "content": "ignored"}])
     assert messages == [{"role": "user", "content": "Task 1."}]
     assert metadata == {"task_key": "t1", "env_key": "scripted", "tools": [], "modality": "tool_use"}
@@ -90,9 +90,9 @@ def test_an_episode_has_the_fields_and_types_of_skyrl_gym(server: str, tasks_fil
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register_environment")
 def test_when_the_turns_are_used_up_the_verdict_still_comes_with_the_reward(server: str, tasks_file: Path) -> None:
-    environment = made(server, tasks_file, max_turns=2)
+    environment = build_environment(server, tasks_file, max_turns=2)
     environment.init([])
     environment.step("one")
     last = environment.step("two")
@@ -101,10 +101,10 @@ def test_when_the_turns_are_used_up_the_verdict_still_comes_with_the_reward(serv
     environment.close()
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register_environment")
 def test_a_generator_s_loop_runs_a_hundred_episodes_in_threads(server: str, tasks_file: Path) -> None:
     def episode(number: int) -> dict[str, Any]:
-        environment = made(server, tasks_file, task_key=f"t{number % 4}")
+        environment = build_environment(server, tasks_file, task_key=f"t{number % 4}")
         try:
             environment.init([])
             rewards, done = [], False
@@ -119,8 +119,12 @@ def test_a_generator_s_loop_runs_a_hundred_episodes_in_threads(server: str, task
 
     with ThreadPoolExecutor(32) as threads:
         metrics = list(threads.map(episode, range(100)))
-    told = FleetbusEnv.aggregate_metrics(metrics)
-    assert (told["total_episodes"], told["avg_turns"], told["scripted/num_episodes"]) == (100, 3.0, 100)
+    metrics_by_name = FleetbusEnv.aggregate_metrics(metrics)
+    assert (metrics_by_name["total_episodes"], metrics_by_name["avg_turns"], metrics_by_name["scripted/num_episodes"]) == (
+        100,
+        3.0,
+        100,
+    )
 
 
 async def test_the_coroutines_do_the_same_on_a_loop_of_the_caller_s(server: str, tasks_file: Path) -> None:

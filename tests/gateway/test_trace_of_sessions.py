@@ -19,14 +19,14 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.client.sessions import sessions
 from fleetbus.core.journal import Journal
-from fleetbus.core.trace_ids import call_path, session_trace_id, span_id
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
-from fleetbus_workers.environment.stepwise.journal import journal_of
+from fleetbus.core.trace_ids import build_call_path, compute_session_trace_id, span_id
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
-from fleetbus_workers.gateway.gym_calls import GymCalls
+from fleetbus_workers.gateway.gym_methods import GymCalls
 from tests.support.gym_service import Wire, new_boundary, running
 from tests.support.otlp_receiver import Receiver, spans_in_file
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 @asynccontextmanager
-async def gateway(fleet: SmallFleet) -> AsyncIterator[Wire]:
+async def gateway(fleet: SmallDeployment) -> AsyncIterator[Wire]:
     @asynccontextmanager
     async def calls() -> AsyncIterator[GymCalls]:
         async with sessions(fleet.bus, fleet.subjects) as client:
@@ -50,7 +50,7 @@ async def gateway(fleet: SmallFleet) -> AsyncIterator[Wire]:
         yield wire
 
 
-async def played(fleet: SmallFleet, wire: Wire) -> str:
+async def play_session(fleet: SmallDeployment, wire: Wire) -> str:
     """An episode of five turns; a step is repeated as clients do, and the worker is gone after the second."""
     for name in ("e1", "e2"):
         fleet.environment(name, make=lambda: ScriptedEnvironment(5))
@@ -60,7 +60,7 @@ async def played(fleet: SmallFleet, wire: Wire) -> str:
     first = await wire.call(session, "step", boundary=boundary, action_str="one")
     assert await wire.call(session, "step", boundary=boundary, action_str="one") == first
     await wire.call(session, "step", action_str="two")
-    holder = (await journal_of(fleet.bus, fleet.subjects, session)).claim
+    holder = (await read_session_journal(fleet.bus, fleet.subjects, session)).claim
     assert holder is not None
     fleet.members[holder.worker].kill()
     for action in ("three", "four", "five"):
@@ -70,7 +70,7 @@ async def played(fleet: SmallFleet, wire: Wire) -> str:
     return session
 
 
-async def traced(url: str, *arguments: object) -> dict[str, Any]:
+async def run_trace_command(url: str, *arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "fleetbus_workers.cli", "trace", RUN, "--nats", url, "--json", *map(str, arguments)]
     ended = await anyio.run_process(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert ended.returncode == 0, ended.stderr.decode()
@@ -83,13 +83,13 @@ async def test_a_session_through_the_gateway_arrives_as_one_trace_with_what_its_
     file = tmp_path / "spans.jsonl"
     with anyio.fail_after(55):
         async with run_server(tmp_path / "store", monitor_port=None) as server:
-            async with small_fleet(
-                configured(), connect=lambda name: connect(server.url, run=RUN, worker=name)
+            async with small_deployment(
+                build_configuration(), connect=lambda name: connect(server.url, run=RUN, worker=name)
             ) as fleet, gateway(fleet) as wire:  # fmt: skip
-                session = await played(fleet, wire)
-                journal = await journal_of(fleet.bus, fleet.subjects, session)
-            told = await traced(server.url, "--otlp", receiver.url, "--jsonl", file)
-            alone = await traced(server.url, "--jsonl", os.devnull, "--session", session)
+                session = await play_session(fleet, wire)
+                journal = await read_session_journal(fleet.bus, fleet.subjects, session)
+            told = await run_trace_command(server.url, "--otlp", receiver.url, "--jsonl", file)
+            alone = await run_trace_command(server.url, "--jsonl", os.devnull, "--session", session)
     assert (told["sessions"], told["open_sessions"], told["episodes"]) == (1, 0, 0)
     assert alone["spans"] == told["spans"] == len(receiver.spans)
     assert {span.span_id.hex() for span in receiver.spans} == {span["spanId"] for span in spans_in_file(file)}
@@ -101,7 +101,7 @@ async def test_a_session_through_the_gateway_arrives_as_one_trace_with_what_its_
 def check_tree(spans: list[Any], session: str) -> None:
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(spans) and {span.trace_id for span in spans} == {
-        session_trace_id(RUN, session).to_bytes(16, "big")
+        compute_session_trace_id(RUN, session).to_bytes(16, "big")
     }
     (root,) = [span for span in spans if not span.parent_span_id]
     assert root.name == "session" and not root.status.message
@@ -120,10 +120,10 @@ def check_against_the_journal(spans: list[Any], journal: Journal, session: str) 
     executed = Counter(record.call.call for record in journal.records)
     assert executed["step"] == 5, "the repeated step was executed once"
     assert named == executed + Counter(session=1, attempt=2, restore=1)
-    trace = session_trace_id(RUN, session)
+    trace = compute_session_trace_id(RUN, session)
     by_id = {span.span_id: span for span in spans}
     for record in journal.records:
-        span = by_id[span_id(trace, call_path(record.call.key)).to_bytes(8, "big")]
+        span = by_id[span_id(trace, build_call_path(record.call.key)).to_bytes(8, "big")]
         attributes = {each.key: each.value for each in span.attributes}
         assert span.name == record.call.call
         assert attributes["fleetbus.worker"].string_value == record.answer.worker

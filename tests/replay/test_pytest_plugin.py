@@ -76,7 +76,7 @@ async def test_a_scripted_sampler_says_its_texts_turn_after_turn(scripted_sample
             seed=1,
         )
         generation = await sampler.generate(request)
-        return template.text(generation.ids), generation.finish_reason
+        return template.decode_text(generation.ids), generation.finish_reason
 
     async with sampler.running():
         assert [await say("a"), await say("b"), await say("a"), await say("a")] == [

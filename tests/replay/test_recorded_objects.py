@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.recording import Recording, RecordingHeader, load_recording
 from fleetbus.recording.export import Export
-from fleetbus.recording.objects import add_objects, referenced_objects
+from fleetbus.recording.objects import add_objects, find_referenced_objects
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import FILE_PART_BYTES, create_recording
 from fleetbus_schemas import Action, ChatMessage, Image, Observation, ShownImage, Subjects, Text, encode
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.images.reading import ImageMissing, image_reader
+from fleetbus_workers.images.reader import ImageMissing, image_reader
 from fleetbus_workers.inference.base import PromptDelta
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
@@ -33,7 +33,7 @@ def name_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def shows(sequence: int, *contents: bytes, episode: str = "e") -> Stored:
+def shows(sequence: int, *contents: bytes, episode: str = "e") -> StreamEntry:
     parts = (Text(text="look"), *(Image(object=name_of(content)) for content in contents))
     observation = Observation(
         episode_id=episode,
@@ -46,11 +46,11 @@ def shows(sequence: int, *contents: bytes, episode: str = "e") -> Stored:
         deadline_ns=1,
     )
     subject = SUBJECTS.observation("default", "any", episode)
-    return Stored(sequence=sequence, time_ns=sequence, subject=subject, payload=encode(observation))
+    return StreamEntry(sequence=sequence, time_ns=sequence, subject=subject, payload=encode(observation))
 
 
 async def recorded(
-    file: Path, entries: Sequence[Stored], bucket: dict[str, bytes], *, redactor: Redactor | None = None, **options: Any
+    file: Path, entries: Sequence[StreamEntry], bucket: dict[str, bytes], *, redactor: Redactor | None = None, **options: Any
 ) -> tuple[Recording, dict[str, int]]:
     """The entries with the objects that they name, written and read back; and what was said of the objects."""
 
@@ -107,12 +107,12 @@ async def test_an_object_with_a_secret_in_it_is_withheld_unless_secrets_are_kept
 async def test_actions_name_objects_and_other_entries_name_none() -> None:
     image = ShownImage(object=name_of(b"x"), start=0, stop=1)
     action = Action(episode_id="e", attempt=1, turn=0, text="", images=(image,))
-    entry = Stored(sequence=1, time_ns=1, subject=SUBJECTS.action("e0", "e"), payload=encode(action))
-    assert list(referenced_objects(entry)) == [name_of(b"x")]
-    broken = Stored(sequence=2, time_ns=1, subject=SUBJECTS.action("e0", "e"), payload=b"images")
-    assert list(referenced_objects(broken)) == []
+    entry = StreamEntry(sequence=1, time_ns=1, subject=SUBJECTS.action("e0", "e"), payload=encode(action))
+    assert list(find_referenced_objects(entry)) == [name_of(b"x")]
+    broken = StreamEntry(sequence=2, time_ns=1, subject=SUBJECTS.action("e0", "e"), payload=b"images")
+    assert list(find_referenced_objects(broken)) == []
     recording = load_recording(HERE / "recordings" / "guessing.fbrec")
-    assert not any(name for entry in recording.entries for name in referenced_objects(entry)) and recording.objects == {}
+    assert not any(name for entry in recording.entries for name in find_referenced_objects(entry)) and recording.objects == {}
 
 
 async def test_a_recording_that_is_cut_out_of_another_keeps_the_objects_of_its_episodes(
@@ -152,26 +152,26 @@ class Overlooked:
     async def expand(self, ids: list[int], messages: Sequence[ChatMessage]) -> PromptDelta:
         return PromptDelta(ids=ids)
 
-    async def placed(self, images: Sequence[ShownImage]) -> tuple[Any, ...]:
+    async def load_images(self, images: Sequence[ShownImage]) -> tuple[Any, ...]:
         return ()
 
 
 async def pictures_recorded() -> Recording:
     """Two episodes that show pictures, played by a policy that does not look."""
-    from fleetbus_workers.environment.colours import colours_factory
-    from fleetbus_workers.environment.picture_store import keep_pictures
+    from fleetbus_workers.environment.adapters.colours import build_colours_factory
+    from fleetbus_workers.environment.images.store import build_image_store
     from fleetbus_workers.replay.stage_bus import StageObjects
-    from tests.support.small_fleet import Member, configured, small_fleet
+    from tests.support.small_deployment import Member, build_configuration, small_deployment
 
     bucket: dict[str, bytes] = {}
-    make = colours_factory("colours", "2", keep=keep_pictures(StageObjects(bucket)))
-    async with small_fleet(configured()) as fleet:
+    make = build_colours_factory("colours", "2", keep=build_image_store(StageObjects(bucket)))
+    async with small_deployment(build_configuration()) as fleet:
         fleet.environment("env", make=make)
 
         async def answer(member: Member, bus: Bus) -> None:
             await run_inference(
                 bus,
-                configuration=configured(),
+                configuration=build_configuration(),
                 name="inf",
                 drain=member.drain,
                 sampler=ScriptedSampler(),
@@ -193,12 +193,12 @@ async def pictures_recorded() -> Recording:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_pictures_that_an_environment_shows_are_compared_by_their_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
-    from fleetbus_workers.environment import colours
+    from fleetbus_workers.environment.adapters import colours
     from fleetbus_workers.replay import Replay, replay_recording
 
     recording = await pictures_recorded()
     assert recording.objects and recording.objects.keys() == {
-        name for entry in recording.entries for name in referenced_objects(entry)
+        name for entry in recording.entries for name in find_referenced_objects(entry)
     }
     report = await replay_recording(recording, Replay(environment="colours:2"))
     report.check()
@@ -250,7 +250,7 @@ def test_a_manifest_that_was_too_long_for_its_message_is_put_back_into_it() -> N
     import msgspec
 
     from fleetbus_schemas import PolicyPublished, TensorEntry
-    from fleetbus_workers.weights.manifests import with_manifest
+    from fleetbus_workers.weights.manifests import inline_manifest
 
     manifest = (TensorEntry(name="w", shape=(2, 3), dtype="F32", sha256="0" * 64),)
     content = msgspec.json.encode(manifest)
@@ -264,8 +264,8 @@ def test_a_manifest_that_was_too_long_for_its_message_is_put_back_into_it() -> N
         size_bytes=1,
         manifest_object=name_of(content),
     )
-    entry = Stored(sequence=1, time_ns=1, subject=SUBJECTS.policy("p"), payload=encode(published))
-    assert list(referenced_objects(entry)) == [name_of(content)]
-    whole = with_manifest(published, bucket_of(content))
+    entry = StreamEntry(sequence=1, time_ns=1, subject=SUBJECTS.policy("p"), payload=encode(published))
+    assert list(find_referenced_objects(entry)) == [name_of(content)]
+    whole = inline_manifest(published, bucket_of(content))
     assert (whole.manifest, whole.manifest_object) == (manifest, "")
-    assert with_manifest(published, {}) is published and with_manifest(whole, {}) is whole
+    assert inline_manifest(published, {}) is published and inline_manifest(whole, {}) is whole

@@ -14,7 +14,7 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decode_entries
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry
 from fleetbus_schemas.stored import STORED
@@ -23,7 +23,7 @@ from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.replay.learner import replay_learner
 from fleetbus_workers.replay.quiet import quiet
 from fleetbus_workers.replay.report import Report
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,24 +41,24 @@ class CountingTrainer(ScriptedTrainer):
 
 
 def settings(folder: Path, checkpoint_every: int) -> Configuration:
-    return configured(
+    return build_configuration(
         run=RunSettings(name=RUN, folder=str(folder)),
         learner=LearnerSettings(steps=STEPS, groups=2, group_size=4, checkpoint_every=checkpoint_every),
         evaluation=EvaluationSettings(episodes=2),
     )
 
 
-async def until_stored(fleet: SmallFleet, kind: type[Any], lineage: str, step: int) -> None:
+async def until_stored(fleet: SmallDeployment, kind: type[Any], lineage: str, step: int) -> None:
     async with fleet.bus.read([fleet.subjects.train("default")]) as reader:
         while True:
-            for _, found in decoded(kind, [await reader.receive()], beside=STORED["train"]):
+            for _, found in decode_entries(kind, [await reader.receive()], beside=STORED["train"]):
                 if (found.lineage, found.step) == (lineage, step):
                     return
 
 
 async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int], ...], *, drained: bool = False) -> Recording:
     """A run whose learner is killed at each of these entries, or told to stop, and started again."""
-    async with small_fleet(configuration, published=False) as fleet:
+    async with small_deployment(configuration, published=False) as fleet:
         workers = [fleet.environment("environment-0"), fleet.inference("inference-0")]
         for number, (kind, step) in enumerate((*kills, (StepTrained, STEPS)), 1):
             trainer, curriculum = CountingTrainer(), Curriculum(TASKS, TASKS, seed=1)
@@ -115,7 +115,7 @@ def replayed(
 
 def begun(recording: Recording) -> list[tuple[str, int]]:
     entries = [entry for entry in recording.entries if ".train." in entry.subject]
-    found = decoded(LineageStarted, entries, beside=STORED["train"])
+    found = decode_entries(LineageStarted, entries, beside=STORED["train"])
     return [(started.lineage, started.parent_step) for _, started in found]
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.core import advantages
 from fleetbus.recording import Recording, load_recording
 from fleetbus_schemas import ChatMessage, PolicyPublished, Task, decode, encode
@@ -186,7 +186,7 @@ def test_weights_that_are_gone_are_named_once_and_the_report_says_how_to_record_
     assert report.advice == advice and advice in "\n".join(report.lines())
 
 
-def published_in(folder: Path, entry: Stored) -> Stored:
+def published_in(folder: Path, entry: StreamEntry) -> StreamEntry:
     """The same entry, with weights said to lie in another folder."""
     if entry.subject.split(".")[2] != "policy" or b"PolicyPublished" not in entry.payload:
         return entry
@@ -235,7 +235,7 @@ def weights_of(recording: Recording) -> list[str]:
     import anyio
 
     from fleetbus.recording.reader import Recording as Kind
-    from fleetbus_workers.assembly.trainers import trainer_settings
+    from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
     from fleetbus_workers.replay.configured import configuration_of
     from fleetbus_workers.replay.learner import replay_learner
@@ -254,7 +254,7 @@ def weights_of(recording: Recording) -> list[str]:
 
     async def run(folder: Path) -> Report:
         def make() -> Watched:
-            return Watched(MODEL, settings=trainer_settings(configuration))
+            return Watched(MODEL, settings=build_trainer_settings(configuration))
 
         with quiet():
             return await replay_learner(

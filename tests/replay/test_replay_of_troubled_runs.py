@@ -8,17 +8,17 @@ from typing import Any
 import anyio
 import pytest
 import trio.testing
+from fleetbus_workers.replay.build_configuration import configuration_of
 
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from fleetbus_workers.replay.configured import configuration_of
 from fleetbus_workers.replay.environment import replay_environment
 from fleetbus_workers.replay.inference import replay_inference
 from fleetbus_workers.replay.report import Report
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
@@ -34,7 +34,7 @@ def slow(request: GenerationRequest) -> float:
     return 1.0
 
 
-async def recorded(fleet: SmallFleet) -> Recording:
+async def recorded(fleet: SmallDeployment) -> Recording:
     entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
     return Recording(path=Path("in-memory"), header=RecordingHeader(run=RUN), entries=entries)
 
@@ -47,7 +47,7 @@ async def replayed(recording: Recording, turns: int = 5) -> Report:
 
 async def taken_over(*, task: Task | None = None) -> Recording:
     """One episode of five turns, whose first worker is killed in the middle."""
-    async with small_fleet(configured()) as fleet:
+    async with small_deployment(build_configuration()) as fleet:
         first = fleet.environment("first", make=lambda: ScriptedEnvironment(5))
         fleet.inference("inf", sampler=ScriptedSampler(delay=slow))
         await fleet.request("e", task=task)
@@ -90,7 +90,7 @@ async def test_a_sampler_that_draws_otherwise_is_found() -> None:
 
 
 async def test_what_ended_from_outside_is_left_out_with_its_reason() -> None:
-    async with small_fleet(configured()) as fleet:
+    async with small_deployment(build_configuration()) as fleet:
         worker = fleet.environment("env", make=lambda: ScriptedEnvironment(5))
         fleet.inference("inf", sampler=ScriptedSampler(delay=slow))
         await fleet.heard(*fleet.members.values())
@@ -141,7 +141,7 @@ async def test_an_environment_that_fails_fails_again_the_same_way() -> None:
                 raise RuntimeError("no such room")
             return await super().step(action)
 
-    async with small_fleet(configured()) as fleet:
+    async with small_deployment(build_configuration()) as fleet:
         fleet.environment("env", make=lambda: Broken(3))
         fleet.inference("inf")
         await fleet.request("e")

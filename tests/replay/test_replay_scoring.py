@@ -87,15 +87,15 @@ def test_an_engine_that_broke_is_found_by_the_turns_that_it_samples_anyway(monke
         ids, logprobs = engine_choose(*arguments)
         return [(token + 1) % 100 for token in ids], logprobs
 
-    engine_choose = engine.choose
-    monkeypatch.setattr(engine, "choose", chosen_otherwise)
+    engine_choose = engine.sample_tokens
+    monkeypatch.setattr(engine, "sample_tokens", chosen_otherwise)
     report = replayed()
     assert report.notes[PROVED] > report.notes[SAMPLED] >= 3, "one of each version that sampled"
     assert report.first is not None and report.first.field.startswith("sampled")
 
 
 def test_another_seed_is_found_by_the_tokens_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.inference.answers.turn_seed", lambda observation: 12345)
+    monkeypatch.setattr("fleetbus_workers.inference.observation_handler.compute_turn_seed", lambda observation: 12345)
     report = replayed()
     assert report.first is not None and report.first.field.startswith("sampled")
     assert report.notes[PROVED] == 0

@@ -14,7 +14,7 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus.recording import load_recording
-from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 from fleetbus_workers.replay import Replay, Report, replay_recording
 from fleetbus_workers.replay.report import UNLOADED, Difference
 from fleetbus_workers.replay.shards import jobs_for, merge, share_of

@@ -13,7 +13,7 @@ import pytest
 from fleetbus.recording import load_recording
 from fleetbus_schemas import StepTrained, decode, encode
 from fleetbus_workers.learner import batches
-from fleetbus_workers.learner.measures import measure_advantages
+from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics
 from fleetbus_workers.replay import Report
 from fleetbus_workers.replay.ground import replay_now
 
@@ -52,7 +52,7 @@ report.check()
 
 def changed(**values: Any) -> Any:
     """Sequences of the learner under test with other values in some field."""
-    original = batches._sequence
+    original = batches._build_sequence
 
     def sequence(*arguments: Any) -> Any:
         made = original(*arguments)
@@ -74,7 +74,7 @@ def changed(**values: Any) -> Any:
 def test_a_batch_that_holds_something_else_is_found_and_named(
     field: str, change: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_sequence", changed(**{field: change}))
+    monkeypatch.setattr(batches, "_build_sequence", changed(**{field: change}))
     first = replayed().first
     assert first is not None
     assert first.message.startswith("batch of step 1 episode g0") and first.field.startswith(named)
@@ -85,20 +85,20 @@ def test_advantages_that_change_places_are_found_by_their_moment(monkeypatch: py
     seen: list[dict[str, float]] = []
 
     def measured(sequences: Any) -> dict[str, float]:
-        seen.append(measure_advantages(sequences))
+        seen.append(compute_advantage_metrics(sequences))
         return seen[-1]
 
-    monkeypatch.setattr("fleetbus_workers.learner.worker.measure_advantages", measured)
+    monkeypatch.setattr("fleetbus_workers.learner.worker.compute_advantage_metrics", measured)
     replayed().check()
     recording = load_recording(GUESSING)
     recording.entries = [with_moment(entry, seen) for entry in recording.entries]
     replayed(recording).check()
-    original = batches.advantages_by_turn
+    original = batches.compute_turn_advantages
 
     def exchanged(*arguments: Any) -> Any:
         return [*reversed(original(*arguments))]
 
-    monkeypatch.setattr(batches, "advantages_by_turn", exchanged)
+    monkeypatch.setattr(batches, "compute_turn_advantages", exchanged)
     first = replayed(recording).first
     assert first is not None and first.message.startswith("StepTrained step")
     assert first.field.startswith("metrics.advantage_")
@@ -118,7 +118,7 @@ def test_the_moment_tells_places_apart_that_extremes_and_sizes_do_not() -> None:
         loss_mask: Any
 
     def moment(*values: float) -> dict[str, float]:
-        return measure_advantages([Sequence(np.array(values, np.float32), np.ones(len(values), bool))])  # type: ignore[list-item]
+        return compute_advantage_metrics([Sequence(np.array(values, np.float32), np.ones(len(values), bool))])  # type: ignore[list-item]
 
     one, other = moment(1.0, -1.0, 0.5), moment(-1.0, 1.0, 0.5)
     assert one.pop("advantage_moment") != other.pop("advantage_moment")

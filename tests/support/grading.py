@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 
 LIMITS = VerifierLimits(seconds=30.0, cpu_seconds=1, memory_bytes=512 << 20)
 CONVERSATION = [{"role": "user", "content": "What is é?"}]

@@ -12,10 +12,10 @@ import anyio
 import httpx
 import numpy as np
 
-from fleetbus_workers.environment.remote_gym_wire import decode_response, encode_request, request_headers
+from fleetbus_workers.environment.adapters.remote_gym.wire import build_request_headers, decode_response, encode_request
 from fleetbus_workers.gateway.gym_service import BaseGymHandler, GymService
 from fleetbus_workers.gateway.serve import serve
-from fleetbus_workers.serving.listening import bind
+from fleetbus_workers.serving.listeners import bind
 
 
 class Handler(BaseGymHandler):
@@ -86,7 +86,7 @@ class Wire:
         self, route: str, fields: dict[str, Any], *, boundary: str = "", timeout: float = 30, **options: Any
     ) -> httpx.Response:
         boundary = boundary or new_boundary()
-        headers = request_headers(boundary) | options.pop("headers", {})
+        headers = build_request_headers(boundary) | options.pop("headers", {})
         body = encode_request(fields, boundary)
         return await self._client.post(self.url + route, content=body, headers=headers, timeout=timeout, **options)
 
@@ -117,7 +117,7 @@ def fields_of(response: httpx.Response) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def served(handler: Handler, *, seconds: float = 50, **options: Any) -> AsyncIterator[Wire]:
+async def serve_gym(handler: Handler, *, seconds: float = 50, **options: Any) -> AsyncIterator[Wire]:
     async with running(GymService(handler, **options).build(), seconds=seconds) as wire:
         yield wire
 

@@ -69,7 +69,7 @@ class LocalServer:
 
 
 @asynccontextmanager
-async def serving(make: Callable[[], Application]) -> AsyncIterator[LocalServer]:
+async def serve_application(make: Callable[[], Application]) -> AsyncIterator[LocalServer]:
     async with anyio.create_task_group() as group:
         server = LocalServer(make, group)
         await server.start()

@@ -11,7 +11,7 @@ import anyio
 from fleetbus_schemas import PolicyPublished, SamplingSettings
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.openai import OpenAISampler
-from fleetbus_workers.inference.reloading import Reloadable
+from fleetbus_workers.inference.weight_folders import WeightFolders
 from tests.support.model_server import STOP, ByteCodec, ModelServer
 
 PROMPT = [5, 6, 7]
@@ -21,7 +21,7 @@ MakeServer = Callable[..., ModelServer]
 
 
 @asynccontextmanager
-async def opened(*servers: ModelServer, purpose: str = "train", **options: object) -> AsyncIterator[OpenAISampler]:
+async def open_sampler(*servers: ModelServer, purpose: str = "train", **options: object) -> AsyncIterator[OpenAISampler]:
     urls = [server.url for server in servers]
     sampler = OpenAISampler(urls, codec=ByteCodec(), prompt=PROMPT, purpose=purpose, **options)  # type: ignore[arg-type]
     with anyio.fail_after(LIMIT_SECONDS):
@@ -29,7 +29,7 @@ async def opened(*servers: ModelServer, purpose: str = "train", **options: objec
             yield sampler
 
 
-def asking(
+def make_request(
     prompt: list[int] = PROMPT, *, episode: str = "e1", tokens: int = 6, trained: bool = True, **sampling: float
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -57,8 +57,8 @@ class Weights:
         save_file({"a": torch.zeros(2, 3)}, self.model / "model.safetensors")
 
     @property
-    def reloadable(self) -> Reloadable:
-        return Reloadable(self.model, self.folder / "served")
+    def reloadable(self) -> WeightFolders:
+        return WeightFolders(self.model, self.folder / "served")
 
     def published(self, version: int, *, step: int = 1, shape: tuple[int, ...] = (2, 3)) -> PolicyPublished:
         import torch

@@ -19,8 +19,8 @@ from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
 from fleetbus_workers.gateway.serve import BOUNDS, serve
 from fleetbus_workers.serving.connections import Bounds
-from fleetbus_workers.serving.listening import bind
-from tests.support.small_fleet import LIMITS, Member, SmallFleet, configured, small_fleet
+from fleetbus_workers.serving.listeners import bind
+from tests.support.small_deployment import LIMITS, Member, SmallDeployment, build_configuration, small_deployment
 
 
 class World:
@@ -83,10 +83,10 @@ class Adder:
         await anyio.lowlevel.checkpoint()
 
 
-class Here:
+class GatewayFixtures:
     """A gateway over one environment worker."""
 
-    def __init__(self, fleet: SmallFleet, world: World, worker: Member, url: str) -> None:
+    def __init__(self, fleet: SmallDeployment, world: World, worker: Member, url: str) -> None:
         self.fleet = fleet
         self.world = world
         self.worker = worker
@@ -99,10 +99,10 @@ class Here:
             yield Socket(connection)
 
     @asynccontextmanager
-    async def another(self) -> AsyncIterator[Here]:
+    async def another(self) -> AsyncIterator[GatewayFixtures]:
         """A second gateway over the same worker."""
         async with serving(self.fleet) as url:
-            yield Here(self.fleet, self.world, self.worker, url)
+            yield GatewayFixtures(self.fleet, self.world, self.worker, url)
 
     async def rpc(self, method: str, **parameters: Any) -> dict[str, Any]:
         asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": parameters}
@@ -131,24 +131,24 @@ class Socket:
 @asynccontextmanager
 async def gateway(
     *, slots: int = 4, seconds: float = 50, make: Any = None, load: Any = None, **settings: Any
-) -> AsyncIterator[Here]:
+) -> AsyncIterator[GatewayFixtures]:
     world = World()
     limits = msgspec.structs.replace(LIMITS, drain=0.2)  # nobody waits for sessions that a test leaves open
-    configuration = configured(environment=EnvironmentSettings(slots=8, session_slots=slots), limits=limits)
+    configuration = build_configuration(environment=EnvironmentSettings(slots=8, session_slots=slots), limits=limits)
     with anyio.fail_after(seconds):
-        async with small_fleet(configuration) as fleet:
+        async with small_deployment(configuration) as fleet:
             worker = fleet.environment("e1", make=make or world)
             async with serving(fleet, load, **settings) as url:
-                yield Here(fleet, world, worker, url)
+                yield GatewayFixtures(fleet, world, worker, url)
 
 
 @asynccontextmanager
-async def serving(fleet: SmallFleet, load: Any = None, bounds: Bounds = BOUNDS, **settings: Any) -> AsyncIterator[str]:
+async def serving(fleet: SmallDeployment, load: Any = None, bounds: Bounds = BOUNDS, **settings: Any) -> AsyncIterator[str]:
     """The address of a gateway to the fleet."""
     async with anyio.create_task_group() as group:
         listener = bind("127.0.0.1", 0)
         told = OpenEnvGateway(
-            lambda: sessions(fleet.bus, fleet.subjects), OpenEnvSettings(**settings), loading=lambda client: load
+            lambda: sessions(fleet.bus, fleet.subjects), OpenEnvSettings(**settings), build_loader=lambda client: load
         )
         stop, stopped = anyio.Event(), anyio.Event()
 

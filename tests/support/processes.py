@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await anyio.sleep(0.01)
 
 
-async def until_said(output: ByteReceiveStream | None, words: bytes) -> None:
+async def wait_for_output(output: ByteReceiveStream | None, words: bytes) -> None:
     """Wait until a process has written ``words``, in however many pieces; all that it wrote until then is used up. Raises
     `anyio.IncompleteRead` if its output ends before."""
     assert output is not None, "the process was started without a pipe"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from fleetbus.auth.access import access_for
+from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Subjects
-from tests.support.small_fleet import LANES, RUN
+from tests.support.small_deployment import LANES, RUN
 
 TRUST = "trust"
 """The run that forbidden things are tried on."""
@@ -25,7 +25,7 @@ SUBJECTS = Subjects(TRUST)
 LOG = f"fb_{TRUST}"
 
 
-class Secured:
+class SecuredServer:
     """A server with the configuration that was written, and connections to it as any user."""
 
     def __init__(self, folder: Path, server: NatsServerProcess, portal: BlockingPortal) -> None:
@@ -34,11 +34,11 @@ class Secured:
         self.portal = portal
 
     def connect(self, role: str, *, run: str = TRUST, worker: str = "") -> AbstractAsyncContextManager[Bus]:
-        access = access_for(role, str(self.folder))
+        access = build_access(role, str(self.folder))
         return connect(self.server.url, run=run, role=role, worker=worker or f"{role}-1", **access)
 
 
-async def _declare(place: Secured) -> None:
+async def _declare(place: SecuredServer) -> None:
     async with place.connect("init") as bus:
         await bus.declare(plan_run(TRUST, lanes=LANES, max_bytes=1 << 28))
         for subject in (SUBJECTS.task("default", "e0"), SUBJECTS.episode("e0"), SUBJECTS.action("e0", "e0")):
@@ -50,7 +50,7 @@ async def scan(bus: Bus, subject: str) -> list[bytes]:
 
 
 @contextmanager
-def secured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+def secured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
     """With the streams of `TRUST` declared and three entries in its log; `RUN` is allowed and not declared."""
     folder, store = tmp_path_factory.mktemp("auth"), tmp_path_factory.mktemp("nats")
     plans = [plan_run(run, lanes=LANES, max_bytes=1 << 28) for run in (TRUST, RUN)]
@@ -58,6 +58,6 @@ def secured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured
     write_folder(files, plans, hosts=["127.0.0.1"], days=1)
     with start_blocking_portal() as portal:
         with portal.wrap_async_context_manager(run_server(store, config=files.server_config)) as server:
-            place = Secured(folder, server, portal)
+            place = SecuredServer(folder, server, portal)
             portal.call(_declare, place)
             yield place

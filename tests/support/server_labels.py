@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from fleetbus_workers.environment.providers.base import Labels, owner_of_this_process
+from fleetbus_workers.environment.adapters.providers.base import Labels, build_process_owner
 
 GONE = "somewhere_999999999_1"
 """An owner that is on no machine."""
 
 
 def labels(*, owner: str | None = None, seconds: int = 600) -> Labels:
-    return Labels(run="r1", episode="task 1", owner=owner or owner_of_this_process(), expires=int(time.time()) + seconds)
+    return Labels(run="r1", episode="task 1", owner=owner or build_process_owner(), expires=int(time.time()) + seconds)

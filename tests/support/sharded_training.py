@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.torch.following import LeadingTrainer, follow
+from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import VOCABULARY, make_sequence
@@ -42,7 +42,7 @@ def _sequence(draw: np.random.Generator, index: int) -> TrainingSequence:
     return make_sequence(index, ids, mask, logprobs=logprobs, advantage=advantage, version=0)
 
 
-def train(trainer: TorchTrainer | LeadingTrainer, out: Path) -> None:
+def train(trainer: TorchTrainer | LeaderTrainer, out: Path) -> None:
     """Train and write ``metrics.json``, ``weights``, and a checkpoint, unless one is there."""
     resume = out / "resume"
     first = 0
@@ -67,9 +67,9 @@ def main(folder: Path, out: Path) -> None:
     settings = msgspec.json.decode((out / "settings.json").read_bytes(), type=TorchTrainerSettings)
     trainer = TorchTrainer(folder, settings=settings)
     if trainer.shards.rank:
-        follow(trainer)
+        run_follower(trainer)
         return
-    leading = LeadingTrainer(trainer)
+    leading = LeaderTrainer(trainer)
     try:
         train(leading, out)
     finally:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fleetbus_schemas import SamplingSettings
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.torch import TorchSampler
-from fleetbus_workers.inference.torch.compact import CompactRunner
+from fleetbus_workers.inference.torch.fused_decoder import FusedRunner
 from fleetbus_workers.inference.torch.generic import GenericRunner
 
 VOCABULARY = 64
@@ -36,13 +36,13 @@ SMALL: dict[str, Any] = {
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], type]] = {
-    "qwen3": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}, CompactRunner),
-    "qwen2": ("qwen2", {}, CompactRunner),
-    "llama": ("llama", {"attention_bias": True}, CompactRunner),
+    "qwen3": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}, FusedRunner),
+    "qwen2": ("qwen2", {}, FusedRunner),
+    "llama": ("llama", {"attention_bias": True}, FusedRunner),
     "llama with long rotations": (
         "llama",
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}},
-        CompactRunner,
+        FusedRunner,
     ),
     "llama with other biases": ("llama", {"mlp_bias": True}, GenericRunner),
     "mistral with a window": ("mistral", {"sliding_window": 16}, GenericRunner),
@@ -70,7 +70,7 @@ def write_model(folder: Path, family: str = "qwen3", seed: int = 0) -> Path:
 
 
 @asynccontextmanager
-async def engine(folder: Path, **options: Any) -> AsyncIterator[TorchSampler]:
+async def open_engine(folder: Path, **options: Any) -> AsyncIterator[TorchSampler]:
     sampler = TorchSampler(folder, **options)
     with anyio.fail_after(50):
         async with sampler.running():
@@ -84,23 +84,23 @@ def ask(
     return GenerationRequest(cache_key=key, ids=ids, sampling=settings, stop_ids=stop, max_tokens=tokens, seed=seed)
 
 
-def some_ids(seed: int, count: int) -> list[int]:
+def draw_ids(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=count)
 
 
-SYSTEM = some_ids(1000, 70)
+SYSTEM = draw_ids(1000, 70)
 
 
 async def play(sampler: TorchSampler, episode: int, turns: int = 3) -> list[tuple[list[int], Generation]]:
     """A whole episode of random shape: the history before each turn and what was sampled."""
     shape = random.Random(episode)
-    ids = SYSTEM + some_ids(episode // 2, shape.randint(1, 30))
+    ids = SYSTEM + draw_ids(episode // 2, shape.randint(1, 30))
     played = []
     for turn in range(turns):
         request = ask(ids, seed=100 * episode + turn, tokens=shape.randint(1, 20), key=f"e{episode}")
         generation = await sampler.generate(request)
         played.append((ids, generation))
-        ids = ids + generation.ids + some_ids(100 * episode + turn, shape.randint(1, 25))
+        ids = ids + generation.ids + draw_ids(100 * episode + turn, shape.randint(1, 25))
     sampler.forget(f"e{episode}")
     return played
 
@@ -117,13 +117,13 @@ async def play_all(sampler: TorchSampler, episodes: int) -> dict[int, list[tuple
     return played
 
 
-async def sampled_more_than(sampler: TorchSampler, tokens: int) -> None:
+async def wait_sampled(sampler: TorchSampler, tokens: int) -> None:
     while sampler.stats["sampled_tokens"] <= tokens:  # noqa: ASYNC110 - the engine counts in its own thread, and tells nobody
         await anyio.sleep(0.001)
 
 
 @asynccontextmanager
-async def slowed(sampler: TorchSampler) -> AsyncIterator[None]:
+async def slow_down(sampler: TorchSampler) -> AsyncIterator[None]:
     """At least 5 ms to a token: turns of a thousand tokens outlast whatever the test does meanwhile."""
     step = sampler._runner.step
 
@@ -136,7 +136,7 @@ async def slowed(sampler: TorchSampler) -> AsyncIterator[None]:
         yield
 
 
-def furthest_from_model(folder: Path, played: dict[int, list[tuple[list[int], Generation]]]) -> float:
+def compute_largest_difference(folder: Path, played: dict[int, list[tuple[list[int], Generation]]]) -> float:
     """Largest difference between sampled log-probabilities and those of transformers' forward call on the whole history."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     worst = 0.0

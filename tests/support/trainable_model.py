@@ -42,7 +42,7 @@ def make_model(folder: Path, kind: str = "qwen3", *, spread: float = 0.1) -> Pat
     return folder
 
 
-def model_logprobs(model: Any, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def compute_logprobs(model: Any, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """What the model gives each id after the first, shape [len(ids) - 1]."""
     with torch.no_grad():
         logits = model(torch.from_numpy(ids[None].astype(np.int64))).logits[0, :-1] / temperature
@@ -75,7 +75,7 @@ def make_sequence(
     )
 
 
-def gradient(trainer: TorchTrainer, batch: list[TrainingSequence]) -> dict[str, torch.Tensor]:
+def compute_gradient(trainer: TorchTrainer, batch: list[TrainingSequence]) -> dict[str, torch.Tensor]:
     """The gradient of one call, taken where the optimizer would use it, before clipping."""
     taken: dict[str, torch.Tensor] = {}
     step = trainer._optimizer.step
@@ -90,14 +90,14 @@ def gradient(trainer: TorchTrainer, batch: list[TrainingSequence]) -> dict[str, 
     return taken
 
 
-def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+def compute_distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """Norm of the difference of two gradients, relative to the second."""
     difference = sum(float((first[name] - second[name]).norm() ** 2) for name in second)
     return math.sqrt(difference / sum(float(value.norm() ** 2) for value in second.values()))
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def limit_to_one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

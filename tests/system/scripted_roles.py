@@ -44,14 +44,14 @@ def up(arguments: list[str]) -> int:
     import fleetbus_workers.up.command
     from fleetbus_workers.cli.program import run_program
 
-    setattr(fleetbus_workers.up.command, "role_command", scripted_command)  # noqa: B010
+    setattr(fleetbus_workers.up.command, "build_role_command", scripted_command)  # noqa: B010
     return run_program(["up", *arguments])
 
 
 def role(role: str, name: str, configuration_file: str) -> int:
-    from fleetbus_workers.up.guard import end_with_supervisor
+    from fleetbus_workers.up.parent_death import exit_with_parent
 
-    end_with_supervisor()
+    exit_with_parent()
     behaviour = os.environ.get("SCRIPT", "train") if role == "learner" else "wait"
     print(f"{name} behaves: {behaviour}, {sorted(key for key in os.environ if key.startswith('FLEETBUS_'))}", flush=True)
     if behaviour == "crash" or (behaviour == "crash-once" and name == "learner"):

@@ -22,17 +22,17 @@ from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.recorder.worker import run_recorder
-from tests.support.secured_server import SUBJECTS, TRUST, Secured, scan, secured_server
-from tests.support.small_fleet import RUN, configured, small_fleet
+from tests.support.secured_server import SUBJECTS, TRUST, SecuredServer, scan, secured_server
+from tests.support.small_deployment import RUN, build_configuration, small_deployment
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
     with secured_server(tmp_path_factory) as server:
         yield server
 
 
-async def stored_and_fetched(secured: Secured, folder: Path) -> None:
+async def stored_and_fetched(secured: SecuredServer, folder: Path) -> None:
     """Weights in the run's object bucket: from the learner to the inference worker."""
     (folder / "weights").write_bytes(bytes(300_000))
     async with secured.connect("learner") as learner, secured.connect("inference") as inference:
@@ -42,12 +42,12 @@ async def stored_and_fetched(secured: Secured, folder: Path) -> None:
     assert (folder / "fetched").stat().st_size == 300_000
 
 
-async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: Secured) -> None:
-    from fleetbus.micro import Microservice
-    from fleetbus_workers.environment.scripted import ScriptedEnvironment
+async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: SecuredServer) -> None:
+    from fleetbus.service_api import Microservice
+    from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
     from fleetbus_workers.environment.worker import run_environment
 
-    configuration, drain = configured(run=RunSettings(name=TRUST)), anyio.Event()
+    configuration, drain = build_configuration(run=RunSettings(name=TRUST)), anyio.Event()
     with anyio.fail_after(50):
         async with (
             secured.connect("environment") as worker,
@@ -62,8 +62,8 @@ async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: S
             client = SessionClient(gateway, SUBJECTS)
             group.start_soon(client.run)
             async with client.open(Task(key="t"), timeout=30) as session:
-                assert (await session.make("reset")).refusal == ""
-                assert (await session.make("step", text="done")).refusal == ""
+                assert (await session.request("reset")).refusal == ""
+                assert (await session.request("step", text="done")).refusal == ""
                 await follows_a_named_session(SessionClient(gateway, SUBJECTS), client)
             for role in ("environment", "gateway"):
                 answer = await monitor.request(f"$SRV.PING.fleetbus-{role}", b"", timeout=10)
@@ -72,13 +72,13 @@ async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: S
             group.cancel_scope.cancel()
 
 
-def test_callers_in_threads_use_the_key_of_a_gateway(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_in_threads_use_the_key_of_a_gateway(secured: SecuredServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from anyio.from_thread import start_blocking_portal
 
-    from fleetbus.client.blocking import client_of
+    from fleetbus.client.blocking import open_client
 
     monkeypatch.setenv("FLEETBUS_NATS_AUTH", str(secured.folder))
-    with start_blocking_portal("asyncio") as portal, client_of(portal, secured.server.url, TRUST) as client:
+    with start_blocking_portal("asyncio") as portal, open_client(portal, secured.server.url, TRUST) as client:
         assert portal.call(client.bus.history, [SUBJECTS.session("nobody")]) == []
 
 
@@ -92,7 +92,7 @@ async def follows_a_named_session(newcomer: SessionClient, client: SessionClient
     await followed.close()
 
 
-async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secured: Secured, tmp_path: Path) -> None:
+async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secured: SecuredServer, tmp_path: Path) -> None:
     with anyio.fail_after(50):
         async with secured.connect("learner") as bus:
             await bus.publish(SUBJECTS.policy("default"), b"policy")
@@ -113,7 +113,7 @@ async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secure
             assert await bus.consumer_floors()
 
 
-async def test_histories_read_narrowly_are_those_that_are_read_at_once(secured: Secured) -> None:
+async def test_histories_read_narrowly_are_those_that_are_read_at_once(secured: SecuredServer) -> None:
     """An inference worker rebuilds an episode from the log without the right to read all of it."""
     subjects = [SUBJECTS.action("e0", "h"), SUBJECTS.action("e1", "h"), SUBJECTS.episode("h"), SUBJECTS.episode("none")]
     with anyio.fail_after(50):
@@ -126,9 +126,9 @@ async def test_histories_read_narrowly_are_those_that_are_read_at_once(secured: 
     assert [entry.payload for entry in found] == [b"%d" % number for number in range(7)]
 
 
-async def test_a_fleet_trains_with_the_rights_of_its_roles_alone(secured: Secured, tmp_path: Path) -> None:
+async def test_a_fleet_trains_with_the_rights_of_its_roles_alone(secured: SecuredServer, tmp_path: Path) -> None:
     """Real workers with the keys of their roles; an inference worker dies, its episodes are rebuilt by the other one."""
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         learner=LearnerSettings(steps=3, groups=4, group_size=4, checkpoint_every=2, max_staleness=2),
         evaluation=EvaluationSettings(episodes=4),
@@ -140,7 +140,7 @@ async def test_a_fleet_trains_with_the_rights_of_its_roles_alone(secured: Secure
     tasks = [Task(key=f"task-{index}", prompt=f"task {index}") for index in range(8)]
     trainer = ScriptedTrainer()
     with anyio.fail_after(50):
-        async with small_fleet(configuration, connect=member, published=False) as fleet:
+        async with small_deployment(configuration, connect=member, published=False) as fleet:
 
             async def record(_member: object, bus: Bus) -> None:
                 drain = fleet.members["recorder-0"].drain

@@ -9,7 +9,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from fleetbus.auth.access import access_for
+from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
@@ -17,12 +17,12 @@ from fleetbus.config.settings import RunSettings
 from fleetbus.errors import NotPermitted
 from fleetbus_schemas import MESSAGES, Heartbeat, MalformedMessage, WorkerFailed, decode
 from fleetbus_schemas.message import decode_any
-from tests.support.secured_server import LOG, SUBJECTS, TRUST, Secured, scan, secured_server
-from tests.support.small_fleet import configured
+from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, scan, secured_server
+from tests.support.small_deployment import build_configuration
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
     with secured_server(tmp_path_factory) as server:
         yield server
 
@@ -114,7 +114,7 @@ FORBIDDEN: list[tuple[str, str, Operation]] = [
 @pytest.mark.parametrize(
     ("role", "operation"), [(role, op) for role, _, op in FORBIDDEN], ids=[f"{r} {w}" for r, w, _ in FORBIDDEN]
 )
-async def test_forbidden_is(secured: Secured, role: str, operation: Operation) -> None:
+async def test_forbidden_is(secured: SecuredServer, role: str, operation: Operation) -> None:
     """The worker that tries ends with an error that names it, its user and the subject."""
     with anyio.fail_after(50), pytest.raises(NotPermitted) as caught:
         async with secured.connect(role, worker="w-17") as bus:
@@ -122,7 +122,7 @@ async def test_forbidden_is(secured: Secured, role: str, operation: Operation) -
     assert f"{TRUST} {role} w-17: the NATS server does not let the user {role} " in str(caught.value)
 
 
-async def test_what_a_reader_can_smuggle_into_the_log_is_no_message(secured: Secured) -> None:
+async def test_what_a_reader_can_smuggle_into_the_log_is_no_message(secured: SecuredServer) -> None:
     """A question may name a subject of the log as the place for its answer; see docs/decisions/0080."""
     from fleetbus.bus.nats.protocol import publish_command
 
@@ -144,16 +144,16 @@ async def test_what_a_reader_can_smuggle_into_the_log_is_no_message(secured: Sec
         decode_any(MESSAGES, smuggled[0].payload)
 
 
-async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: Secured, tmp_path: Path) -> None:
+async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: SecuredServer, tmp_path: Path) -> None:
     """An environment worker whose key was mixed up with the recorder's: it may say who it is not, so its own words tell."""
-    from fleetbus_workers.environment.scripted import ScriptedEnvironment
+    from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
     from fleetbus_workers.environment.worker import run_environment
 
-    configuration = configured(run=RunSettings(name=TRUST, folder=str(tmp_path)))
+    configuration = build_configuration(run=RunSettings(name=TRUST, folder=str(tmp_path)))
     error: BaseException | None = None
     with anyio.fail_after(50):
         try:
-            access = access_for("recorder", str(secured.folder))
+            access = build_access("recorder", str(secured.folder))
             async with connect(secured.server.url, run=TRUST, role="environment", worker="mixed-up", **access) as bus:
                 await run_environment(
                     bus, configuration=configuration, name="mixed-up", drain=anyio.Event(), make=ScriptedEnvironment
@@ -166,15 +166,15 @@ async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: Secu
     assert "environment mixed-up: the NATS server does not let the user recorder" in str(error)
 
 
-async def test_an_operation_that_is_refused_midway_stands_in_the_log_under_the_workers_name(secured: Secured) -> None:
-    from fleetbus.presence import Presence, present
+async def test_an_operation_that_is_refused_midway_stands_in_the_log_under_the_workers_name(secured: SecuredServer) -> None:
+    from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 
     with anyio.fail_after(50):
         with pytest.RaisesGroup(NotPermitted):
             async with secured.connect("environment", worker="env-9") as bus:
                 beat = Heartbeat(role="environment", worker="env-9")
-                presence = Presence(bus, SUBJECTS, role="environment", worker="env-9", beat=lambda: beat, lane=None)
-                async with present(presence, bus, None, slots=1):
+                lifecycle = WorkerLifecycle(bus, SUBJECTS, role="environment", worker="env-9", beat=lambda: beat, lane=None)
+                async with run_lifecycle(lifecycle, bus, None, slots=1):
                     await bus.publish(SUBJECTS.policy("default"), b"forged", timeout=10)
         async with secured.connect("monitor") as bus:
             last = await bus.last(SUBJECTS.life("environment", "env-9"))

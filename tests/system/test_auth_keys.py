@@ -10,7 +10,7 @@ import anyio.abc
 import msgspec
 import pytest
 
-from fleetbus.auth.access import access_for
+from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.auth.permissions import USERS
 from fleetbus.bus.nats import connect
@@ -20,17 +20,17 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, encode
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.up.checks import check_rights
-from tests.support.secured_server import TRUST, Secured, secured_server
+from tests.support.secured_server import TRUST, SecuredServer, secured_server
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
     with secured_server(tmp_path_factory) as server:
         yield server
 
 
-async def test_without_a_key_nobody_gets_in(secured: Secured) -> None:
-    access = access_for("monitor", str(secured.folder))
+async def test_without_a_key_nobody_gets_in(secured: SecuredServer) -> None:
+    access = build_access("monitor", str(secured.folder))
     with pytest.raises(UserError, match="refused the credentials"):
         async with connect(secured.server.url, run=TRUST, tls=access["tls"]):
             raise AssertionError
@@ -39,40 +39,40 @@ async def test_without_a_key_nobody_gets_in(secured: Secured) -> None:
             raise AssertionError
 
 
-async def test_a_key_of_another_fleet_is_refused_and_so_is_its_server(secured: Secured, tmp_path: Path) -> None:
+async def test_a_key_of_another_fleet_is_refused_and_so_is_its_server(secured: SecuredServer, tmp_path: Path) -> None:
     write_folder(AuthFolder(tmp_path), [plan_run(TRUST)], hosts=["127.0.0.1"], days=1)
     with pytest.raises(UserError, match="is not the one that was expected"):
-        async with connect(secured.server.url, run=TRUST, **access_for("monitor", str(tmp_path))):
+        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(tmp_path))):
             raise AssertionError
     (tmp_path / "ca.pem").write_bytes((secured.folder / "ca.pem").read_bytes())
     with pytest.raises(UserError, match="refused the credentials"):
-        async with connect(secured.server.url, run=TRUST, **access_for("monitor", str(tmp_path))):
+        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(tmp_path))):
             raise AssertionError
 
 
-async def test_a_client_with_keys_says_nothing_in_the_clear(secured: Secured) -> None:
+async def test_a_client_with_keys_says_nothing_in_the_clear(secured: SecuredServer) -> None:
     """Whoever stands in for the server and claims to speak no TLS hears the beginning of a handshake and nothing else."""
-    heard = bytearray()
+    list_subscriptions = bytearray()
 
     async def impostor(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             await stream.send(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
             with anyio.move_on_after(5):
                 async for chunk in stream:
-                    heard.extend(chunk)
+                    list_subscriptions.extend(chunk)
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, impostor)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         with pytest.raises(UserError):
-            async with connect(f"nats://127.0.0.1:{port}", run=TRUST, **access_for("monitor", str(secured.folder))):
+            async with connect(f"nats://127.0.0.1:{port}", run=TRUST, **build_access("monitor", str(secured.folder))):
                 raise AssertionError
         tasks.cancel_scope.cancel()
-    assert heard[:1] == b"\x16"  # a TLS handshake record
-    assert b"CONNECT" not in heard and b"PUB" not in heard
+    assert list_subscriptions[:1] == b"\x16"  # a TLS handshake record
+    assert b"CONNECT" not in list_subscriptions and b"PUB" not in list_subscriptions
 
 
-def test_secrets_are_readable_by_their_owner_alone_and_stand_in_no_other_file(secured: Secured) -> None:
+def test_secrets_are_readable_by_their_owner_alone_and_stand_in_no_other_file(secured: SecuredServer) -> None:
     secrets = [(secured.folder / f"{user}.nk").read_bytes() for user in USERS]
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in secured.folder.iterdir()} == {
         **{f"{user}.nk": "0o600" for user in USERS},
@@ -101,11 +101,11 @@ def test_writing_again_keeps_keys_and_certificates_and_allows_the_new_run(tmp_pa
 def test_a_folder_that_lacks_something_is_refused_in_one_line_that_names_it(tmp_path: Path) -> None:
     folder = AuthFolder(tmp_path)
     with pytest.raises(UserError, match=r"no certificate authority at .*ca\.pem"):
-        access_for("monitor", str(tmp_path))
+        build_access("monitor", str(tmp_path))
     write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
     folder.key("monitor").unlink()
     with pytest.raises(UserError, match=r"no key of the user monitor at .*monitor\.nk"):
-        access_for("top", str(tmp_path))
+        build_access("top", str(tmp_path))
     folder.authority.unlink()
     with pytest.raises(UserError, match=r"lacks ca\.pem"):
         write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
@@ -118,9 +118,9 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line_that_names_it(tmp_
 
 
 def test_without_a_folder_nothing_is_asked() -> None:
-    assert access_for("learner", "") == {}
+    assert build_access("learner", "") == {}
     assert msgspec.structs.asdict(RunSettings())["name"] == "default"
-    assert encode(Heartbeat(role="monitor", worker="m"))
+    assert encode(Heartbeat(role="monitor", allow_worker_reports="m"))
 
 
 def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path: Path) -> None:
@@ -148,7 +148,9 @@ def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path:
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage"])
-async def test_a_key_that_was_cut_is_one_line_that_says_what_to_do(content: bytes, tmp_path: Path, secured: Secured) -> None:
+async def test_a_key_that_was_cut_is_one_line_that_says_what_to_do(
+    content: bytes, tmp_path: Path, secured: SecuredServer
+) -> None:
     folder, plans = AuthFolder(tmp_path / "auth"), [plan_run(TRUST, lanes=1)]
     write_folder(folder, plans, hosts=["localhost"], days=1)
     folder.key("monitor").write_bytes(content)
@@ -157,7 +159,7 @@ async def test_a_key_that_was_cut_is_one_line_that_says_what_to_do(content: byte
     assert content.decode() not in str(caught.value) or not content
     folder.authority.write_bytes(AuthFolder(secured.folder).authority.read_bytes())
     with pytest.raises(UserError, match="key"):
-        async with connect(secured.server.url, run=TRUST, **access_for("monitor", str(folder.path))):
+        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(folder.path))):
             raise AssertionError
     folder.key("monitor").unlink()
     assert write_folder(folder, plans, hosts=["localhost"], days=1).keys == ("monitor",)

@@ -12,11 +12,11 @@ import pytest
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import plan_run, tasks_consumer
-from fleetbus.cancel import Cancelled, cancel_episode, drain_worker
+from fleetbus.cancel import CancelResult, cancel_episode, drain_worker
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
-from fleetbus.episodes import read_standing
+from fleetbus.episodes import read_episode_state
 from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment
 from tests.support.connections import Connect, connections_to
 
@@ -60,14 +60,14 @@ async def until(bus: Bus, subject: str) -> None:
         await reader.receive()
 
 
-async def cancel(bus: Bus, episode: str) -> Cancelled:
+async def cancel(bus: Bus, episode: str) -> CancelResult:
     return await cancel_episode(bus, S, episode, author="operator", close_seconds=5)
 
 
 async def result(bus: Bus, episode: str) -> EpisodeFinished:
-    standing = await read_standing(bus, S, episode)
-    assert standing.result is not None
-    return standing.result
+    episode_state = await read_episode_state(bus, S, episode)
+    assert episode_state.result is not None
+    return episode_state.result
 
 
 async def test_a_running_episode_is_ended_by_the_worker_that_runs_it_and_no_other_is(connections: Connect) -> None:
@@ -81,7 +81,7 @@ async def test_a_running_episode_is_ended_by_the_worker_that_runs_it_and_no_othe
         assert (done.state, done.worker, done.outcome) == ("cancelled", "environment-0", "cancelled")
         stored = await result(bus, "a")
         assert (stored.outcome, stored.worker, stored.reward) == ("cancelled", "environment-0", None)
-        assert (await read_standing(bus, S, "b")).result is None
+        assert (await read_episode_state(bus, S, "b")).result is None
         drain.set()
 
 
@@ -95,8 +95,8 @@ async def test_an_episode_that_waits_is_closed_and_whoever_gets_its_request_late
         floor = 0
         while floor == 0:  # until the worker has acked the request
             floor = {each.name: each.ack_floor for each in await bus.consumer_floors()}[tasks_consumer("default")]
-        standing = await read_standing(bus, S, "a")
-        assert (standing.claims, (await result(bus, "a")).outcome) == ((), "cancelled")
+        episode_state = await read_episode_state(bus, S, "a")
+        assert (episode_state.claims, (await result(bus, "a")).outcome) == ((), "cancelled")
         drain.set()
 
 
@@ -105,7 +105,7 @@ async def test_an_episode_of_a_dead_worker_is_closed_in_the_log(connections: Con
         await request(bus, "a")
         claim = AttemptStarted(episode_id="a", attempt=1, worker="dead", nonce="n", lane="e0")
         await bus.publish(S.episode("a"), encode(claim))
-        assert await cancel(bus, "a") == Cancelled(episode_id="a", state="cancelled", worker="operator", outcome="cancelled")
+        assert await cancel(bus, "a") == CancelResult(episode_id="a", state="cancelled", worker="operator", outcome="cancelled")
         assert (await result(bus, "a")).attempts == 1
 
 
@@ -132,9 +132,9 @@ async def test_a_claim_that_comes_in_between_is_cancelled_as_well(connections: C
         await request(bus, "a")
         done = await cancel(Meanwhile(bus), "a")
         assert done.state == "cancelled"
-        standing = await read_standing(bus, S, "a")
-        assert standing.attempts == 1
-        assert standing.result is not None and standing.result.attempt == 1
+        episode_state = await read_episode_state(bus, S, "a")
+        assert episode_state.attempts == 1
+        assert episode_state.result is not None and episode_state.result.attempt == 1
 
 
 async def test_cancelling_again_says_that_it_is_over_and_changes_nothing(connections: Connect) -> None:
@@ -142,7 +142,7 @@ async def test_cancelling_again_says_that_it_is_over_and_changes_nothing(connect
         await request(bus, "a")
         await cancel(bus, "a")
         before = await bus.last_sequence()
-        assert await cancel(bus, "a") == Cancelled(episode_id="a", state="over", outcome="cancelled")
+        assert await cancel(bus, "a") == CancelResult(episode_id="a", state="over", outcome="cancelled")
         assert (await cancel(bus, "nobody")).state == "unknown"
         assert await bus.last_sequence() == before
 

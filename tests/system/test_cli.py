@@ -57,7 +57,7 @@ def test_the_list_of_commands_says_of_each_what_its_own_help_says_first() -> Non
 def test_flags_carry_the_descriptions_limits_and_defaults_of_the_settings() -> None:
     shown = " ".join(fleetbus("up", "--help").stdout.split())
     assert "--steps, --learner-steps N Batches to train [80]" in shown
-    assert "--learner-late [drop|keep|wait]" in shown
+    assert "--learner-stale-groups [drop|keep|wait]" in shown
     assert "--evaluation-greedy / --no-evaluation-greedy" in shown
     assert "Settings of learner:" in shown and "Settings of limits:" in shown
 
@@ -65,7 +65,7 @@ def test_flags_carry_the_descriptions_limits_and_defaults_of_the_settings() -> N
 def test_a_role_has_only_the_flags_of_the_tables_that_it_reads() -> None:
     shown = fleetbus("environment", "--help").stdout
     assert "--environment-slots" in shown and "--limits-open" in shown
-    assert "--learner-groups" not in shown and "--inference-batch" not in shown
+    assert "--learner-groups" not in shown and "--inference-max-num-seqs" not in shown
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_role_has_only_the_flags_of_the_tables_that_it_reads() -> None:
         (["inference", "--name", "a.b", "--nats", "nats://127.0.0.1:1"], "--name"),
         (["learner"], "no server for run default: give --nats"),
         (["init"], "no server for run default"),
-        (["learner", "--learner-late", "sometimes"], "sometimes"),
+        (["learner", "--learner-stale-groups", "sometimes"], "sometimes"),
         (["schema", "--jsno"], "--jsno"),
         (["new", "env", "x"], "No such command 'env'; see `fleetbus new --help`"),
         (["drain"], "see `fleetbus drain --help`"),
@@ -149,7 +149,7 @@ def test_a_crash_shows_where_it_happened_and_exits_1(tmp_path: Path) -> None:
     code = (
         "import sys, fleetbus_workers.cli.schema, fleetbus_schemas.export\n"
         "def broken(): raise RuntimeError('something is broken')\n"
-        "fleetbus_schemas.export.json_schema = broken\n"
+        "fleetbus_schemas.export.build_json_schema = broken\n"
         "from fleetbus_workers.cli.program import run_program\n"
         "sys.exit(run_program(['schema']))"
     )
@@ -163,7 +163,7 @@ def test_a_user_error_out_of_a_task_group_is_still_one_line() -> None:
         "import sys, fleetbus_schemas.export\n"
         "from fleetbus.errors import UserError\n"
         "def broken(): raise ExceptionGroup('tasks', [ExceptionGroup('more', [UserError('no such model: name another')])])\n"
-        "fleetbus_schemas.export.json_schema = broken\n"
+        "fleetbus_schemas.export.build_json_schema = broken\n"
         "from fleetbus_workers.cli.program import run_program\n"
         "sys.exit(run_program(['schema']))"
     )

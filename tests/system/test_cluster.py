@@ -22,7 +22,7 @@ from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import Subjects, Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_fleet import LANES, RUN, configured, small_fleet
+from tests.support.small_deployment import LANES, RUN, build_configuration, small_deployment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -86,7 +86,7 @@ async def cluster(folder: Path) -> AsyncIterator[Cluster]:
                 await made.kill(index)
 
 
-async def declared(servers: Cluster) -> None:
+async def declare_streams(servers: Cluster) -> None:
     """Create the run's streams with three copies; the servers take a moment to elect a leader."""
     plan = plan_run(RUN, lanes=LANES, max_bytes=1 << 28, replicas=3)
     with anyio.fail_after(60):
@@ -99,7 +99,7 @@ async def declared(servers: Cluster) -> None:
             await anyio.sleep(0.5)
 
 
-async def leader_of(servers: Cluster) -> int:
+async def find_leader(servers: Cluster) -> int:
     async with connect(servers.url, run=RUN, role="look") as bus:
         assert isinstance(bus, NatsBus)
         info = await bus._connection.api.ask(f"STREAM.INFO.fb_{RUN}")
@@ -108,7 +108,7 @@ async def leader_of(servers: Cluster) -> int:
 
 
 async def test_a_fleet_trains_on_while_the_leader_of_its_log_is_killed(tmp_path: Path) -> None:
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         limits=LimitSettings(drain=10),  # an election takes up to nine seconds, and no action may time out in it
         learner=LearnerSettings(steps=6, groups=4, group_size=4, checkpoint_every=2, max_staleness=2),
@@ -118,18 +118,18 @@ async def test_a_fleet_trains_on_while_the_leader_of_its_log_is_killed(tmp_path:
     trainer = ScriptedTrainer()
     with anyio.fail_after(220):
         async with cluster(tmp_path) as servers:
-            await declared(servers)
+            await declare_streams(servers)
 
             def member(name: str) -> AbstractAsyncContextManager[Bus]:
                 return connect(servers.url, run=RUN, role=name.partition("-")[0], worker=name)
 
-            async with small_fleet(configuration, connect=member, published=False) as fleet:
+            async with small_deployment(configuration, connect=member, published=False) as fleet:
                 for number in range(2):
                     fleet.environment(f"environment-{number}")
                     fleet.inference(f"inference-{number}")
                 learner = fleet.learner("learner-0", trainer=trainer, curriculum=Curriculum(tasks, tasks, seed=1))
                 await fleet.all_results(12)
-                leader = await leader_of(servers)
+                leader = await find_leader(servers)
                 await servers.kill(leader)
                 await fleet.all_results(40)
                 await servers.start(leader)
@@ -143,7 +143,7 @@ async def test_readers_and_pulls_outlive_a_cluster_without_a_quorum(tmp_path: Pa
     subjects = Subjects(RUN)
     with anyio.fail_after(220):
         async with cluster(tmp_path) as servers:
-            await declared(servers)
+            await declare_streams(servers)
             alive = f"nats://127.0.0.1:{servers.clients[0]}"
             async with (
                 connect(alive, run=RUN, role="look") as bus,
@@ -154,7 +154,7 @@ async def test_readers_and_pulls_outlive_a_cluster_without_a_quorum(tmp_path: Pa
                 for index in (1, 2):
                     await servers.kill(index)
                 question = f"CONSUMER.INFO.fb_{RUN}.{tasks_consumer('default')}"
-                while b"temporarily unavailable" not in await told(bus, question):  # noqa: ASYNC110  # the servers' own state
+                while b"temporarily unavailable" not in await query_server(bus, question):  # noqa: ASYNC110  # the servers' own state
                     await anyio.sleep(0.5)
                 await anyio.sleep(3)  # long enough for pulls to be found silent, and for the clock to be asked for
                 for index in (1, 2):
@@ -169,7 +169,7 @@ async def test_whoever_stored_an_entry_reads_it_back_whichever_replica_answers(t
     subjects = Subjects(RUN)
     with anyio.fail_after(220):
         async with cluster(tmp_path) as servers:
-            await declared(servers)
+            await declare_streams(servers)
             for port in servers.clients:
                 async with connect(f"nats://127.0.0.1:{port}", run=RUN, role="look") as bus:
                     for number in range(300):
@@ -184,13 +184,13 @@ async def test_scans_are_whole_while_a_server_that_was_away_catches_up(tmp_path:
     subjects = Subjects(RUN)
     with anyio.fail_after(220):
         async with cluster(tmp_path) as servers:
-            await declared(servers)
-            leader = await leader_of(servers)
+            await declare_streams(servers)
+            leader = await find_leader(servers)
             away = (leader + 1) % 3
             async with connect(f"nats://127.0.0.1:{servers.clients[leader]}", run=RUN, role="look") as bus:
-                await filled(bus, subjects, 0, 4_000)
+                await publish_entries(bus, subjects, 0, 4_000)
                 await servers.kill(away)
-                await filled(bus, subjects, 4_000, 16_000)
+                await publish_entries(bus, subjects, 4_000, 16_000)
                 for _ in range(50):
                     await bus.publish(subjects.train("default"), b"entry")
                 await servers.start(away)
@@ -199,7 +199,7 @@ async def test_scans_are_whole_while_a_server_that_was_away_catches_up(tmp_path:
                         assert len([entry async for entry in bus.scan([subjects.train("default")])]) == 50
 
 
-async def filled(bus: Bus, subjects: Subjects, start: int, stop: int) -> None:
+async def publish_entries(bus: Bus, subjects: Subjects, start: int, stop: int) -> None:
     room = anyio.Semaphore(64)
 
     async def publish(number: int) -> None:
@@ -211,7 +211,7 @@ async def filled(bus: Bus, subjects: Subjects, start: int, stop: int) -> None:
             group.start_soon(publish, number)
 
 
-async def told(bus: NatsBus, question: str) -> bytes:
+async def query_server(bus: NatsBus, question: str) -> bytes:
     """What the server says at this moment, errors included; nothing if it says nothing."""
     connection = bus._connection
     reply = connection.exchanges.new_reply()

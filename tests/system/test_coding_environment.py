@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 
 import anyio
 import pytest
+from fleetbus_workers.environment.backends.sandbox import backends
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed
-from fleetbus_workers.environment.sandbox import IsolationUnavailable, find_isolation, isolation
-from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
-from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
+from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
 from tests.support.processes import children, until
 
 VERIFIER = """
@@ -31,7 +32,7 @@ async def make() -> AsyncIterator[EnvironmentFactory]:
     except IsolationUnavailable as unavailable:
         pytest.skip(str(unavailable))
     verifier = Verifier(VerifierLimits(seconds=40))
-    factory = environment_factory("coding", verifier=verifier)
+    factory = build_environment_factory("coding", verifier=verifier)
     async with verifier.running(), factory.running():
         yield factory
     await until(lambda: not children())
@@ -133,6 +134,6 @@ async def test_a_task_that_cannot_begin_is_no_fault_of_the_policy(
 
 
 def test_where_nothing_isolates_coding_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "_found", {isolation.KINDS: "nothing here"})
+    monkeypatch.setattr(backends, "_detected", {backends.KINDS: "nothing here"})
     with pytest.raises(UserError, match="install bubblewrap"):
-        environment_factory("coding", verifier=Verifier())
+        build_environment_factory("coding", verifier=Verifier())

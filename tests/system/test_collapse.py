@@ -26,18 +26,18 @@ from fleetbus.config.settings import (
     RunSettings,
 )
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.metrics.collect import collect
-from fleetbus_workers.overview.follow import Watch
 from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.state import FleetState
-from fleetbus_workers.top.view import facts, screen
+from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.top.view import build_facts, screen
 from fleetbus_workers.watchdog import Stall, find_notes, find_stalls
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 1}) for index in range(20)]
 GROUPS, SIZE = 8, 4
@@ -74,9 +74,9 @@ class Playing(ScriptedEnvironment):
 class Onlooker:
     """Looks every second, as `top`, the page and `metrics` do; ``seen`` has what the first look at each reason showed."""
 
-    def __init__(self, fleet: SmallFleet) -> None:
-        self.state = FleetState(steps=0)
-        self._watch = Watch(fleet.bus, fleet.subjects, self.state)
+    def __init__(self, fleet: SmallDeployment) -> None:
+        self.state = RunState(steps=0)
+        self._watch = RunObserver(fleet.bus, fleet.subjects, self.state)
         self._bus = fleet.bus
         self.seen: dict[str, tuple[int, Stall]] = {}
         self.noted: dict[int, str] = {}
@@ -97,7 +97,7 @@ class Onlooker:
     def screen(self) -> str:
         now, now_ns = anyio.current_time(), self._bus.now_ns()
         console = Console(width=80, file=io.StringIO())
-        shown = facts(self.state, self._watch.health, ServerView(), self.stalls(), run=RUN, now=now, now_ns=now_ns)
+        shown = build_facts(self.state, self._watch.health, ServerView(), self.stalls(), run=RUN, now=now, now_ns=now_ns)
         console.print(screen(shown))
         return " ".join(str(console.file.getvalue()).split())  # type: ignore[attr-defined]
 
@@ -109,7 +109,7 @@ class Onlooker:
 
 
 def settings(folder: Path, **tables: Any) -> Configuration:
-    return configured(
+    return build_configuration(
         run=RunSettings(name=RUN, folder=str(folder)),
         limits=LimitSettings(),
         environment=EnvironmentSettings(slots=GROUPS * SIZE),
@@ -124,7 +124,7 @@ def settings(folder: Path, **tables: Any) -> Configuration:
 async def training(configuration: Configuration, policy: Policy) -> AsyncIterator[Onlooker]:
     """A step every ten seconds or so."""
     with anyio.fail_after(5000):
-        async with small_fleet(configuration, published=False) as fleet, anyio.create_task_group() as tasks:
+        async with small_deployment(configuration, published=False) as fleet, anyio.create_task_group() as tasks:
             look = Onlooker(fleet)
             tasks.start_soon(look.run)
             fleet.environment("environment-0", make=lambda: Playing(policy))
@@ -152,7 +152,7 @@ async def test_a_policy_that_collapses_is_named_on_the_screen_in_the_metrics_and
             (stall,) = look.stalls()
             since = GOOD_STEPS + 1
             assert f"no signal since step {since}: the last {10 * GROUPS} groups had equal rewards each" in stall.reason
-            assert "stuck at the policy for" in look.screen() and "learner.gradient_clip" in look.screen()
+            assert "stuck at the policy for" in look.screen() and "learner.max_grad_norm" in look.screen()
             assert look.stalled() == [("policy",)]
             assert look.noted == {} and set(look.seen) == {"policy"}
     warned = [each["event"] for each in logs if each["log_level"] == "warning" and "success" in each["event"]]

@@ -37,8 +37,8 @@ def test_json_tells_whether_the_machine_is_ready_as_the_exit_code_does(tmp_path:
 
 
 def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = diagnosis._version
-    monkeypatch.setattr(diagnosis, "_version", lambda package: None if package in ("mcp", "matplotlib") else real(package))
+    real = diagnosis._read_version
+    monkeypatch.setattr(diagnosis, "_read_version", lambda package: None if package in ("mcp", "matplotlib") else real(package))
     findings = {finding.name: finding for finding in check_packages()}
     assert findings["fleetbus[environment]"].state == "failed"
     assert findings["fleetbus[environment]"].detail == "missing mcp: pip install 'fleetbus[environment]'"

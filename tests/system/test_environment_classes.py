@@ -16,12 +16,12 @@ import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, parse_device_names
+from fleetbus_workers.environment.adapters.python_class.process_pool import ProcessPool
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed
-from fleetbus_workers.environment.pool import ProcessPool
-from fleetbus_workers.environment.python_class import class_factory, device_names
-from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
-from tests.support.processes import children, until, until_said
-from tests.support.tool_use import NoGrader
+from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from tests.support.processes import children, until, wait_for_output
+from tests.support.tool_calls import NoGrader
 
 MODULE = '''
 import os
@@ -157,7 +157,7 @@ async def pool() -> AsyncIterator[ProcessPool]:
 
 def factory(spec: str, **settings: Any) -> EnvironmentFactory:
     configuration = Configuration(environment=EnvironmentSettings(slots=2, **settings))
-    return environment_factory(spec, verifier=NoGrader(), configuration=configuration)
+    return build_environment_factory(spec, verifier=NoGrader(), configuration=configuration)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -186,7 +186,7 @@ async def test_devices_go_round_by_episode_in_this_process_and_by_process_in_a_p
 
 
 async def test_blocking_code_in_a_thread_does_not_block_the_worker_and_calls_never_overlap(module: Any) -> None:
-    make, running = class_factory(module.Plain, threads=2)
+    make, running = build_class_factory(module.Plain, threads=2)
     async with running():
         blocked, other = await opened(make), await opened(make)
         async with anyio.create_task_group() as tasks:
@@ -266,7 +266,7 @@ async def test_errors_of_a_class_are_told_as_they_are(pool: ProcessPool) -> None
 
 
 async def test_an_answer_of_the_wrong_type_is_an_error(pool: ProcessPool, module: Any) -> None:
-    make, running = class_factory(module.Plain)
+    make, running = build_class_factory(module.Plain)
     async with running():
         for environment in (await opened(make), await opened(pool)):
             with pytest.raises(Exception, match=r"Step|object"):
@@ -291,7 +291,7 @@ async def test_a_process_that_dies_at_once_is_an_error_and_its_place_stays_usabl
 WORKER = """
 import anyio
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.pool import ProcessPool
+from fleetbus_workers.environment.adapters.python_class.process_pool import ProcessPool
 
 async def main():
     pool = ProcessPool("own_classes:Plain", processes=1)
@@ -307,7 +307,7 @@ anyio.run(main)
 
 async def test_a_killed_worker_takes_its_processes_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
-        await until_said(worker.stdout, b"open")
+        await wait_for_output(worker.stdout, b"open")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert processes
@@ -315,5 +315,5 @@ async def test_a_killed_worker_takes_its_processes_with_it() -> None:
 
 
 def test_devices_are_read_from_a_list() -> None:
-    assert device_names(" cuda:0,cuda:1 ,") == ("cuda:0", "cuda:1")
-    assert device_names("") == ()
+    assert parse_device_names(" cuda:0,cuda:1 ,") == ("cuda:0", "cuda:1")
+    assert parse_device_names("") == ()

@@ -11,8 +11,8 @@ import pytest
 from fleetbus.tasks import load_tasks
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.specs import FORMS, environment_factory
-from tests.support.small_fleet import configured, small_fleet
+from fleetbus_workers.environment.specs import SPEC_FORMS, build_environment_factory
+from tests.support.small_deployment import build_configuration, small_deployment
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "guess.py"
@@ -35,12 +35,12 @@ def test_every_kind_that_the_docs_name_exists() -> None:
     table = (DOCS / "environments.md").read_text().partition("| SPEC |")[2].partition("\n\n")[0]
     kinds = [cell for line in table.splitlines()[2:] for cell in line.split("|")[1].split("`")[1::2]]
     assert len(kinds) > 8
-    assert [kind for kind in kinds if kind.split(":")[0].split("[")[0] not in FORMS] == []
+    assert [kind for kind in kinds if kind.split(":")[0].split("[")[0] not in SPEC_FORMS] == []
 
 
 @pytest.mark.usefixtures("in_its_folder")
 async def test_the_example_is_played_by_its_spec() -> None:
-    environment = environment_factory("guess:Guess", verifier=None)()  # type: ignore[arg-type]
+    environment = build_environment_factory("guess:Guess", verifier=None)()  # type: ignore[arg-type]
     await environment.open(Task(key="t", prompt="Play.", seed=1, config={"tries": 3}))
     assert "3 tries" in str((await environment.reset()).messages[0].content)
     number = (await environment.state())["number"]
@@ -54,9 +54,9 @@ async def test_the_example_is_played_by_its_spec() -> None:
 
 @pytest.mark.usefixtures("in_its_folder")
 async def test_the_example_s_tasks_are_played_by_a_fleet() -> None:
-    factory = environment_factory("guess:Guess", verifier=None)  # type: ignore[arg-type]
+    factory = build_environment_factory("guess:Guess", verifier=None)  # type: ignore[arg-type]
     with anyio.fail_after(50):
-        async with small_fleet(configured()) as fleet:
+        async with small_deployment(build_configuration()) as fleet:
             fleet.environment("environment-0", make=factory)
             fleet.inference("inference-0")
             for task in load_tasks(EXAMPLE.with_suffix(".json")):

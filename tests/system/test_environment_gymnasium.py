@@ -14,17 +14,22 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Image, Task
+from fleetbus_workers.environment.adapters.gymnasium.environment import GymnasiumEnvironment
+from fleetbus_workers.environment.adapters.gymnasium.text import (
+    UnknownAction,
+    list_action_names,
+    parse_action,
+    strip_ansi_codes,
+)
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step, Verdict
-from fleetbus_workers.environment.gymnasium_environment import GymnasiumEnvironment
-from fleetbus_workers.environment.gymnasium_text import UnknownAction, action_names, parse_action, plain
-from fleetbus_workers.environment.pictures import Picture
-from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.environment.specs import build_environment_factory
 
 STILL = {"kwargs": {"is_slippery": False}}
 
 
 def make(spec: str) -> Environment:
-    return environment_factory(spec, verifier=None)()  # type: ignore[arg-type]
+    return build_environment_factory(spec, verifier=None)()  # type: ignore[arg-type]
 
 
 async def begin(environment: Environment, **task: Any) -> Start:
@@ -95,14 +100,14 @@ async def test_the_same_seed_and_actions_give_the_same_episode() -> None:
 
 
 async def test_frames_are_images_when_asked_for() -> None:
-    kept: list[Picture] = []
+    kept: list[EncodedImage] = []
 
-    async def keep(picture: Picture) -> Image:
+    async def store_image(picture: EncodedImage) -> Image:
         kept.append(picture)
         return Image(object=f"hash-{len(kept)}")
 
     pytest.importorskip("pygame")
-    environment = GymnasiumEnvironment("FrozenLake-v1", keep=keep)
+    environment = GymnasiumEnvironment("FrozenLake-v1", store_image=store_image)
     start = await begin(environment, config={**STILL, "frames": True})
     _, image = start.messages[0].content
     assert image == Image(object="hash-1", width=256, height=256)
@@ -178,20 +183,20 @@ async def test_a_step_that_hangs_is_left_behind_when_its_time_is_up() -> None:
 
 async def test_names_come_from_the_task_first_and_must_fit() -> None:
     lake = gymnasium.make("FrozenLake-v1")
-    assert action_names(lake, ["w", "s", "e", "n"]) == ("w", "s", "e", "n")
+    assert list_action_names(lake, ["w", "s", "e", "n"]) == ("w", "s", "e", "n")
     with pytest.raises(ValueError, match="2 names were given for 4 actions"):
-        action_names(lake, ["a", "b"])
-    assert parse_action("UP", lake, action_names(lake)) == parse_action("3", lake, action_names(lake)) == 3
+        list_action_names(lake, ["a", "b"])
+    assert parse_action("UP", lake, list_action_names(lake)) == parse_action("3", lake, list_action_names(lake)) == 3
     with pytest.raises(UnknownAction):
-        parse_action("", lake, action_names(lake))
-    assert plain("\x1b[41mS\x1b[0m\x1b[35mR\x1b[0m\x1b[34;1mB\x1b[0m\x1b[0m") == "[S]{R}(B)"
+        parse_action("", lake, list_action_names(lake))
+    assert strip_ansi_codes("\x1b[41mS\x1b[0m\x1b[35mR\x1b[0m\x1b[34;1mB\x1b[0m\x1b[0m") == "[S]{R}(B)"
     lake.close()
 
 
 @pytest.mark.parametrize("spec", ["gym:NoSuchThing-v0", "gym:FrozenLake-v99"])
 def test_an_id_that_nobody_registered_is_refused_before_the_start(spec: str) -> None:
     with pytest.raises(UserError) as caught:
-        environment_factory(spec, verifier=None)  # type: ignore[arg-type]
+        build_environment_factory(spec, verifier=None)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 

@@ -29,17 +29,17 @@ from fleetbus.config.settings import (
 )
 from fleetbus.core.audit_findings import Report
 from fleetbus_schemas import EpisodeFinished, Task
-from fleetbus_workers.environment.by_task import environments_by_task
-from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
-from fleetbus_workers.learner.curriculum import curriculum_from_file
+from fleetbus_workers.environment.keyed_specs import build_keyed_factory
+from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.learner.curriculum import load_curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
-from tests.support.http_server import serving
+from tests.support.http_server import serve_application
 from tests.support.openenv_server import OpenEnvDouble, openenv_double
 from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
-from tests.support.talking_policy import TalkingSampler, TalkingTemplate
-from tests.support.tool_use import AlwaysOne
+from tests.support.rule_policy import RuleSampler, RuleTemplate
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.tool_calls import ConstantGrader
 
 WORLDS = {
     "shelves": "warehouse",
@@ -58,7 +58,7 @@ def fleet_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_API_KEY", KEY)
 
 
-class Grounds:
+class EnvironmentServers:
     """The servers, and the specs that lead to them."""
 
     def __init__(
@@ -79,20 +79,20 @@ class Grounds:
             "lakes=gym:FrozenLake-v1",
         )
         settings = Configuration(fleet=FleetSettings(verifier="local"))
-        make = partial(environment_factory, verifier=AlwaysOne(), prompt="compact", configuration=settings)
-        return environments_by_task("\n".join(specs), make)
+        make = partial(build_environment_factory, verifier=ConstantGrader(), prompt="compact", configuration=settings)
+        return build_keyed_factory("\n".join(specs), make)
 
 
 @asynccontextmanager
-async def grounds(**remote_gym: Any) -> AsyncIterator[Grounds]:
+async def start_servers(**remote_gym: Any) -> AsyncIterator[EnvironmentServers]:
     hills, platform = RemoteGymDouble(**remote_gym), FleetPlatform()
     async with (
-        serving(platform.app) as shop,
+        serve_application(platform.app) as shop,
         openenv_double() as words,
         openenv_double(world="tools") as sums,
         remote_gym_double(hills) as again,
     ):
-        yield Grounds(words, sums, hills, again, shop.url, platform)
+        yield EnvironmentServers(words, sums, hills, again, shop.url, platform)
 
 
 def make_task(key: str, number: int = 0) -> Task:
@@ -114,13 +114,15 @@ def write_tasks(file: Path) -> None:
 
 
 def configuration(folder: Path, **learner: int) -> Configuration:
-    return configured(
+    return build_configuration(
         run=RunSettings(name=RUN, folder=str(folder)),
         episode=EpisodeSettings(max_tokens=128, max_turns=10, max_episode_tokens=16_384),
-        inference=InferenceSettings(slots=64, max_length=16_384),
+        inference=InferenceSettings(slots=64, max_model_len=16_384),
         environment=EnvironmentSettings(slots=32),
         limits=LimitSettings(drain=1),
-        learner=LearnerSettings(**({"steps": 1, "groups": 1, "group_size": 2, "late": "keep", "max_staleness": 2} | learner)),  # type: ignore[arg-type]
+        learner=LearnerSettings(
+            **({"steps": 1, "groups": 1, "group_size": 2, "stale_groups": "keep", "max_staleness": 2} | learner)
+        ),  # type: ignore[arg-type]
         evaluation=EvaluationSettings(episodes=0),
     )
 
@@ -132,18 +134,18 @@ async def play(folder: Path, **learner: int) -> tuple[Report, list[EpisodeFinish
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(run_server(folder / "nats"))
         fleet = await stack.enter_async_context(
-            small_fleet(settings, connect=lambda name: connect(server.url, run=RUN, worker=name), published=False)
+            small_deployment(settings, connect=lambda name: connect(server.url, run=RUN, worker=name), published=False)
         )
-        ground = await stack.enter_async_context(grounds())
+        ground = await stack.enter_async_context(start_servers())
         factory = ground.factory()
         await stack.enter_async_context(factory.running())
         workers = [fleet.environment(f"environment-{index}", make=factory) for index in range(2)]
-        workers.append(fleet.inference("inference-0", sampler=TalkingSampler(), template=TalkingTemplate()))
-        curriculum = curriculum_from_file(str(folder / "tasks.json"), seed=1)
+        workers.append(fleet.inference("inference-0", sampler=RuleSampler(), template=RuleTemplate()))
+        curriculum = load_curriculum(str(folder / "tasks.json"), seed=1)
         learner_0 = fleet.learner("learner-0", trainer=ScriptedTrainer(), curriculum=curriculum)
         await learner_0.ended.wait()
         assert learner_0.failure() is None
-        await fleet.drained(workers)
+        await fleet.drain_members(workers)
         report = await audit_run(fleet.bus, fleet.subjects)
         results = [result for results in fleet.results.values() for result in results]
         assert (ground.words.active, ground.sums.active, ground.hills.sessions) == (0, 0, {}), "a session was left open"
@@ -201,21 +203,21 @@ class Held:
 
 
 @asynccontextmanager
-async def playing(folder: Path, held: Held) -> AsyncIterator[tuple[SmallFleet, Grounds]]:
-    async with small_fleet(configuration(folder)) as fleet, grounds() as ground:
+async def playing(folder: Path, held: Held) -> AsyncIterator[tuple[SmallDeployment, EnvironmentServers]]:
+    async with small_deployment(configuration(folder)) as fleet, start_servers() as ground:
         factory = ground.factory()
         async with factory.running():
             fleet.environment("environment-0", make=factory)
-            fleet.inference("inference-0", sampler=TalkingSampler(hold=held), template=TalkingTemplate())
+            fleet.inference("inference-0", sampler=RuleSampler(hold=held), template=RuleTemplate())
             ground.made = factory
             yield fleet, ground
-            await fleet.drained()
+            await fleet.drain_members()
 
 
 EPISODES = 6
 
 
-async def request(fleet: SmallFleet, key: str, name: str) -> None:
+async def request(fleet: SmallDeployment, key: str, name: str) -> None:
     for number in range(EPISODES):
         await fleet.request(f"{name}-{key}-{number}", task=make_task(key, number))
 

@@ -13,9 +13,8 @@ import pytest
 from fleetbus.core.prompts import NO_CALL
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
-from fleetbus_workers.environment.openenv import OpenEnvEnvironment, text_field
-from fleetbus_workers.environment.openenv_client import (
+from fleetbus_workers.environment.adapters.common.action_text import extract_action
+from fleetbus_workers.environment.adapters.openenv.client import (
     ActionRefused,
     AtCapacity,
     ConnectionLost,
@@ -24,12 +23,13 @@ from fleetbus_workers.environment.openenv_client import (
     UnknownType,
     open_session,
 )
-from fleetbus_workers.environment.openenv_server import OpenEnvServer, addresses
-from fleetbus_workers.environment.specs import environment_factory
-from fleetbus_workers.environment.text_actions import spoken_action
-from fleetbus_workers.environment.verifier import VerifierTools
+from fleetbus_workers.environment.adapters.openenv.environment import OpenEnvEnvironment, find_text_field
+from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer, parse_addresses
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
+from fleetbus_workers.environment.isolation.verifier import VerifierTools
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.openenv_server import MOVE_SCHEMA, OpenEnvDouble, openenv_double
-from tests.support.tool_use import call, say, seen
+from tests.support.tool_calls import call, read_step_text, say
 
 
 class RecordingGrader:
@@ -49,7 +49,7 @@ class RecordingGrader:
 
 
 def socket_url(double: OpenEnvDouble) -> str:
-    return addresses(double.url)[0]
+    return parse_addresses(double.url)[0]
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def test_a_text_world_is_played_by_text_and_graded_by_the_sum_of_its_rewar
         assert [message.content for message in start.messages] == ["Play.\n\nready"]
         assert await environment.state() == {"episode_id": "x", "step_count": 0, "level": 2, "seed": 7}
         step = await environment.step(say("<think>hm</think> <action>hello</action>"))
-        assert (seen(step), step.reward, step.terminated) == ("hello", 0.5, False)
+        assert (read_step_text(step), step.reward, step.terminated) == ("hello", 0.5, False)
         assert (await environment.step(say("again"))).terminated
         assert await environment.verify() == Verdict(reward=1.0)
 
@@ -80,11 +80,11 @@ async def test_tools_are_called_through_step_so_that_rewards_and_counts_are_righ
     async with openenv_double(world="tools") as double, playing(double) as (environment, start):
         assert '"name": "add"' in str(start.messages[0].content)
         unknown = await environment.step(call("multiply", a=1))
-        assert "unknown tool" in seen(unknown)
+        assert "unknown tool" in read_step_text(unknown)
         assert double.steps == 0, "a tool that does not exist is answered here"
         failed = await environment.step(call("add", a=1))
-        assert (seen(failed), failed.tool_errors, failed.terminated) == ("Error: add cannot be called so", 1, False)
-        assert seen(await environment.step(say("I think."))) == NO_CALL
+        assert (read_step_text(failed), failed.tool_errors, failed.terminated) == ("Error: add cannot be called so", 1, False)
+        assert read_step_text(await environment.step(say("I think."))) == NO_CALL
         step = await environment.step(call("add", a=2, b=3))
         assert (step.reward, step.terminated, step.tool_calls, step.tool_errors) == (1.0, True, 1, 0)
         assert (await environment.state())["step_count"] == double.steps == 2
@@ -124,7 +124,7 @@ async def test_a_refused_action_is_shown_to_the_policy_and_the_session_goes_on()
     task = Task(key="t", prompt="Play.", config={"action_field": "wrong"})
     async with openenv_double() as double, playing(double, task=task) as (environment, _):
         step = await environment.step(say("x"))
-        assert "message: Field required" in seen(step)
+        assert "message: Field required" in read_step_text(step)
         assert (step.tool_errors, step.terminated) == (1, False)
 
 
@@ -222,7 +222,7 @@ async def test_a_call_that_was_cut_short_is_the_last_one_on_its_socket() -> None
                 await double.hanging.wait()
                 group.cancel_scope.cancel()
         assert not scope.cancelled_caught
-        with pytest.raises(ConnectionLost, match="cut short"):
+        with pytest.raises(ConnectionLost, match="was cancelled"):
             await environment.step(say("would get the reply to the other"))
 
 
@@ -275,34 +275,44 @@ async def test_the_session_is_given_back_at_the_end() -> None:
 
 def test_addresses_are_understood_in_every_form() -> None:
     both = ("ws://h:1/ws", "http://h:1")
-    assert addresses("http://h:1") == addresses("ws://h:1/ws") == addresses("h:1") == addresses("http://h:1/") == both
-    assert addresses("https://h/env/") == ("wss://h/env/ws", "https://h/env")
+    assert (
+        parse_addresses("http://h:1")
+        == parse_addresses("ws://h:1/ws")
+        == parse_addresses("h:1")
+        == parse_addresses("http://h:1/")
+        == both
+    )
+    assert parse_addresses("https://h/env/") == ("wss://h/env/ws", "https://h/env")
 
 
 @pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:x", "http://user:secret@h"])
 def test_a_bad_address_is_one_line_without_secrets(url: str) -> None:
     with pytest.raises(UserError) as caught:
-        environment_factory(f"openenv:{url}", verifier=RecordingGrader())
+        build_environment_factory(f"openenv:{url}", verifier=RecordingGrader())
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("fleetbus_workers.environment.openenv", "websockets"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("fleetbus_workers.environment.adapters.openenv", "websockets"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "websockets", None)
     with pytest.raises(UserError, match=r"needs websockets.*: pip install 'fleetbus\[openenv\]'"):
-        environment_factory("openenv:http://h", verifier=RecordingGrader())
+        build_environment_factory("openenv:http://h", verifier=RecordingGrader())
 
 
 def test_the_text_field_is_the_only_required_text() -> None:
-    assert text_field({"properties": {"metadata": {}, "message": {"type": "string"}}}) == "message"
-    assert text_field({"properties": {"code": {"type": "string"}, "x": {"type": "integer"}}, "required": ["code"]}) == "code"
-    assert text_field(MOVE_SCHEMA) == ""
-    assert text_field({"properties": {"way": {"type": "string", "enum": ["up"]}}}) == ""
+    assert find_text_field({"properties": {"metadata": {}, "message": {"type": "string"}}}) == "message"
+    assert (
+        find_text_field({"properties": {"code": {"type": "string"}, "x": {"type": "integer"}}, "required": ["code"]}) == "code"
+    )
+    assert find_text_field(MOVE_SCHEMA) == ""
+    assert find_text_field({"properties": {"way": {"type": "string", "enum": ["up"]}}}) == ""
 
 
 def test_the_spoken_action_is_what_stands_between_the_last_marks() -> None:
-    assert spoken_action(" up \n") == "up"
-    assert spoken_action("<think><action>no</action></think><action>a</action> <answer> b </answer>") == "b"
-    assert spoken_action("so</think>left") == "left"
+    assert extract_action(" up \n") == "up"
+    assert extract_action("<think><action>no</action></think><action>a</action> <answer> b </answer>") == "b"
+    assert extract_action("so</think>left") == "left"

@@ -14,14 +14,14 @@ import pytest
 
 from fleetbus.config.settings import EpisodeSettings, InferenceSettings, LimitSettings
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.openenv.client import ConnectionLost, ExecutionFailed, SessionFailed
+from fleetbus_workers.environment.adapters.openenv.environment import OpenEnvEnvironment
+from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
 from fleetbus_workers.environment.base import Start, Step, Verdict
-from fleetbus_workers.environment.openenv import OpenEnvEnvironment
-from fleetbus_workers.environment.openenv_client import ConnectionLost, ExecutionFailed, SessionFailed
-from fleetbus_workers.environment.openenv_server import OpenEnvServer
 from tests.support.openenv_process import openenv_python, openenv_server
-from tests.support.small_fleet import configured, small_fleet
-from tests.support.talking_policy import TalkingSampler, TalkingTemplate
-from tests.support.tool_use import call, say
+from tests.support.rule_policy import RuleSampler, RuleTemplate
+from tests.support.small_deployment import build_configuration, small_deployment
+from tests.support.tool_calls import call, say
 
 pytestmark = [
     pytest.mark.openenv,
@@ -110,7 +110,7 @@ async def test_defect_3_a_step_cut_short_would_shift_all_replies_here_it_ends_th
         with anyio.move_on_after(0.5) as scope:
             await environment.step(say("sleep"))
         assert scope.cancelled_caught
-        with pytest.raises(ConnectionLost, match="cut short"):
+        with pytest.raises(ConnectionLost, match="was cancelled"):
             await environment.step(say("would get the sleeper's reply"))
 
 
@@ -170,18 +170,18 @@ async def test_a_server_that_is_killed_fails_its_episodes_and_the_run_goes_on_wh
         return released if turn == 1 else None
 
     task = Task(key="t", prompt="WORLD=words")
-    settings = configured(
+    settings = build_configuration(
         limits=LimitSettings(),
-        inference=InferenceSettings(slots=16, max_length=8192),
+        inference=InferenceSettings(slots=16, max_model_len=8192),
         episode=EpisodeSettings(max_tokens=64, max_turns=5, max_episode_tokens=8192),
     )
-    sampler = TalkingSampler({"words": ("one", "two", "stop")}, hold=hold)
+    sampler = RuleSampler({"words": ("one", "two", "stop")}, hold=hold)
     with anyio.fail_after(250):
-        async with small_fleet(settings) as fleet:
+        async with small_deployment(settings) as fleet:
             with openenv_server("echo", 8) as url:
                 server = OpenEnvServer(url)
                 fleet.environment("environment-0", make=lambda: OpenEnvEnvironment(server, grader=None))  # type: ignore[arg-type]
-                fleet.inference("inference-0", sampler=sampler, template=TalkingTemplate())
+                fleet.inference("inference-0", sampler=sampler, template=RuleTemplate())
                 for number in range(4):
                     await fleet.request(f"before-{number}", task=task)
                 await begun.wait()

@@ -13,21 +13,21 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Image, Task, Text
-from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
-from fleetbus_workers.environment.pictures import Picture, with_pictures
-from fleetbus_workers.environment.remote_gym import RemoteGymEnvironment, remote_gym_factory
-from fleetbus_workers.environment.remote_gym_client import (
+from fleetbus_workers.environment.adapters.remote_gym.client import (
     RemoteEnvironmentError,
     RequestRefused,
     ServerPool,
     ServerUnreachable,
     SessionGone,
 )
-from fleetbus_workers.environment.remote_gym_config import RemoteGymConfig, parse_urls, read_config
-from fleetbus_workers.environment.remote_gym_wire import WireError, decode_response, encode_request, to_picture
-from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig, parse_urls, read_config
+from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment, build_remote_gym_factory
+from fleetbus_workers.environment.adapters.remote_gym.wire import WireError, decode_response, encode_image, encode_request
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
+from fleetbus_workers.environment.images.observation import EncodedImage, insert_images
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.remote_gym_server import RemoteGymDouble, png, remote_gym_double
-from tests.support.tool_use import say
+from tests.support.tool_calls import say
 
 FAST = {"backoff": 0.01, "max_delay": 0.05, "timeout": 20.0}
 
@@ -38,12 +38,12 @@ def make_task(*doubles: RemoteGymDouble, **config: Any) -> Task:
 
 @asynccontextmanager
 async def playing(
-    task: Task, *, keep: Any = None, pool: ServerPool | None = None
+    task: Task, *, store_image: Any = None, pool: ServerPool | None = None
 ) -> AsyncIterator[tuple[RemoteGymEnvironment, Start]]:
     pool = pool or ServerPool()
     with anyio.fail_after(50):
         async with pool.running():
-            environment = RemoteGymEnvironment(pool, (), keep=keep)
+            environment = RemoteGymEnvironment(pool, (), store_image=store_image)
             try:
                 await environment.open(task)
                 yield environment, await environment.reset()
@@ -79,14 +79,14 @@ async def test_truncation_is_told_from_the_end() -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
 async def test_images_arrive_as_rgb_where_they_stand_in_the_text(mode: str) -> None:
-    kept: list[Picture] = []
+    kept: list[EncodedImage] = []
 
-    async def keep(picture: Picture) -> Image:
+    async def store_image(picture: EncodedImage) -> Image:
         kept.append(picture)
         return Image(object=f"hash-{len(kept)}", media_type=picture.media_type)
 
     double = RemoteGymDouble(images=mode)
-    async with remote_gym_double(double), playing(make_task(double), keep=keep) as (environment, start):
+    async with remote_gym_double(double), playing(make_task(double), store_image=store_image) as (environment, start):
         seen, picture, rest = start.messages[1].content
         assert isinstance(seen, Text)
         assert isinstance(rest, Text)
@@ -325,14 +325,14 @@ def test_a_bad_config_is_one_line_without_secrets(config: dict[str, Any], words:
 async def test_the_spec_names_default_servers() -> None:
     double = RemoteGymDouble()
     async with remote_gym_double(double):
-        factory = environment_factory(f"remote-gym:{double.url}", verifier=None)  # type: ignore[arg-type]
+        factory = build_environment_factory(f"remote-gym:{double.url}", verifier=None)  # type: ignore[arg-type]
         async with factory.running():
             environment = factory()
             await environment.open(Task(key="t"))
             assert len((await environment.reset()).messages) == 2
             await environment.close()
     with pytest.raises(UserError, match="no address"):
-        remote_gym_factory("nonsense")
+        build_remote_gym_factory("nonsense")
 
 
 @pytest.mark.parametrize("payload", [b"\r\n", b"--\r\n--", bytes(range(256)), b" \t", b""])
@@ -366,16 +366,16 @@ def test_a_request_is_read_back_and_an_image_that_is_none_is_named() -> None:
     body = encode_request({"a": "ü"}, "b")
     assert decode_response('multipart/form-data; boundary="b"', body).fields == {"a": "ü"}
     with pytest.raises(WireError, match="image"):
-        to_picture(b"no image")
+        encode_image(b"no image")
     assert parse_urls("http://a/,http://b") == ["http://a", "http://b"]
     assert RemoteGymConfig().pause(1, lambda: 0.0) > 0
 
 
 async def test_pictures_without_a_place_follow_the_text() -> None:
-    async def keep(picture: Picture) -> Image:
+    async def store_image(picture: EncodedImage) -> Image:
         return Image(object="h")
 
-    one = Picture(data=b"", width=2, height=1)
-    assert await with_pictures("a", [one], None, "<image>") == "a[image, 2x1]"
-    parts = await with_pictures("a<image>b<image>c", [one], keep, "<image>")
+    one = EncodedImage(data=b"", width=2, height=1)
+    assert await insert_images("a", [one], None, "<image>") == "a[image, 2x1]"
+    parts = await insert_images("a<image>b<image>c", [one], store_image, "<image>")
     assert parts == (Text(text="a"), Image(object="h", width=2, height=1), Text(text="b<image>c"))

@@ -12,14 +12,14 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.nats import connect, direct, objects
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered
-from fleetbus.floors import safe_floor
+from fleetbus.trim_limit import compute_trim_limit
 from fleetbus_schemas import Subjects
 
 RUN = "r"
@@ -114,7 +114,7 @@ async def test_weights_that_do_not_fit_the_disk_raise_an_error_of_the_disk_and_l
 async def test_a_search_for_the_floor_that_nobody_answers_raises_what_the_recorder_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def unanswered(bus: MemoryBus, subject: str, *, start: int) -> Stored | None:
+    async def unanswered(bus: MemoryBus, subject: str, *, start: int) -> StreamEntry | None:
         raise RequestUnanswered(subject)
 
     async with MemoryServer().connect(RUN) as bus:
@@ -123,7 +123,7 @@ async def test_a_search_for_the_floor_that_nobody_answers_raises_what_the_record
             await bus.publish(SUBJECTS.task("default", f"e{number}"), b"x")
         monkeypatch.setattr(MemoryBus, "next_entry", unanswered)
         with pytest.raises(RequestUnanswered):
-            await safe_floor(bus, limit=4)
+            await compute_trim_limit(bus, limit=4)
 
 
 @pytest.mark.parametrize("after", [12, 30], ids=["in their midst", "after the last"])

@@ -9,17 +9,17 @@ import pytest
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration, InferenceSettings
-from fleetbus.core.pass_at import summarise
+from fleetbus.core.evaluation_summary import summarise_results
 from fleetbus.errors import UserError
 from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
 from fleetbus_workers.assembly import engines
-from fleetbus_workers.cli.evaluate import _parse_ks, _roles_heard, _start_missing
+from fleetbus_workers.cli.evaluate import _find_live_roles, _parse_ks, _start_missing
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.curriculum import Curriculum
-from fleetbus_workers.learner.held_out import newest_version, play
+from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.replay.ground import memory_bus
-from tests.support.small_fleet import configured, small_fleet
+from tests.support.small_deployment import build_configuration, small_deployment
 
 TASKS = [Task(key=f"held{index}", env="shop", config={"turns": 2}) for index in range(3)]
 
@@ -27,10 +27,10 @@ TASKS = [Task(key=f"held{index}", env="shop", config={"turns": 2}) for index in 
 async def test_every_sample_of_every_task_is_played_with_the_newest_version() -> None:
     told: list[tuple[int, int]] = []
     with anyio.fail_after(60):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             fleet.environment("environment")
             fleet.inference("inference")
-            published = await newest_version(fleet.bus, fleet.subjects, "default")
+            published = await find_newest_version(fleet.bus, fleet.subjects, "default")
             results = await play(
                 fleet.bus,
                 fleet.configuration,
@@ -40,11 +40,11 @@ async def test_every_sample_of_every_task_is_played_with_the_newest_version() ->
                 temperature=0.0,
                 published=published,
                 pinned=True,
-                told=lambda done, count: told.append((done, count)),
+                on_progress=lambda done, count: told.append((done, count)),
             )
             requests = await fleet._all(EpisodeRequested, fleet.subjects.tasks("default"))
 
-    summary = summarise(results, [1, 2])
+    summary = summarise_results(results, [1, 2])
     assert (summary.tasks, summary.episodes, summary.graded, summary.versions) == (3, 6, 6, (0,))
     assert told[-1] == (6, 6)
     assert {request.split for request in requests} == {"eval"}
@@ -57,7 +57,7 @@ async def test_a_learner_beside_it_trains_on_none_of_it(tmp_path: Path) -> None:
 
     from fleetbus.config.settings import EvaluationSettings, LearnerSettings
 
-    configuration = configured()
+    configuration = build_configuration()
     configuration = msgspec.structs.replace(
         configuration,
         run=msgspec.structs.replace(configuration.run, folder=str(tmp_path)),
@@ -66,12 +66,12 @@ async def test_a_learner_beside_it_trains_on_none_of_it(tmp_path: Path) -> None:
     )
     trainer = ScriptedTrainer()
     with anyio.fail_after(60):
-        async with small_fleet(configuration, published=False) as fleet:
+        async with small_deployment(configuration, published=False) as fleet:
             fleet.environment("environment")
             fleet.inference("inference")
             learner = fleet.learner("learner", trainer=trainer, curriculum=Curriculum([Task(key="t")], [], seed=1))
             await fleet.until(lambda: bool(fleet.results))
-            published = await newest_version(fleet.bus, fleet.subjects, "default")
+            published = await find_newest_version(fleet.bus, fleet.subjects, "default")
             results = await play(
                 fleet.bus, configuration, TASKS, name="eval-y", samples=1, temperature=1.0, published=published, pinned=False
             )
@@ -82,9 +82,9 @@ async def test_a_learner_beside_it_trains_on_none_of_it(tmp_path: Path) -> None:
 
 
 async def test_without_a_version_there_is_nothing_to_evaluate() -> None:
-    async with small_fleet(published=False) as fleet:
+    async with small_deployment(published=False) as fleet:
         with pytest.raises(UserError, match="has no version yet"):
-            await newest_version(fleet.bus, fleet.subjects, "default")
+            await find_newest_version(fleet.bus, fleet.subjects, "default")
 
 
 def test_k_beyond_the_samples_is_refused() -> None:
@@ -98,7 +98,7 @@ def test_k_beyond_the_samples_is_refused() -> None:
 async def test_an_engine_that_is_missing_here_is_told_with_the_flag_that_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.PACKAGES, "vllm", ("no_such_package",))
     configuration = Configuration(inference=InferenceSettings(engine="vllm"))
-    async with small_fleet() as fleet, anyio.create_task_group() as group:
+    async with small_deployment() as fleet, anyio.create_task_group() as group:
         with pytest.raises(UserError, match="--inference-engine torch"):
             _start_missing(group, fleet.bus, configuration, set(), anyio.Event())
 
@@ -118,7 +118,7 @@ async def test_only_those_who_play_and_train_are_listened_for_whoever_else_beats
     with anyio.fail_after(60):
         async with memory_bus(configuration.run.name) as bus, anyio.create_task_group() as group:
             group.start_soon(beat, bus)
-            assert await _roles_heard(bus, configuration) == {"environment", "inference", "learner"}
+            assert await _find_live_roles(bus, configuration) == {"environment", "inference", "learner"}
             group.cancel_scope.cancel()
 
 

@@ -10,14 +10,14 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, EvaluationFinished, Message, Task
 from fleetbus_schemas.stored import STORED
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(8)]
 
@@ -27,17 +27,17 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
 
 
-async def until_entry(fleet: SmallFleet, kind: type[Message], step: int) -> None:
+async def until_entry(fleet: SmallDeployment, kind: type[Message], step: int) -> None:
     async with fleet.bus.read([fleet.subjects.train("default")]) as reader:
         while True:
-            for _, found in decoded(kind, [await reader.receive()], beside=STORED["train"]):
+            for _, found in decode_entries(kind, [await reader.receive()], beside=STORED["train"]):
                 if getattr(found, "step", -1) == step:
                     return
 
 
 @pytest.mark.parametrize("kind", [CheckpointStored, EvaluationFinished], ids=["before it is stored", "after it"])
 async def test_an_evaluation_in_which_the_learner_is_killed_is_played_again(kind: type[Message], tmp_path: Path) -> None:
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         limits=LimitSettings(),
         episode=EpisodeSettings(max_turns=60),
@@ -45,7 +45,7 @@ async def test_an_evaluation_in_which_the_learner_is_killed_is_played_again(kind
         evaluation=EvaluationSettings(episodes=2, every=2, greedy=False),
     )
     with anyio.fail_after(3000):
-        async with small_fleet(configuration, published=False) as fleet:
+        async with small_deployment(configuration, published=False) as fleet:
             fleet.environment("environment-0", make=ScriptedEnvironment)
             fleet.inference("inference-0", sampler=ScriptedSampler(delay=lambda _: 1.0))
             first = fleet.learner("learner-0", trainer=ScriptedTrainer(), curriculum=Curriculum(TASKS, TASKS, seed=1))
@@ -54,5 +54,5 @@ async def test_an_evaluation_in_which_the_learner_is_killed_is_played_again(kind
             second = fleet.learner("learner-1", trainer=ScriptedTrainer(), curriculum=Curriculum(TASKS, TASKS, seed=1))
             await second.ended.wait()
             entries = await fleet.bus.history([fleet.subjects.train("default")])
-    names = [entry.name for _, entry in decoded(EvaluationFinished, entries, beside=STORED["train"])]
+    names = [entry.name for _, entry in decode_entries(EvaluationFinished, entries, beside=STORED["train"])]
     assert names == ["start", "step2", "end"]

@@ -12,12 +12,12 @@ import trio.testing
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, NatsSettings, RunSettings
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner import pool, worker
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_fleet import LANES, RUN, configured, small_fleet
+from tests.support.small_deployment import LANES, RUN, build_configuration, small_deployment
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 OUTAGE_SECONDS = 1200.0
@@ -41,7 +41,7 @@ class ServiceDown(ScriptedEnvironment):
 
 
 async def test_a_long_outage_of_the_environments_does_not_fill_the_log_with_failures(tmp_path: Path) -> None:
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         nats=NatsSettings(lanes=LANES, max_bytes=1 << 20),
         limits=LimitSettings(),
@@ -50,7 +50,7 @@ async def test_a_long_outage_of_the_environments_does_not_fill_the_log_with_fail
     )
     trainer = ScriptedTrainer()
     with anyio.fail_after(OUTAGE_SECONDS + 600):
-        async with small_fleet(configuration, published=False) as fleet:
+        async with small_deployment(configuration, published=False) as fleet:
             ServiceDown.back_at = anyio.current_time() + OUTAGE_SECONDS
             fleet.environment("environment-0", make=ServiceDown)
             fleet.inference("inference-0", sampler=ScriptedSampler(delay=lambda _: 0.4))
@@ -67,7 +67,7 @@ async def test_more_exclusions_than_an_entry_holds_are_spread_over_entries_also_
     """A step whose entry could not be encoded would end the learner, and every one after it at the same step."""
     for module in (pool, worker):
         monkeypatch.setattr(module, "EXCLUSIONS_PER_ENTRY", 5)
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         limits=LimitSettings(),
         learner=LearnerSettings(steps=4, groups=2, group_size=2, checkpoint_every=1, max_staleness=1),
@@ -75,7 +75,7 @@ async def test_more_exclusions_than_an_entry_holds_are_spread_over_entries_also_
     )
     trainer, curriculum = ScriptedTrainer(), Curriculum(TASKS, [], seed=1)
     with anyio.fail_after(900):
-        async with small_fleet(configuration, published=False) as fleet:
+        async with small_deployment(configuration, published=False) as fleet:
             ServiceDown.back_at = anyio.current_time() + 60
             fleet.environment("environment-0", make=ServiceDown)
             fleet.inference("inference-0", sampler=ScriptedSampler(delay=lambda _: 0.4))

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 from fleetbus.config.settings import InferenceSettings
 from fleetbus_schemas import Action, PolicyPublished, SamplingSettings, TensorEntry
 from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
-from fleetbus_workers.environment.specs import environment_factory
-from fleetbus_workers.environment.warehouse.tasks import warehouse_task
-from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.environment.adapters.warehouse.tasks import build_warehouse_task
+from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.torch import TorchSampler
-from fleetbus_workers.starter.build import starter_folder
+from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.weights.file import write_weights
-from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
-from tests.support.tool_use import AlwaysOne
+from tests.support.small_deployment import Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.tool_calls import ConstantGrader
 
 Tensors = dict[str, torch.Tensor]
 SAMPLING = SamplingSettings(seed=3, max_tokens=24)
@@ -29,13 +29,13 @@ SAMPLING = SamplingSettings(seed=3, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def tensors() -> Tensors:
-    model = AutoModelForCausalLM.from_pretrained(starter_folder(), dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(find_starter_folder(), dtype=torch.float32, local_files_only=True)
     return dict(model.state_dict())
 
 
-def engine(fleet: SmallFleet, name: str) -> Member:
-    sampler = TorchSampler(starter_folder(), slots=4, max_length=1024)
-    return fleet.inference(name, sampler=sampler, template=ChatTemplate(starter_folder()))
+def engine(fleet: SmallDeployment, name: str) -> Member:
+    sampler = TorchSampler(find_starter_folder(), slots=4, max_model_len=1024)
+    return fleet.inference(name, sampler=sampler, template=ChatTemplate(find_starter_folder()))
 
 
 # Weights
@@ -103,7 +103,7 @@ async def test_bad_weights_change_nothing_until_good_ones_come(tensors: Tensors,
     subject = "fb.small.policy.default"
     good = tmp_path / "good.safetensors"
     manifest = write_weights(good, tensors)
-    async with small_fleet(configured(inference=InferenceSettings(slots=4)), published=False) as fleet:
+    async with small_deployment(build_configuration(inference=InferenceSettings(slots=4)), published=False) as fleet:
         with anyio.fail_after(45):
             worker = engine(fleet, "inference-0")
             fleet.environment("environment-0")
@@ -125,19 +125,19 @@ async def test_bad_weights_change_nothing_until_good_ones_come(tensors: Tensors,
 # Taking over
 
 
-async def played(tensors: Tensors, folder: Path, *, engines: int) -> list[Action]:
+async def play_episode(tensors: Tensors, folder: Path, *, engines: int) -> list[Action]:
     """The Actions of one episode in turn order. Of two engines, the one that answers first is killed after its answer."""
     file = folder / "weights.safetensors"
     manifest = write_weights(file, tensors)
-    factory = environment_factory("warehouse", verifier=AlwaysOne())
-    settings = configured(inference=InferenceSettings(slots=4))
+    factory = build_environment_factory("warehouse", verifier=ConstantGrader())
+    settings = build_configuration(inference=InferenceSettings(slots=4))
     with anyio.fail_after(45):
-        async with factory.running(), small_fleet(settings, published=False) as fleet:
+        async with factory.running(), small_deployment(settings, published=False) as fleet:
             await fleet.stored(fleet.subjects.policy("default"), published(file, manifest, 1))
             fleet.environment("environment-0", make=factory)
             for index in range(engines):
                 engine(fleet, f"inference-{index}")
-            await fleet.request(task=warehouse_task(11), sampling=SAMPLING, max_turns=4)
+            await fleet.request(task=build_warehouse_task(11), sampling=SAMPLING, max_turns=4)
             if engines > 1:
                 async with fleet.bus.read([fleet.subjects.actions()]) as reader:
                     await reader.receive()
@@ -147,8 +147,8 @@ async def played(tensors: Tensors, folder: Path, *, engines: int) -> list[Action
 
 
 async def test_an_engine_that_takes_over_makes_the_same_tokens_and_log_probabilities(tensors: Tensors, tmp_path: Path) -> None:
-    undisturbed = await played(tensors, tmp_path, engines=1)
-    handed_over = await played(tensors, tmp_path, engines=2)
+    undisturbed = await play_episode(tensors, tmp_path, engines=1)
+    handed_over = await play_episode(tensors, tmp_path, engines=2)
     assert len(undisturbed) >= 2
     assert len({action.worker for action in handed_over}) == 2, "nobody took over"
     assert len(handed_over) == len(undisturbed)

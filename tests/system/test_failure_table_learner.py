@@ -13,8 +13,8 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from fleetbus.core.lineage import surviving_steps
-from fleetbus.episodes import decoded
+from fleetbus.core.lineage import compute_surviving_steps
+from fleetbus.episodes import decode_entries
 from fleetbus_schemas import (
     CheckpointStored,
     EpisodeRequested,
@@ -24,13 +24,13 @@ from fleetbus_schemas import (
     Task,
     TrainingFinished,
 )
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.learner.book import Replaced
 from fleetbus_workers.learner.checkpoints import STATE
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_fleet import RUN, Member, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 ENTRIES = (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished)
@@ -44,7 +44,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 class Training:
     """A fleet with a learner that may be killed and begun again."""
 
-    def __init__(self, fleet: SmallFleet, tasks: list[Task]) -> None:
+    def __init__(self, fleet: SmallDeployment, tasks: list[Task]) -> None:
         self.fleet = fleet
         self._tasks = tasks
         self._learners = 0
@@ -59,13 +59,13 @@ class Training:
 
     async def entries(self, kind: type[Any]) -> list[Any]:
         entries = await self.fleet.bus.history([self.fleet.subjects.train("default")])
-        return [message for _, message in decoded(kind, entries, beside=ENTRIES)]
+        return [message for _, message in decode_entries(kind, entries, beside=ENTRIES)]
 
     async def until_step(self, step: int) -> None:
         """Until this step stands in the log of the newest lineage."""
         async with self.fleet.bus.read([self.fleet.subjects.train("default")]) as reader:
             while True:
-                for _, trained in decoded(StepTrained, [await reader.receive()], beside=ENTRIES):
+                for _, trained in decode_entries(StepTrained, [await reader.receive()], beside=ENTRIES):
                     lineages = await self.entries(LineageStarted)
                     if trained.step == step and trained.lineage == lineages[-1].lineage:
                         return
@@ -74,14 +74,14 @@ class Training:
         """Until the second step of a lineage stands in the log with its checkpoint, and older ones are pruned."""
         async with self.fleet.bus.read([self.fleet.subjects.train("default")]) as reader:
             while True:
-                for _, stored in decoded(CheckpointStored, [await reader.receive()], beside=ENTRIES):
+                for _, stored in decode_entries(CheckpointStored, [await reader.receive()], beside=ENTRIES):
                     if stored.lineage == lineage and stored.step > 1:
                         await anyio.sleep(0.1)
                         return
 
     async def surviving(self) -> list[StepTrained]:
         """The steps that count, in order."""
-        last = surviving_steps(await self.entries(LineageStarted))
+        last = compute_surviving_steps(await self.entries(LineageStarted))
         return [step for step in await self.entries(StepTrained) if step.step <= last.get(step.lineage, -1)]
 
     async def check_books(self, trainer: ScriptedTrainer) -> None:
@@ -102,13 +102,13 @@ class Training:
 
     async def _requested(self) -> dict[str, int]:
         entries = [entry async for entry in self.fleet.bus.scan([self.fleet.subjects.tasks("default")])]
-        return {request.episode_id: entry.sequence for entry, request in decoded(EpisodeRequested, entries)}
+        return {request.episode_id: entry.sequence for entry, request in decode_entries(EpisodeRequested, entries)}
 
 
 @asynccontextmanager
 async def training(folder: Path, *, tasks: list[Task] | None = None, slots: int = 8, **learner: Any) -> AsyncIterator[Training]:
     settings: dict[str, Any] = {"steps": 6, "groups": 2, "group_size": 2, "checkpoint_every": 2, "max_staleness": 1}
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(folder)),
         limits=LimitSettings(),
         episode=EpisodeSettings(max_turns=60),
@@ -116,7 +116,7 @@ async def training(folder: Path, *, tasks: list[Task] | None = None, slots: int 
         evaluation=EvaluationSettings(episodes=0),
     )
     with anyio.fail_after(3000):
-        async with small_fleet(configuration, published=False) as fleet:
+        async with small_deployment(configuration, published=False) as fleet:
             fleet.environment("environment-0", make=ScriptedEnvironment, slots=slots)
             fleet.inference("inference-0", sampler=ScriptedSampler(delay=lambda _: 1.0))
             yield Training(fleet, tasks or TASKS)
@@ -222,7 +222,7 @@ async def test_a_learner_that_was_replaced_is_refused_and_stops_for_good(tmp_pat
         await anyio.sleep(3)
         first.mend()
         await first.ended.wait()
-        assert isinstance(first.failure(), Replaced)
+        assert isinstance(first.failure(), LearnerReplaced)
         await second.ended.wait()
         assert second.error is None
         await run.check_books(trainer)
@@ -245,7 +245,7 @@ async def test_a_drained_learner_stops_between_steps_and_the_next_goes_on(tmp_pa
     async with training(tmp_path) as run:
         first, _ = run.begin()
         await run.until_step(2)
-        await run.fleet.drained([first])
+        await run.fleet.drain_members([first])
         assert first.error is None
         second, trainer = run.begin()
         await second.ended.wait()

@@ -13,12 +13,18 @@ import pytest
 import trio.testing
 
 from fleetbus_schemas import Action, ChatMessage, PolicyPublished, Task
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step, Verdict
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from tests.support.interrupted_fleet import PATIENT, BreakingSampler, at_least_ended, fleet_of, slow_sampler
-from tests.support.small_fleet import Member, SmallFleet, configured, small_fleet
+from tests.support.interrupted_deployment import (
+    PATIENT,
+    BreakingSampler,
+    has_ended_members,
+    make_slow_sampler,
+    start_deployment,
+)
+from tests.support.small_deployment import Member, SmallDeployment, build_configuration, small_deployment
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ class Deadly(ScriptedEnvironment):
         return await super().step(action)
 
 
-def deadly_worker(fleet: SmallFleet, name: str) -> Member:
+def deadly_worker(fleet: SmallDeployment, name: str) -> Member:
     """A worker that its episodes may kill."""
 
     def make() -> ScriptedEnvironment:
@@ -58,52 +64,52 @@ def deadly_worker(fleet: SmallFleet, name: str) -> Member:
 
 async def test_an_episode_that_kills_whoever_runs_it_is_recorded_as_lost_after_three_tries() -> None:
     with anyio.fail_after(2000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             fleet.inference("inference-0")
             workers = [deadly_worker(fleet, f"environment-{index}") for index in range(3)]
             await fleet.heard(*workers)
             await fleet.request("deadly", task=Task(key="deadly"))
             for deaths in (1, 2, 3):
-                await fleet.until(partial(at_least_ended, workers, deaths))
+                await fleet.until(partial(has_ended_members, workers, deaths))
                 workers.append(deadly_worker(fleet, f"environment-{len(workers)}"))
             result = await fleet.result("deadly")
             assert (result.outcome, result.error_class, result.attempts, result.reward) == ("lost", "poison", 3, None)
             await fleet.request("sound")
             assert (await fleet.result("sound")).outcome == "completed"
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 async def test_what_runs_beside_an_episode_that_kills_its_worker_is_not_taken_for_another() -> None:
     """One worker plays all of them, and loses all of them twice; then those that might be the cause run one by one."""
     names = [f"neighbour-{index}" for index in range(7)]
     with anyio.fail_after(2000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
-            fleet.inference("inference-0", sampler=slow_sampler())
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+            fleet.inference("inference-0", sampler=make_slow_sampler())
             workers = [deadly_worker(fleet, "environment-0")]
             await fleet.heard(*workers)
             for name in [*names, "deadly"]:
                 await fleet.request(name, task=Task(key=name, prompt="play", config={"turns": 4}))
             for deaths in (1, 2, 3):
-                await fleet.until(partial(at_least_ended, workers, deaths))
+                await fleet.until(partial(has_ended_members, workers, deaths))
                 workers.append(deadly_worker(fleet, f"environment-{deaths}"))
             results = {name: await fleet.result(name) for name in [*names, "deadly"]}
             assert (results["deadly"].outcome, results["deadly"].error_class) == ("lost", "poison")
             assert {results[name].outcome for name in names} == {"completed"}
             assert min(results[name].attempts for name in names) == 3, "they were lost with it twice"
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 @pytest.mark.parametrize("gently", [False, True], ids=["the worker dies", "the worker says so"])
 async def test_an_observation_that_kills_the_engine_is_recorded_as_lost_after_its_hops(gently: bool) -> None:
     with anyio.fail_after(2000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             fleet.environment("environment-0")
             samplers = [BreakingSampler("bad", gently=gently) for _ in range(8)]
             engines = [fleet.inference(f"inference-{index}", sampler=samplers[index]) for index in range(2)]
             await fleet.heard(*engines)
             await fleet.request("bad", task=Task(key="task", prompt="bad"))
             for deaths in (1, 2, 3, 4) if not gently else ():
-                await fleet.until(partial(at_least_ended, engines, deaths))
+                await fleet.until(partial(has_ended_members, engines, deaths))
                 engines.append(fleet.inference(f"inference-{len(engines)}", sampler=samplers[len(engines)]))
             result = await fleet.result("bad")
             dead = [engine for engine in engines if engine.ended.is_set()]
@@ -112,7 +118,7 @@ async def test_an_observation_that_kills_the_engine_is_recorded_as_lost_after_it
             assert sum(sampler.tries for sampler in samplers) == 1 + fleet.configuration.environment.max_hops
             await fleet.request("sound")
             assert (await fleet.result("sound")).outcome == "completed"
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 # env hangs, env raises, verifier raises, tool unknown, malformed tool call, NaN reward, 10 MB observation: the outcome table
@@ -161,7 +167,7 @@ OUTCOMES = {
 
 async def test_whatever_an_environment_does_there_is_an_outcome_and_the_fleet_goes_on() -> None:
     """Tools unknown and calls malformed are in test_sessions_under_stress_tools.py."""
-    async with fleet_of(make=Trouble, environments=1) as fleet:
+    async with start_deployment(make=Trouble, environments=1) as fleet:
         for index, trouble in enumerate([*OUTCOMES] * 3):
             await fleet.request(f"e{index}", task=Task(key=trouble, prompt="play"))
         results = await fleet.all_results(21)
@@ -183,7 +189,7 @@ class Choosy(ScriptedSampler):
 
 async def test_a_bad_version_changes_nothing_until_a_good_one_comes() -> None:
     with anyio.fail_after(100):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             engine = fleet.inference("inference-0", sampler=Choosy())
             fleet.environment("environment-0")
             await fleet.heard(engine)
@@ -200,7 +206,7 @@ async def test_a_bad_version_changes_nothing_until_a_good_one_comes() -> None:
 
 async def test_a_worker_whose_first_version_is_bad_takes_no_work_until_a_good_one_comes() -> None:
     with anyio.fail_after(100):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             await fleet.publish_policy(1, uri="bad")
             engine = fleet.inference("inference-0", sampler=Choosy())
             fleet.environment("environment-0")

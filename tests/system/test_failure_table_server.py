@@ -13,10 +13,10 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.config.settings import LimitSettings
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decode_entries
 from fleetbus_schemas import Observation, Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 EPISODES = 24
 TURNS = 5
@@ -25,12 +25,12 @@ RECOVERY_SECONDS = 30.0
 
 
 @asynccontextmanager
-async def fleet_on_server(store: Path, *, seconds: float) -> AsyncIterator[tuple[SmallFleet, NatsServerProcess]]:
+async def fleet_on_server(store: Path, *, seconds: float) -> AsyncIterator[tuple[SmallDeployment, NatsServerProcess]]:
     """Two workers of each role on a server of their own; a turn takes so many seconds."""
     with anyio.fail_after(50):
         async with run_server(store) as server:
-            configuration = configured(limits=LimitSettings(drain=5))
-            async with small_fleet(configuration, connect=lambda name: connect(server.url, run=RUN, worker=name)) as fleet:
+            configuration = build_configuration(limits=LimitSettings(drain=5))
+            async with small_deployment(configuration, connect=lambda name: connect(server.url, run=RUN, worker=name)) as fleet:
                 members = [fleet.environment(f"environment-{index}", slots=16) for index in range(2)]
                 for index in range(2):
                     sampler = ScriptedSampler(delay=lambda _: seconds)
@@ -39,19 +39,19 @@ async def fleet_on_server(store: Path, *, seconds: float) -> AsyncIterator[tuple
                 yield fleet, server
 
 
-async def begin(fleet: SmallFleet) -> None:
+async def begin(fleet: SmallDeployment) -> None:
     for index in range(EPISODES):
         await fleet.request(f"e{index}", task=Task(key="task", prompt="play", config={"turns": TURNS}))
 
 
-async def turns_played(fleet: SmallFleet, count: int) -> None:
+async def turns_played(fleet: SmallDeployment, count: int) -> None:
     """Until so many Actions are in the log."""
     async with fleet.bus.read([fleet.subjects.actions()]) as reader:
         for _ in range(count):
             await reader.receive()
 
 
-async def check_books(fleet: SmallFleet) -> None:
+async def check_books(fleet: SmallDeployment) -> None:
     results = [result for results in fleet.results.values() for result in results]
     assert Counter(result.episode_id for result in results) == {f"e{index}": 1 for index in range(EPISODES)}
     assert {(result.outcome, result.reward, result.turns) for result in results} == {("completed", 1.0, TURNS)}
@@ -88,5 +88,5 @@ async def test_an_action_stored_while_the_environment_worker_was_away_is_found(t
         await fleet.all_results(EPISODES)
         await check_books(fleet)
         entries = [entry async for entry in fleet.bus.scan([fleet.subjects.observations()])]
-        asked = Counter((each.episode_id, each.attempt, each.turn) for _, each in decoded(Observation, entries))
+        asked = Counter((each.episode_id, each.attempt, each.turn) for _, each in decode_entries(Observation, entries))
         assert len(asked) == EPISODES * TURNS, "an episode had to begin a turn anew"

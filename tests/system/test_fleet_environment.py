@@ -10,13 +10,13 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus_schemas import Image, Task, Text
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.pictures import Picture
-from fleetbus_workers.environment.specs import environment_factory
-from fleetbus_workers.environment.verifier import Verifier
+from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.environment.isolation.verifier import Verifier
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
 from tests.support.fleet_platform.instance import SCREEN
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
-from tests.support.tool_use import NoGrader, call, seen
+from tests.support.tool_calls import NoGrader, call, read_step_text
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ async def test_an_episode_from_making_an_instance_to_its_end() -> None:
             "order",
             "submit_final_answer",
         ]
-        assert seen(await environment.step(call("price", name="ink"))) == "Tool result:\n9"
-        assert seen(await environment.step(call("order", name="ink"))) == "Tool result:\nordered"
+        assert read_step_text(await environment.step(call("price", name="ink"))) == "Tool result:\n9"
+        assert read_step_text(await environment.step(call("order", name="ink"))) == "Tool result:\nordered"
         last = await environment.step(call("submit_final_answer", answer="9"))
         assert (last.terminated, last.messages, last.tool_calls, last.tool_errors) == (True, (), 1, 0)
         assert (await environment.verify()).reward == 1.0
@@ -58,7 +58,7 @@ async def test_the_spec_and_the_variables_name_the_platform(monkeypatch: pytest.
     async with platform() as (fleet, server):
         for spec, variable in ((f"fleet:{server.url}/", "http://127.0.0.1:9/"), ("fleet", server.url)):
             monkeypatch.setenv("FLEET_BASE_URL", variable)
-            factory = environment_factory(spec, verifier=NoGrader(), configuration=settings())
+            factory = build_environment_factory(spec, verifier=NoGrader(), configuration=settings())
             with anyio.fail_after(50):
                 async with factory.running():
                     environment = factory()
@@ -87,7 +87,7 @@ async def test_an_unknown_tool_is_answered_here_and_at_once() -> None:
         await begun(environment)
         before = len(fleet.requests)
         step = await environment.step(call("prise"))
-        assert seen(step).startswith('Error: unknown tool "prise". Available tools: price')
+        assert read_step_text(step).startswith('Error: unknown tool "prise". Available tools: price')
         assert len(fleet.requests) == before
 
 
@@ -134,13 +134,13 @@ async def test_a_partial_reward_is_read_off_what_the_verifier_printed() -> None:
 
 
 async def test_a_screen_is_shown_with_the_task_and_after_every_action_by_reference() -> None:
-    kept: list[Picture] = []
+    kept: list[EncodedImage] = []
 
-    async def keep(picture: Picture) -> Image:
+    async def store_image(picture: EncodedImage) -> Image:
         kept.append(picture)
         return Image(object=hashlib.sha256(picture.data).hexdigest(), width=picture.width, height=picture.height)
 
-    async with platform() as (fleet, server), environments(server, keep=keep) as environment:
+    async with platform() as (fleet, server), environments(server, store_image=store_image) as environment:
         start = await begun(environment, SCREEN_TASK)
         assert fleet.instances["inst1"].body["image_type"] == "mcp"
         text, image = start.messages[1].content
@@ -163,7 +163,7 @@ async def test_coordinates_on_a_grid_become_pixels() -> None:
         assert "Screen resolution: 1000x1000" in str(start.messages[0].content)
         await environment.step(call("computer", action="left_click", coordinate=[500, 1000]))
         failed = await environment.step(call("computer", action="left_click", coordinate=["a", 3]))
-        assert seen(failed).startswith("Error: coordinate must be two numbers between 0 and 1000")
+        assert read_step_text(failed).startswith("Error: coordinate must be two numbers between 0 and 1000")
         assert fleet.instances["inst1"].shop.clicked == [[SCREEN[0] / 2, SCREEN[1] - 1]]
 
 
@@ -194,7 +194,7 @@ def test_a_mistake_gets_one_line(monkeypatch: pytest.MonkeyPatch, variables: dic
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words) as caught:
-        environment_factory(spec, verifier=NoGrader())
+        build_environment_factory(spec, verifier=NoGrader())
     assert "\n" not in str(caught.value)
 
 

@@ -8,12 +8,12 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import FleetSettings
-from fleetbus_workers.environment.fleet import host as fleet_host
-from fleetbus_workers.environment.fleet.factory import fleet_factory
+from fleetbus_workers.environment.adapters.fleet import host as fleet_host
+from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
 from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
-from tests.support.processes import until_said
-from tests.support.tool_use import NoGrader, call, seen
+from tests.support.processes import wait_for_output
+from tests.support.tool_calls import NoGrader, call, read_step_text
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ async def test_instances_that_nobody_here_knows_of_or_could_delete_end_with_the_
             fleet.faults.delete_errors = fleet_host.DELETE_TRIES
             await undeletable.close()
             fleet.faults.lose_create_answers = 1
-            monkeypatch.setattr(fleet_host, "LONGEST_PAUSE_SECONDS", 60)
+            monkeypatch.setattr(fleet_host, "MAX_PAUSE_SECONDS", 60)
             async with anyio.create_task_group() as group:
                 group.start_soon(unknown.open, TASK)
                 await fleet.until(lambda: len(fleet.running) == 2)
@@ -72,7 +72,7 @@ async def test_a_deletion_that_fails_for_a_passing_reason_is_repeated() -> None:
 
 async def test_a_worker_that_stops_in_the_middle_of_episodes_deletes_all_of_its_instances() -> None:
     async with platform() as (fleet, server):
-        make, running = fleet_factory(
+        make, running = build_fleet_factory(
             "fleet", server.url, configuration=settings(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
         )
         with anyio.fail_after(50):
@@ -86,22 +86,22 @@ async def test_a_worker_that_stops_in_the_middle_of_episodes_deletes_all_of_its_
 async def test_a_worker_that_starts_sweeps_what_dead_workers_of_its_run_left_and_nothing_else() -> None:
     """A dead process is one whose number is free, or belongs to another process by now."""
     fleet = FleetPlatform()
-    mine, other = fleet_host.run_prefix("tested"), fleet_host.run_prefix("another")
+    mine, other = fleet_host.build_run_prefix("tested"), fleet_host.build_run_prefix("another")
     left = [
         f"{mine}4194399_5",
         f"{mine}1_999999999999_ab12cd",
         f"{other}4194399_5",
-        fleet_host.run_prefix("tested") + "x",
+        fleet_host.build_run_prefix("tested") + "x",
         "foreign",
     ]
     async with platform(fleet) as (_, server), environments(server) as environment:
-        for number, label in enumerate((*left, fleet_host.run_prefix("tested") + fleet_host.process_label(1))):
+        for number, label in enumerate((*left, fleet_host.build_run_prefix("tested") + fleet_host.build_process_label(1))):
             await fleet._made({"env_key": "shop", "run_id": label}, str(number))
         async with environments(server) as second:
             await fleet.until(lambda: len(fleet.running) == 4)
             await begun(second)
         await environment.close()
-        assert {made.body["run_id"] for made in fleet.running} == {*left[2:], mine + fleet_host.process_label(1)}
+        assert {made.body["run_id"] for made in fleet.running} == {*left[2:], mine + fleet_host.build_process_label(1)}
         fleet.running[0].stop.set()
 
 
@@ -112,14 +112,14 @@ async def test_the_end_of_one_worker_leaves_the_instances_of_another_in_the_same
             await begun(leaving)
             leaving._connection = None  # nobody closes it
         assert [made.status for made in fleet.instances.values()] == ["running", "stopped"]
-        assert seen(await staying.step(call("price", name="pen"))) == "Tool result:\n3"
+        assert read_step_text(await staying.step(call("price", name="pen"))) == "Tool result:\n3"
 
 
 def test_the_key_is_not_sent_to_instances_over_open_networks() -> None:
     host = fleet_host.FleetHost(base_url="https://x", key=KEY, run="r", settings=FleetSettings())
-    assert host.headers_for("https://i.example/mcp") == {"Authorization": f"Bearer {KEY}"}
-    assert host.headers_for("http://127.0.0.1:8000/mcp") == {"Authorization": f"Bearer {KEY}"}
-    assert host.headers_for("http://i.example/mcp") == {}
+    assert host.build_headers("https://i.example/mcp") == {"Authorization": f"Bearer {KEY}"}
+    assert host.build_headers("http://127.0.0.1:8000/mcp") == {"Authorization": f"Bearer {KEY}"}
+    assert host.build_headers("http://i.example/mcp") == {}
 
 
 CRASHING = """
@@ -144,7 +144,7 @@ async def test_what_a_killed_worker_left_is_deleted_by_the_next_one_of_its_run()
     async with platform() as (fleet, server):
         with anyio.fail_after(50):
             async with await anyio.open_process([sys.executable, "-c", CRASHING, server.url], stderr=None) as process:
-                await until_said(process.stdout, b"open")
+                await wait_for_output(process.stdout, b"open")
                 process.kill()
                 await process.wait()
         assert len(fleet.running) == 1
@@ -155,10 +155,10 @@ async def test_what_a_killed_worker_left_is_deleted_by_the_next_one_of_its_run()
 async def test_instances_get_heartbeats_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = settings(heartbeat_seconds=10)
     async with platform() as (fleet, server):
-        make, running = fleet_factory(
+        make, running = build_fleet_factory(
             "fleet", server.url, configuration=configuration, grader=NoGrader(), prompt="fleet", observation_bytes=32_768
         )
-        monkeypatch.setattr(fleet_host, "BEATS_PER_INTERVAL", 1000)
+        monkeypatch.setattr(fleet_host, "HEARTBEATS_PER_INTERVAL", 1000)
         with anyio.fail_after(50):
             async with running():
                 environment = make()

@@ -11,13 +11,13 @@ import pytest
 
 from fleetbus.config.settings import Configuration, FleetSettings, InferenceSettings, LimitSettings
 from fleetbus_schemas import EpisodeFinished, Task
-from fleetbus_workers.environment.fleet import host as fleet_host
-from fleetbus_workers.environment.fleet.factory import fleet_factory
+from fleetbus_workers.environment.adapters.fleet import host as fleet_host
+from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
 from fleetbus_workers.inference.scripted import ScriptedTemplate
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
-from tests.support.http_server import serving
-from tests.support.small_fleet import SmallFleet, configured, small_fleet
-from tests.support.tool_use import NoGrader
+from tests.support.http_server import serve_application
+from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
+from tests.support.tool_calls import NoGrader
 
 TASK = Task(key="t", env="shop", prompt="Play.", verifier="def verify(env): return 0.5")
 PATIENT = LimitSettings(open=50, reset=50, tool_call=50, step=50, action=50, verify=50, close=50, episode=100, grace=10)
@@ -33,24 +33,26 @@ class OneTool(ScriptedTemplate):
 
 
 def patient() -> Configuration:
-    inference = InferenceSettings(slots=16, max_length=1 << 20)
-    return msgspec.structs.replace(configured(limits=PATIENT, inference=inference), fleet=FleetSettings(ready_seconds=40))
+    inference = InferenceSettings(slots=16, max_model_len=1 << 20)
+    return msgspec.structs.replace(
+        build_configuration(limits=PATIENT, inference=inference), fleet=FleetSettings(ready_seconds=40)
+    )
 
 
-async def results(fleet: SmallFleet, names: Sequence[str]) -> list[EpisodeFinished]:
+async def results(fleet: SmallDeployment, names: Sequence[str]) -> list[EpisodeFinished]:
     return [await fleet.result(name) for name in names]
 
 
 @pytest.mark.timeout(180)
 async def test_the_platform_dies_in_mid_run_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_API_KEY", KEY)
-    monkeypatch.setattr(fleet_host, "LONGEST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(fleet_host, "MAX_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(fleet_host, "CREATE_TRIES", 100)
     platform, template = FleetPlatform(), OneTool()
     lost, waiting = ["a0", "a1", "a2", "a3"], ["b0", "b1", "b2"]
     with anyio.fail_after(150):
-        async with small_fleet(patient()) as fleet, serving(platform.app) as server:
-            make, running = fleet_factory(
+        async with small_deployment(patient()) as fleet, serve_application(platform.app) as server:
+            make, running = build_fleet_factory(
                 "fleet", server.url, configuration=patient(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
             )
             async with running():
@@ -67,7 +69,7 @@ async def test_the_platform_dies_in_mid_run_and_comes_back(monkeypatch: pytest.M
                 await fleet.until(lambda: fleet.beats["environment"].in_flight == len(waiting))
                 await server.start()
                 survived = await results(fleet, waiting)
-                await fleet.drained()
+                await fleet.drain_members()
             assert {(each.outcome, each.error_class, each.reward) for each in died} == {("env_failed", "ServerGone", None)}
             assert {(each.outcome, each.reward, each.tool_calls) for each in survived} == {("truncated", 0.5, 2)}
             assert len(platform.instances) == len(lost) + len(waiting)
@@ -83,10 +85,10 @@ async def test_a_worker_that_crashes_leaves_no_instance_and_its_episode_goes_on_
     monkeypatch.setenv("FLEET_API_KEY", KEY)
     platform, template = FleetPlatform(), OneTool()
     with anyio.fail_after(150):
-        async with small_fleet(patient()) as fleet, serving(platform.app) as server:
+        async with small_deployment(patient()) as fleet, serve_application(platform.app) as server:
 
             def factory() -> Any:
-                return fleet_factory(
+                return build_fleet_factory(
                     "fleet", server.url, configuration=patient(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
                 )
 
@@ -104,5 +106,5 @@ async def test_a_worker_that_crashes_leaves_no_instance_and_its_episode_goes_on_
                 fleet.environment("other", make=make_other)
                 result = await fleet.result("e")
                 assert (result.outcome, result.reward, result.attempts) == ("truncated", 0.5, 2)
-                await fleet.drained()
+                await fleet.drain_members()
             assert not platform.running

@@ -12,14 +12,14 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import Action, Image, Task
-from fleetbus_workers.environment.picture_store import keep_pictures, keep_pictures_of
-from fleetbus_workers.environment.pictures import Picture
-from fleetbus_workers.environment.specs import environment_factory
-from fleetbus_workers.weights.store import objects_of
+from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.environment.images.store import build_image_store, build_run_image_store
+from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.weights.store import get_object_store
 from tests.support.fleet_platform.instance import png
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
-from tests.support.http_server import serving
-from tests.support.tool_use import NoGrader
+from tests.support.http_server import serve_application
+from tests.support.tool_calls import NoGrader
 
 TASK = Task(key="click", env="shop", prompt="Click.", modality="computer_use")
 CONFIGURATION = Configuration(run=RunSettings(name="pictures"))
@@ -33,13 +33,13 @@ async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(
         async with (
             run_server(tmp_path / "nats") as server,
             connect(server.url, run="pictures") as bus,
-            serving(FleetPlatform().app) as platform,
+            serve_application(FleetPlatform().app) as platform,
         ):
-            factory = environment_factory(
+            factory = build_environment_factory(
                 f"fleet:{platform.url}",
                 verifier=NoGrader(),
                 configuration=CONFIGURATION,
-                keep=keep_pictures_of(bus, CONFIGURATION),
+                store_image=build_run_image_store(bus, CONFIGURATION),
             )
             async with factory.running():
                 environment = factory()
@@ -50,7 +50,7 @@ async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(
                     Action(episode_id="e", attempt=1, turn=0, text=f"<tool_call>{json.dumps(call)}</tool_call>")
                 )
                 await environment.close()
-            objects = objects_of(bus, "pictures")
+            objects = get_object_store(bus, "pictures")
             assert objects is not None
             for number, message in enumerate((start.messages[1], step.messages[0]), 1):
                 (image,) = (part for part in message.content if isinstance(part, Image))
@@ -75,9 +75,9 @@ async def test_an_image_is_stored_once_and_a_failure_to_store_it_is_no_reference
 
         async def remove(self, name: str) -> None: ...
 
-    keep = keep_pictures(objects := Objects())
-    assert await keep(Picture(data=b"picture")) == await keep(Picture(data=b"picture"))
+    store_image = build_image_store(objects := Objects())
+    assert await store_image(EncodedImage(data=b"picture")) == await store_image(EncodedImage(data=b"picture"))
     assert len(stored) == 1
     objects.fails = True
     with pytest.raises(OSError, match="no room"):
-        await keep(Picture(data=b"another"))
+        await store_image(EncodedImage(data=b"another"))

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
-from tests.support.http_server import serving
+from tests.support.http_server import serve_application
 
 PYTHON = os.environ.get("FLEET_SDK_PYTHON") or (sys.executable if find_spec("fleet") else "")
 SCRIPT = Path(__file__).parents[1] / "support" / "fleet_platform" / "sdk_episode.py"
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="fleet-python is not here: `j
 @pytest.mark.timeout(300)
 async def test_the_real_client_plays_an_episode(tmp_path: Path) -> None:
     platform = FleetPlatform()
-    async with serving(platform.app) as server:
+    async with serve_application(platform.app) as server:
         variables = {"FLEET_API_KEY": KEY, "FLEET_BASE_URL": server.url, "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
         with anyio.fail_after(240):
             process = await anyio.run_process([PYTHON, "-I", str(SCRIPT)], env=variables, check=False)

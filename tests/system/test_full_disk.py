@@ -19,7 +19,7 @@ from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.file import write_weights
-from tests.support.small_fleet import RUN, configured, small_fleet
+from tests.support.small_deployment import RUN, build_configuration, small_deployment
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 
@@ -51,7 +51,7 @@ class TwiceFull(ScriptedTrainer):
 
 
 async def test_a_full_disk_delays_training_and_loses_nothing(tmp_path: Path) -> None:
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         limits=LimitSettings(),
         learner=LearnerSettings(steps=4, groups=2, group_size=2, checkpoint_every=2, max_staleness=1),
@@ -59,7 +59,7 @@ async def test_a_full_disk_delays_training_and_loses_nothing(tmp_path: Path) -> 
     )
     trainer = TwiceFull()
     with anyio.fail_after(3000):
-        async with small_fleet(configuration, published=False) as fleet:
+        async with small_deployment(configuration, published=False) as fleet:
             fleet.environment("environment-0")
             fleet.inference("inference-0")
             learner = fleet.learner("learner-0", trainer=trainer, curriculum=Curriculum(TASKS, [], seed=1))

@@ -10,11 +10,11 @@ import anyio
 import pytest
 import trio.testing
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
-from fleetbus.ports import Ports
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
     CheckpointStored,
     LineageStarted,
@@ -26,11 +26,11 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.learner.beginning import find_beginning, published_versions
 from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
-from fleetbus_workers.learner.held_out import newest_version
+from fleetbus_workers.learner.held_out import find_newest_version
+from fleetbus_workers.learner.resume import find_resume_point, read_published_versions
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_fleet import small_fleet
+from tests.support.small_deployment import small_deployment
 
 SUBJECTS = Subjects("r")
 
@@ -45,7 +45,7 @@ def no_whole_histories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Episodes have histories; subjects that grow with the run must not be read into memory at once."""
     history = MemoryBus.history
 
-    async def of_episodes(bus: MemoryBus, subjects: Sequence[str]) -> list[Stored]:
+    async def of_episodes(bus: MemoryBus, subjects: Sequence[str]) -> list[StreamEntry]:
         assert not [subject for subject in subjects if subject.split(".")[2] in ("train", "policy")], subjects
         return await history(bus, subjects)
 
@@ -72,7 +72,7 @@ class Counting(ScriptedSampler):
 async def test_an_inference_worker_begins_with_the_newest_version(a_learner_begins: bool) -> None:
     sampler = Counting()
     with anyio.fail_after(300):
-        async with small_fleet(published=False) as fleet:
+        async with small_deployment(published=False) as fleet:
             for number in range(50):
                 await fleet.publish_policy(number)
             if a_learner_begins:
@@ -102,11 +102,11 @@ async def test_a_learner_begins_where_the_surviving_lineage_stands() -> None:
         started = LineageStarted(lineage="l1", worker="w")
         await book(started, step("l1", 1), step("l1", 2), checkpoint, b"not a message", step("l1", 3))
         last = await book(LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=2), b"not a message")
-        beginning = await find_beginning(bus, SUBJECTS, "default")
+        beginning = await find_resume_point(bus, SUBJECTS, "default")
         assert (beginning.lineage, beginning.parent, beginning.train_last) == ("l3", "l2", last)
         assert (beginning.checkpoint, beginning.finished_step) == (None, -1)
         await book(TrainingFinished(lineage="l2", step=4, version=4))
-        assert (await find_beginning(bus, SUBJECTS, "default")).finished_step == 4
+        assert (await find_resume_point(bus, SUBJECTS, "default")).finished_step == 4
 
 
 async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) ->
             CheckpointStored(lineage="l1", step=2, version=2, file=str(path), floor=1),
         ):
             await bus.publish(SUBJECTS.train("default"), encode(entry))
-        beginning = await find_beginning(bus, SUBJECTS, "default", ports=Ports(offload=offload))
+        beginning = await find_resume_point(bus, SUBJECTS, "default", runtime=Runtime(offload=offload))
     assert (beginning.step, beginning.checkpoint_path) == (2, path)
     assert offloaded == [(path,)]
 
@@ -134,10 +134,10 @@ async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) ->
 async def test_the_steps_of_all_versions_are_known() -> None:
     async with MemoryServer().connect("r", worker="learner") as bus:
         await bus.declare(plan_run("r", lanes=1))
-        assert await published_versions(bus, SUBJECTS, "default") == {}
+        assert await read_published_versions(bus, SUBJECTS, "default") == {}
         for number, step in ((0, 0), (1, 1), (2, 0)):
             await bus.publish(SUBJECTS.policy("default"), encode(version(number, step)))
-        assert await published_versions(bus, SUBJECTS, "default") == {0: 0, 1: 1, 2: 0}
+        assert await read_published_versions(bus, SUBJECTS, "default") == {0: 0, 1: 1, 2: 0}
 
 
 @pytest.mark.parametrize("a_learner_begins", [False, True])
@@ -145,9 +145,9 @@ async def test_an_evaluation_plays_the_newest_version(a_learner_begins: bool) ->
     async with MemoryServer().connect("r", worker="operator") as bus:
         await bus.declare(plan_run("r", lanes=1))
         with pytest.raises(UserError, match="no version yet"):
-            await newest_version(bus, SUBJECTS, "default")
+            await find_newest_version(bus, SUBJECTS, "default")
         for number in range(3):
             await bus.publish(SUBJECTS.policy("default"), encode(version(number, number)))
         if a_learner_begins:
             await bus.publish(SUBJECTS.policy("default"), encode(LineageStarted(lineage="l2", worker="w")))
-        assert (await newest_version(bus, SUBJECTS, "default")).version == 2
+        assert (await find_newest_version(bus, SUBJECTS, "default")).version == 2

@@ -12,8 +12,8 @@ from fleetbus.bus.base import Bus
 from fleetbus.core.journal import Journal
 from fleetbus.errors import PublishUnanswered, RequestUnanswered
 from fleetbus_schemas import SessionClaimed, Subjects, Task
-from fleetbus_workers.environment.stages import Superseded
-from fleetbus_workers.environment.stepwise.journal import append, journal_of
+from fleetbus_workers.environment.episode.stages import Superseded
+from fleetbus_workers.environment.stepwise.journal_log import append, read_session_journal
 from fleetbus_workers.replay.ground import memory_bus
 
 SUBJECTS = Subjects("run")
@@ -57,6 +57,6 @@ async def test_an_entry_whose_answers_were_lost_is_known_as_ones_own(answers: in
         async with memory_bus("run") as bus:
             journal = Journal()
             await append(Silent(bus, answers), SUBJECTS, "s", journal, claimed("mine"))  # type: ignore[arg-type]
-            assert journal == await journal_of(bus, SUBJECTS, "s")
+            assert journal == await read_session_journal(bus, SUBJECTS, "s")
             with pytest.raises(Superseded):
                 await append(Silent(bus, answers), SUBJECTS, "s", Journal(), claimed("another"))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import anyio
 import pytest
 import trio.testing
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, Faults, PublishFault
 from fleetbus.bus.streams import TASK_LEASE_SECONDS, plan_run
@@ -17,11 +17,11 @@ from fleetbus.lanes import LEASE_SECONDS, LaneLost, NoLaneFree, claim_lane
 from fleetbus.leases import Leases
 from fleetbus_schemas import Action, Subjects, Task, decode
 from fleetbus_schemas.lifecycle import LaneLease
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 LONG_SECONDS = 60.0
 PATIENT = LimitSettings(step=200, action=200, drain=3)
@@ -64,7 +64,7 @@ class Deaf(Faults):
         self.subjects: dict[str, str] = {}
         self.without_acks: set[str] = set()
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         lost = worker in self.subjects and self.subjects[worker] in subject
         return PublishFault(lost="message") if lost else NO_PUBLISH_FAULT
 
@@ -76,7 +76,7 @@ def short(turns: int = 1, seconds: float = LONG_SECONDS) -> Task:
     return Task(key="task", prompt="play", config={"turns": turns, "seconds": seconds})
 
 
-async def claims_of(fleet: SmallFleet, episode: str = "e") -> list[str]:
+async def claims_of(fleet: SmallDeployment, episode: str = "e") -> list[str]:
     return [claim.worker for claim in await fleet.claims(episode)]
 
 
@@ -85,7 +85,7 @@ async def claims_of(fleet: SmallFleet, episode: str = "e") -> list[str]:
 
 class FakeDelivery:
     def __init__(self) -> None:
-        self.message = Stored(subject="s", payload=b"", sequence=1, time_ns=0)
+        self.message = StreamEntry(subject="s", payload=b"", sequence=1, time_ns=0)
         self.delivered = 1
         self.extended_at: list[float] = []
 
@@ -121,7 +121,7 @@ async def test_a_redelivery_takes_the_place_of_the_delivery_before() -> None:
 
 async def test_an_episode_much_longer_than_its_lease_is_played_once() -> None:
     with anyio.fail_after(1000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             for index in range(2):
                 fleet.environment(f"environment-{index}", make=SlowEnvironment)
             fleet.inference("inference-0")
@@ -129,12 +129,12 @@ async def test_an_episode_much_longer_than_its_lease_is_played_once() -> None:
             result = await fleet.result()
             assert (result.outcome, result.attempts) == ("completed", 1)
             assert result.timings["step"] > 10 * TASK_LEASE_SECONDS
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 async def test_a_turn_much_longer_than_its_lease_is_sampled_once() -> None:
     with anyio.fail_after(1000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             engines = [Asked(LONG_SECONDS), Asked(LONG_SECONDS)]
             fleet.environment("environment-0")
             for index, engine in enumerate(engines):
@@ -142,13 +142,13 @@ async def test_a_turn_much_longer_than_its_lease_is_sampled_once() -> None:
             await fleet.request(task=short(2))
             assert (await fleet.result()).outcome == "completed"
             assert sum(engine.times for engine in engines) == 2
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 async def test_extensions_that_are_lost_on_the_way_cost_a_takeover_and_nothing_else() -> None:
     faults = Deaf()
     with anyio.fail_after(1000):
-        async with small_fleet(configured(limits=PATIENT), faults=faults) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT), faults=faults) as fleet:
             faults.without_acks = {"environment-0"}
             await fleet.heard(fleet.environment("environment-0", make=SlowEnvironment), fleet.inference("inference-0"))
             await fleet.request(task=short())
@@ -164,7 +164,7 @@ async def test_extensions_that_are_lost_on_the_way_cost_a_takeover_and_nothing_e
 
 async def test_a_draining_worker_takes_no_request_away_from_whoever_has_taken_it_over() -> None:
     with anyio.fail_after(1000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             await fleet.heard(fleet.environment("environment-2", make=SlowEnvironment, slots=1), fleet.inference("inference-0"))
             await fleet.request("filler", task=short(seconds=30))
             await anyio.sleep(1)
@@ -187,7 +187,7 @@ async def test_a_draining_worker_takes_no_request_away_from_whoever_has_taken_it
 async def test_a_worker_whose_claim_went_unanswered_takes_no_request_away_from_whoever_has_claimed_since() -> None:
     faults = Deaf()
     with anyio.fail_after(1000):
-        async with small_fleet(configured(limits=LINGERING), faults=faults) as fleet:
+        async with small_deployment(build_configuration(limits=LINGERING), faults=faults) as fleet:
             late = fleet.environment("environment-0", make=SlowEnvironment)
             await fleet.heard(late, fleet.inference("inference-0"))
             faults.subjects = {"environment-0": ".episode."}
@@ -208,7 +208,7 @@ async def test_a_worker_whose_claim_went_unanswered_takes_no_request_away_from_w
 async def test_a_request_whose_claim_went_unanswered_is_given_back_when_nobody_holds_the_episode() -> None:
     faults = Deaf()
     with anyio.fail_after(1000):
-        async with small_fleet(configured(limits=LINGERING), faults=faults) as fleet:
+        async with small_deployment(build_configuration(limits=LINGERING), faults=faults) as fleet:
             fleet.inference("inference-0")
             late = fleet.environment("environment-0")
             await fleet.heard(late)
@@ -223,13 +223,13 @@ async def test_a_request_whose_claim_went_unanswered_is_given_back_when_nobody_h
             await fleet.request("another", task=short())  # the server in memory looks for what is due when something happens
             assert (await fleet.result()).outcome == "completed"
             assert fleet.finished_at["e"] - asked_at < 5, "it waited for its lease"
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 async def test_a_worker_that_is_past_its_drain_begins_nothing_any_more() -> None:
     """Its look at the log was held up until after the time for handing back."""
     with anyio.fail_after(1000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             late = fleet.environment("environment-0", make=SlowEnvironment)
             await fleet.heard(late, fleet.inference("inference-0"))
             late.cut()
@@ -261,7 +261,7 @@ class RefusingTemplate(ScriptedTemplate):
 
 async def test_an_observation_that_the_template_refuses_ends_its_episode_and_not_the_worker() -> None:
     with anyio.fail_after(1000):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             engine = fleet.inference("inference-0", template=RefusingTemplate())
             fleet.environment("environment-0")
             await fleet.request("bad", task=Task(key="task", prompt="unspeakable"))
@@ -271,7 +271,7 @@ async def test_an_observation_that_the_template_refuses_ends_its_episode_and_not
             assert "no such role" in bad.error
             assert good.outcome == "completed"
             assert not engine.ended.is_set()
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 # Lanes
@@ -328,7 +328,7 @@ async def test_a_renewal_that_is_lost_on_the_way_loses_no_lane(lost: Any) -> Non
     class Once(Faults):
         left = 1
 
-        def publishing(self, worker: str, subject: str) -> PublishFault:
+        def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
             self.left -= "fblane" in subject
             return PublishFault(lost=lost) if self.left == -1 and "fblane" in subject else NO_PUBLISH_FAULT
 

@@ -13,15 +13,15 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decoded
-from fleetbus.ports import Ports
+from fleetbus.episodes import decode_entries
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects, TensorEntry
-from fleetbus_workers.learner.book import Chain
+from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected
-from fleetbus_workers.weights.store import objects_of
+from fleetbus_workers.weights.store import get_object_store
 
 RUN = "experts"
 SUBJECTS = Subjects(RUN)
@@ -49,19 +49,19 @@ async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 async def publication(bus: Bus, tmp_path: Path) -> Publication:
-    train, started = Chain(bus, SUBJECTS.train("default"), 0), LineageStarted(lineage="l1", worker="learner")
+    train, started = FencedAppender(bus, SUBJECTS.train("default"), 0), LineageStarted(lineage="l1", worker="learner")
     await train.append(started)
     publication = Publication(
-        bus, SUBJECTS, Experts(), policy="default", lineage="l1", folder=tmp_path / "weights", keep=2, ports=Ports(),
-        objects=objects_of(bus, RUN),
+        bus, SUBJECTS, Experts(), policy="default", lineage="l1", folder=tmp_path / "weights", keep=2, runtime=Runtime(),
+        objects=get_object_store(bus, RUN),
     )  # fmt: skip
-    await publication.fence(started, decided_on=train)
+    await publication.fence(started, authority=train)
     return publication
 
 
 async def versions(bus: Bus) -> list[PolicyPublished]:
     entries = [entry async for entry in bus.scan([SUBJECTS.policy("default")])]
-    return [message for _, message in decoded(PolicyPublished, entries, beside=(LineageStarted,))]
+    return [message for _, message in decode_entries(PolicyPublished, entries, beside=(LineageStarted,))]
 
 
 async def test_a_manifest_that_fits_no_message_comes_to_the_engine_whole(
@@ -71,7 +71,7 @@ async def test_a_manifest_that_fits_no_message_comes_to_the_engine_whole(
 
     (announced,) = await versions(bus)
     assert (announced.manifest, len(announced.manifest_object)) == ((), 64)
-    local = await WeightsFetcher(tmp_path / "copies", objects_of(bus, RUN)).local(announced)
+    local = await WeightsFetcher(tmp_path / "copies", get_object_store(bus, RUN)).fetch_local(announced)
     assert [entry.name for entry in local.manifest] == [f"model.layers.{number}.weight" for number in range(TENSORS)]
     assert not [
         path for path in (*(tmp_path / "weights").iterdir(), *(tmp_path / "copies").iterdir()) if path.suffix == ".json"
@@ -82,14 +82,14 @@ async def test_manifests_go_with_their_versions(bus: Bus, publication: Publicati
     for step in range(4):
         await publication.publish(step)
 
-    objects = objects_of(bus, RUN)
+    objects = get_object_store(bus, RUN)
     assert objects is not None
     gone, kept = (await versions(bus))[:2], (await versions(bus))[2:]
     for version in gone:
         with pytest.raises(ObjectMissing):
             await objects.get(version.manifest_object, tmp_path / "manifest")
     fetcher = WeightsFetcher(tmp_path / "copies", objects)
-    assert [len((await fetcher.local(version)).manifest) for version in kept] == [TENSORS] * 2
+    assert [len((await fetcher.fetch_local(version)).manifest) for version in kept] == [TENSORS] * 2
 
 
 async def test_a_manifest_that_several_versions_share_stays_until_the_last_of_them_goes(
@@ -101,7 +101,7 @@ async def test_a_manifest_that_several_versions_share_stays_until_the_last_of_th
         await publication.publish(step)
 
     *_, newest = await versions(bus)
-    local = await WeightsFetcher(tmp_path / "copies", objects_of(bus, RUN)).local(newest)
+    local = await WeightsFetcher(tmp_path / "copies", get_object_store(bus, RUN)).fetch_local(newest)
     assert len(local.manifest) == TENSORS
 
 
@@ -110,10 +110,10 @@ async def test_a_version_whose_manifest_is_gone_is_rejected_in_one_line(
 ) -> None:
     await publication.publish(0)
     (announced,) = await versions(bus)
-    objects = objects_of(bus, RUN)
+    objects = get_object_store(bus, RUN)
     assert objects is not None
     await objects.remove(announced.manifest_object)
 
     with pytest.raises(WeightsRejected, match=announced.manifest_object) as rejected:
-        await WeightsFetcher(tmp_path / "copies", objects).local(announced)
+        await WeightsFetcher(tmp_path / "copies", objects).fetch_local(announced)
     assert "\n" not in str(rejected.value)

@@ -11,14 +11,14 @@ import pytest
 import trio.testing
 
 from fleetbus.audit import audit_run
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_fleet import RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 AWAY_SECONDS = 600.0
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
@@ -31,7 +31,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 async def train(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch | None = None) -> ScriptedTrainer:
     """A run whose server is away for ten minutes after so many seconds, or whenever the learner reads the log."""
-    configuration = configured(
+    configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(folder)),
         limits=LimitSettings(),
         learner=LearnerSettings(steps=6, groups=2, group_size=2, checkpoint_every=2, max_staleness=1),
@@ -39,7 +39,7 @@ async def train(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch | 
     )
     trainer = ScriptedTrainer()
     with anyio.fail_after(20_000):
-        async with small_fleet(configuration, published=False) as fleet:
+        async with small_deployment(configuration, published=False) as fleet:
             if monkeypatch is not None:
                 away_whenever_the_log_is_read(fleet, monkeypatch)
             fleet.environment("environment-0")
@@ -57,11 +57,11 @@ async def train(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch | 
     return trainer
 
 
-def away_whenever_the_log_is_read(fleet: SmallFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def away_whenever_the_log_is_read(fleet: SmallDeployment, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server dies just as the learner asks for the Actions of a batch."""
     history = MemoryBus.history
 
-    async def dying(bus: MemoryBus, subjects: Sequence[str]) -> list[Stored]:
+    async def dying(bus: MemoryBus, subjects: Sequence[str]) -> list[StreamEntry]:
         of_learner = bus._worker == "learner-0" and ".act." in subjects[0]
         if of_learner and (bus._link.up and anyio.current_time() > spared["until"]):
             fleet.server.kill()

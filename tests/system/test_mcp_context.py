@@ -13,13 +13,13 @@ from mcp_types import CallToolRequestParams, CallToolResult, ListToolsResult, Pa
 
 from fleetbus.config.settings import EnvironmentSettings, InferenceSettings
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.mcp.connection import DirectConnection, ToolResult
+from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
+from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.context_tools import ContextTools
-from fleetbus_workers.environment.mcp_connection import DirectConnection, ToolResult
-from fleetbus_workers.environment.mcp_environment import McpEnvironment
 from fleetbus_workers.inference.scripted import ScriptedTemplate
-from tests.support.small_fleet import configured, small_fleet
-from tests.support.tool_use import AlwaysOne
+from tests.support.small_deployment import build_configuration, small_deployment
+from tests.support.tool_calls import ConstantGrader
 
 ROWS = "\n".join(f"row {number}" for number in range(1, 2001))
 TASK = Task(key="t", prompt="Find row 1234.", verifier="graded")
@@ -36,7 +36,7 @@ def serve(*names: str) -> Server[Any]:
 
 
 def make(**options: Any) -> Callable[[], McpEnvironment]:
-    given: dict[str, Any] = {"grader": AlwaysOne(), "prompt": "compact", "output_chars": 600, **options}
+    given: dict[str, Any] = {"grader": ConstantGrader(), "prompt": "compact", "output_chars": 600, **options}
     return lambda: McpEnvironment(lambda _: DirectConnection(serve(), {}), **given)
 
 
@@ -61,19 +61,19 @@ async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budg
         calling("search_history", '{"pattern": "find row"}'),
         "It is there. <done>",
     )
-    configuration = configured(
+    configuration = build_configuration(
         environment=EnvironmentSettings(slots=2, context_status=True),
-        inference=InferenceSettings(slots=4, max_length=1 << 20),
+        inference=InferenceSettings(slots=4, max_model_len=1 << 20),
     )
     with anyio.fail_after(50):
-        async with small_fleet(configuration) as fleet:
+        async with small_deployment(configuration) as fleet:
             fleet.environment("environment", make=make())
             fleet.inference("inference", template=script)
             await fleet.request("e", task=TASK, max_turns=9)
             result = await fleet.result("e")
             first, *observations = await fleet.observations()
             actions = await fleet.actions()
-            await fleet.drained()
+            await fleet.drain_members()
     assert (result.outcome, result.reward, result.turns, result.tool_calls) == ("completed", 1.0, 4, 1)
     assert '"name": "view_tool_output"' in str(first.messages[0].content)
     texts = [str(observation.messages[-1].content) for observation in observations]
@@ -88,7 +88,7 @@ async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budg
 
 
 async def test_outputs_of_megabytes_are_looked_through_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.environment.context_tools.LARGE_CHARACTERS", 1000)
+    monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.context_tools.LARGE_CHARACTERS", 1000)
     threads: list[int] = []
     real = ContextTools.call
 
@@ -108,7 +108,10 @@ async def test_outputs_of_megabytes_are_looked_through_beside_the_event_loop(mon
 
 async def test_a_server_with_a_tool_of_the_same_name_is_refused_by_name() -> None:
     environment = McpEnvironment(
-        lambda _: DirectConnection(serve("rows", "check_context"), {}), grader=AlwaysOne(), prompt="compact", output_chars=600
+        lambda _: DirectConnection(serve("rows", "check_context"), {}),
+        grader=ConstantGrader(),
+        prompt="compact",
+        output_chars=600,
     )
     with pytest.raises(EnvironmentFailed, match="the server has check_context as well"):
         await environment.open(TASK)

@@ -24,13 +24,13 @@ from mcp_types import (
 
 from fleetbus.core.prompts import NO_CALL
 from fleetbus_schemas import Action, Image, Task, Text, ToolCall
+from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_server
+from fleetbus_workers.environment.adapters.mcp.connection import Connection, DirectConnection
+from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
-from fleetbus_workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
-from fleetbus_workers.environment.mcp_connection import Connection, DirectConnection
-from fleetbus_workers.environment.mcp_environment import McpEnvironment
-from fleetbus_workers.environment.pictures import Picture
-from fleetbus_workers.environment.verifier import VerifierTools
-from tests.support.tool_use import call, say, seen
+from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.environment.isolation.verifier import VerifierTools
+from tests.support.tool_calls import call, read_step_text, say
 
 TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_variables={"REGION": "EU"})
 SCHEMA = {"type": "object"}
@@ -134,11 +134,11 @@ async def test_the_fleet_prompt_has_date_and_variables() -> None:
 
 async def test_observations_say_what_happened() -> None:
     async with playing(environment := make_environment(direct(Toolbox().serve()))):
-        assert seen(await environment.step(call("echo", x="é"))) == 'Tool result:\n{"x": "\\u00e9"}'
-        assert seen(await environment.step(call("data"))) == 'Tool result:\n{\n  "x": [\n    1\n  ]\n}'
-        assert seen(await environment.step(call("image"))) == "Tool result:\nsee\n[image, image/png, 3 bytes]"
-        assert seen(await environment.step(say("I think."))) == NO_CALL
-        assert seen(await environment.step(say("<tool_call>{'name'}</tool_call>"))) == NO_CALL
+        assert read_step_text(await environment.step(call("echo", x="é"))) == 'Tool result:\n{"x": "\\u00e9"}'
+        assert read_step_text(await environment.step(call("data"))) == 'Tool result:\n{\n  "x": [\n    1\n  ]\n}'
+        assert read_step_text(await environment.step(call("image"))) == "Tool result:\nsee\n[image, image/png, 3 bytes]"
+        assert read_step_text(await environment.step(say("I think."))) == NO_CALL
+        assert read_step_text(await environment.step(say("<tool_call>{'name'}</tool_call>"))) == NO_CALL
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ async def test_observations_say_what_happened() -> None:
 async def test_a_failing_call_is_an_observation_and_is_counted(tool: str, text: str) -> None:
     async with playing(environment := make_environment(direct(Toolbox().serve()))):
         step = await environment.step(call(tool))
-        assert seen(step) == text
+        assert read_step_text(step) == text
         assert (step.tool_calls, step.tool_errors, step.terminated) == (1, 1, False)
         assert (await environment.state())["tool_errors"] == 1
 
@@ -160,8 +160,8 @@ async def test_a_failing_call_is_an_observation_and_is_counted(tool: str, text: 
 async def test_images_follow_the_text_by_reference_and_what_is_none_or_too_large_stays_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fleetbus_workers.environment.mcp_connection.MAX_PICTURES", 2)
-    monkeypatch.setattr("fleetbus_workers.environment.mcp_connection.MAX_PICTURE_BYTES", 9)
+    monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.connection.MAX_IMAGES", 2)
+    monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.connection.MAX_IMAGE_BYTES", 9)
     blocks: list[Any] = [ImageContent(data=data, mime_type="image/jpeg") for data in ("AAAA", "?", "A" * 16, "BBBB", "CCCC")]
 
     async def tools(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
@@ -170,10 +170,10 @@ async def test_images_follow_the_text_by_reference_and_what_is_none_or_too_large
     async def look(_: ServerRequestContext[Any], __: CallToolRequestParams) -> CallToolResult:
         return CallToolResult(content=blocks)
 
-    async def keep(picture: Picture) -> Image:
+    async def store_image(picture: EncodedImage) -> Image:
         return Image(object=picture.data.hex(), media_type=picture.media_type)
 
-    environment = make_environment(direct(Server("camera", on_list_tools=tools, on_call_tool=look)), keep=keep)
+    environment = make_environment(direct(Server("camera", on_list_tools=tools, on_call_tool=look)), store_image=store_image)
     async with playing(environment):
         (message,) = (await environment.step(call("look"))).messages
         text, *images = message.content
@@ -186,19 +186,19 @@ async def test_only_the_first_call_is_executed_and_the_others_are_reported() -> 
     async with playing(environment := make_environment(direct(Toolbox().serve()))):
         text = call("echo", x=1).text + call("raise").text + call("echo", x=3).text
         step = await environment.step(say(text))
-        assert seen(step) == 'Tool result:\n{"x": 1}\n(2 further tool calls not executed: one per message.)'
+        assert read_step_text(step) == 'Tool result:\n{"x": 1}\n(2 further tool calls not executed: one per message.)'
         assert step.tool_calls == 1
 
 
 async def test_calls_that_the_inference_worker_parsed_are_used() -> None:
     async with playing(environment := make_environment(direct(Toolbox().serve()))):
         action = Action(episode_id="e", attempt=1, turn=0, text="", tool_calls=(ToolCall(name="echo", arguments={"y": 2}),))
-        assert seen(await environment.step(action)) == 'Tool result:\n{"y": 2}'
+        assert read_step_text(await environment.step(action)) == 'Tool result:\n{"y": 2}'
 
 
 async def test_a_large_result_is_cut_with_a_notice() -> None:
     async with playing(environment := make_environment(direct(Toolbox().serve()), observation_bytes=1000)):
-        text = seen(await environment.step(call("large")))
+        text = read_step_text(await environment.step(call("large")))
         assert 900 < len(text.encode()) <= 1000
         assert text.endswith("[TRUNCATED - 10000013 chars total]")
 
@@ -206,7 +206,7 @@ async def test_a_large_result_is_cut_with_a_notice() -> None:
 async def test_nan_and_surrogates_in_arguments_do_no_harm() -> None:
     async with playing(environment := make_environment(direct(Toolbox().serve()))):
         text = '<tool_call>{"name": "echo", "arguments": {"x": NaN, "y": "\\ud800"}}</tool_call>'
-        assert seen(await environment.step(say(text))).startswith('Tool result:\n{"x": ')
+        assert read_step_text(await environment.step(say(text))).startswith('Tool result:\n{"x": ')
 
 
 async def test_the_answer_and_the_conversation_reach_the_grader() -> None:
@@ -257,7 +257,7 @@ async def test_a_hung_call_is_cancelled_in_the_tool_itself() -> None:
             await toolbox.started.wait()
             tasks.cancel_scope.cancel()
         assert toolbox.cancelled.is_set()
-        assert seen(await environment.step(call("echo"))) == "Tool result:\n{}"
+        assert read_step_text(await environment.step(call("echo"))) == "Tool result:\n{}"
     assert toolbox.closed == 1
     await environment.close()
     assert toolbox.closed == 1
@@ -313,8 +313,8 @@ async def test_a_high_level_server_and_its_lifespan_live_as_long_as_the_episode(
     async with host.running():
         environment = make_environment(lambda _: ClientConnection(partial(open_server, server), host))
         async with playing(environment):
-            assert seen(await environment.step(call("add", a=40, b=2))) == "Tool result:\n42"
+            assert read_step_text(await environment.step(call("add", a=40, b=2))) == "Tool result:\n42"
             failed = await environment.step(call("add", a="x"))
-            assert seen(failed).startswith("Error: ")
+            assert read_step_text(failed).startswith("Error: ")
             assert events == ["begin"]
         assert events == ["begin", "end"]

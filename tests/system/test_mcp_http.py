@@ -16,12 +16,12 @@ from starlette.responses import PlainTextResponse, Response
 from fleetbus.config.settings import Configuration, LimitSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.mcp.connection import ServerGone
+from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.mcp_connection import ServerGone
-from fleetbus_workers.environment.mcp_environment import McpEnvironment
-from fleetbus_workers.environment.specs import environment_factory
-from tests.support.http_server import serving
-from tests.support.tool_use import NoGrader, call, seen
+from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.http_server import serve_application
+from tests.support.tool_calls import NoGrader, call, read_step_text
 
 TASK = Task(key="t", prompt="Do it.")
 
@@ -66,7 +66,7 @@ class Toolbox:
 @asynccontextmanager
 async def playing(spec: str, *, call_seconds: float = 60.0) -> AsyncIterator[McpEnvironment]:
     configuration = Configuration(limits=LimitSettings(tool_call=call_seconds))
-    factory = environment_factory(spec, verifier=NoGrader(), configuration=configuration)
+    factory = build_environment_factory(spec, verifier=NoGrader(), configuration=configuration)
     with anyio.fail_after(50):
         async with factory.running():
             environment = factory()
@@ -79,9 +79,9 @@ async def playing(spec: str, *, call_seconds: float = 60.0) -> AsyncIterator[Mcp
                 await environment.close()
 
 
-async def refused(spec: str) -> str:
+async def find_refusal(spec: str) -> str:
     """Why an episode cannot begin."""
-    factory = environment_factory(spec, verifier=NoGrader())
+    factory = build_environment_factory(spec, verifier=NoGrader())
     with anyio.fail_after(50):
         async with factory.running():
             environment = factory()
@@ -92,29 +92,29 @@ async def refused(spec: str) -> str:
 
 
 async def test_a_server_at_a_url_is_played() -> None:
-    async with serving((box := Toolbox()).app) as server, playing(f"http:{server.url}/mcp") as environment:
-        assert seen(await environment.step(call("count"))) == "Tool result:\n1"
-        assert seen(await environment.step(call("count"))) == "Tool result:\n2"
+    async with serve_application((box := Toolbox()).app) as server, playing(f"http:{server.url}/mcp") as environment:
+        assert read_step_text(await environment.step(call("count"))) == "Tool result:\n1"
+        assert read_step_text(await environment.step(call("count"))) == "Tool result:\n2"
         assert box.calls == 2
 
 
 async def test_a_bare_url_is_understood() -> None:
-    async with serving(Toolbox().app) as server, playing(f"{server.url}/mcp") as environment:
-        assert seen(await environment.step(call("count"))) == "Tool result:\n1"
+    async with serve_application(Toolbox().app) as server, playing(f"{server.url}/mcp") as environment:
+        assert read_step_text(await environment.step(call("count"))) == "Tool result:\n1"
 
 
 async def test_the_tools_of_several_servers_are_one_list_and_each_call_goes_to_its_owner() -> None:
     first, second = Toolbox("count"), Toolbox("other")
-    async with serving(first.app) as one, serving(second.app) as two:
+    async with serve_application(first.app) as one, serve_application(second.app) as two:
         async with playing(f"http:{one.url}/mcp,{two.url}/mcp") as environment:
-            assert seen(await environment.step(call("count"))) == "Tool result:\n1"
-            assert seen(await environment.step(call("other"))) == "Tool result:\nother"
-            assert seen(await environment.step(call("absent"))).endswith("Available tools: count, other")
+            assert read_step_text(await environment.step(call("count"))) == "Tool result:\n1"
+            assert read_step_text(await environment.step(call("other"))) == "Tool result:\nother"
+            assert read_step_text(await environment.step(call("absent"))).endswith("Available tools: count, other")
 
 
 async def test_two_servers_with_a_tool_of_one_name_are_refused_by_name() -> None:
-    async with serving(Toolbox("count", "other").app) as one, serving(Toolbox("count").app) as two:
-        reason = await refused(f"http:{one.url}/mcp,{two.url}/mcp")
+    async with serve_application(Toolbox("count", "other").app) as one, serve_application(Toolbox("count").app) as two:
+        reason = await find_refusal(f"http:{one.url}/mcp,{two.url}/mcp")
         assert reason == f"two MCP servers have a tool 'count': {one.url}/mcp and {two.url}/mcp; rename one"
 
 
@@ -129,27 +129,27 @@ async def test_the_bearer_token_is_sent_and_never_shown(
             await Response(status_code=401)(scope, receive, send)
 
     monkeypatch.setenv("MCP_BEARER_TOKEN", "very-secret")
-    async with serving(lambda: refuse) as server:
-        reason = await refused(f"http:{server.url}/mcp")
+    async with serve_application(lambda: refuse) as server:
+        reason = await find_refusal(f"http:{server.url}/mcp")
     assert set(given) == {"Bearer very-secret"}
     assert "HTTP 401" in reason
     assert "very-secret" not in reason + capsys.readouterr().out
 
 
 async def test_a_url_where_nobody_listens_fails_the_episode_by_name() -> None:
-    async with serving(Toolbox().app) as server:
+    async with serve_application(Toolbox().app) as server:
         await server.kill()
-        assert f"{server.url}/mcp: All connection attempts failed" in await refused(f"http:{server.url}/mcp")
+        assert f"{server.url}/mcp: All connection attempts failed" in await find_refusal(f"http:{server.url}/mcp")
 
 
 async def test_an_address_without_an_endpoint_says_so() -> None:
-    async with serving(Toolbox().app) as server:
-        assert "HTTP 404" in await refused(f"http:{server.url}/nothing-here")
+    async with serve_application(Toolbox().app) as server:
+        assert "HTTP 404" in await find_refusal(f"http:{server.url}/nothing-here")
 
 
 async def test_a_server_that_dies_in_a_call_fails_the_episode() -> None:
     box = Toolbox()
-    async with serving(box.app) as server, playing(f"http:{server.url}/mcp") as environment:
+    async with serve_application(box.app) as server, playing(f"http:{server.url}/mcp") as environment:
         async with anyio.create_task_group() as group:
 
             async def kill() -> None:
@@ -164,7 +164,7 @@ async def test_a_server_that_dies_in_a_call_fails_the_episode() -> None:
 
 
 async def test_a_server_that_was_killed_between_calls_fails_the_episode() -> None:
-    async with serving(Toolbox().app) as server, playing(f"http:{server.url}/mcp") as environment:
+    async with serve_application(Toolbox().app) as server, playing(f"http:{server.url}/mcp") as environment:
         await environment.step(call("count"))
         await server.kill()
         with pytest.raises(ServerGone):
@@ -173,16 +173,18 @@ async def test_a_server_that_was_killed_between_calls_fails_the_episode() -> Non
 
 async def test_a_call_that_is_silent_for_too_long_is_abandoned_and_not_sent_again() -> None:
     box = Toolbox()
-    async with serving(box.app) as server, playing(f"http:{server.url}/mcp", call_seconds=0.5) as environment:
+    async with serve_application(box.app) as server, playing(f"http:{server.url}/mcp", call_seconds=0.5) as environment:
         step = await environment.step(call("hang"))
-        assert seen(step) == "Error: the call took longer than 0.5 s and was abandoned; it may still have had its effect"
+        assert (
+            read_step_text(step) == "Error: the call took longer than 0.5 s and was abandoned; it may still have had its effect"
+        )
         assert (step.tool_calls, step.tool_errors, box.calls) == (1, 1, 1)
-        assert seen(await environment.step(call("count"))) == "Tool result:\n2"
+        assert read_step_text(await environment.step(call("count"))) == "Tool result:\n2"
 
 
 async def test_a_call_that_reports_progress_may_take_longer_than_its_limit() -> None:
-    async with serving(Toolbox().app) as server, playing(f"http:{server.url}/mcp", call_seconds=0.7) as environment:
-        assert seen(await environment.step(call("crawl"))) == "Tool result:\narrived"
+    async with serve_application(Toolbox().app) as server, playing(f"http:{server.url}/mcp", call_seconds=0.7) as environment:
+        assert read_step_text(await environment.step(call("crawl"))) == "Tool result:\narrived"
 
 
 async def test_a_gateway_that_answers_for_a_dead_server_is_no_tool_error() -> None:
@@ -196,7 +198,7 @@ async def test_a_gateway_that_answers_for_a_dead_server_is_no_tool_error() -> No
         else:
             await real(scope, receive, send)
 
-    async with serving(lambda: gateway) as server, playing(f"http:{server.url}/mcp") as environment:
+    async with serve_application(lambda: gateway) as server, playing(f"http:{server.url}/mcp") as environment:
         await environment.step(call("count"))
         state["down"] = True
         with pytest.raises(ServerGone, match="HTTP 502"):
@@ -209,8 +211,8 @@ async def test_a_session_that_a_restarted_server_has_forgotten_is_no_tool_error(
     def old() -> Any:
         return _old_only(Toolbox("count").app())
 
-    async with serving(old) as server, playing(f"http:{server.url}/mcp") as environment:
-        assert seen(await environment.step(call("count"))) == "Tool result:\n1"
+    async with serve_application(old) as server, playing(f"http:{server.url}/mcp") as environment:
+        assert read_step_text(await environment.step(call("count"))) == "Tool result:\n1"
         await server.kill()
         await server.start()
         with pytest.raises(ServerGone, match="started anew"):
@@ -242,7 +244,7 @@ def _old_only(app: Starlette) -> Any:
 
 
 async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.environment.mcp_client.LIVENESS_SECONDS", 0.3)
+    monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.client.LIVENESS_SECONDS", 0.3)
     real = Toolbox("count", "hang").app()
     frozen = anyio.Event()
 
@@ -251,7 +253,7 @@ async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone
             await anyio.sleep_forever()
         await real(scope, receive, send)
 
-    async with serving(lambda: freezing) as server:
+    async with serve_application(lambda: freezing) as server:
         async with playing(f"http:{server.url}/mcp", call_seconds=0.3) as environment:
             frozen.set()
             with pytest.raises(ServerGone, match="answers nothing"):
@@ -274,6 +276,6 @@ async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone
 )
 def test_a_mistake_gets_one_line(spec: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        environment_factory(spec, verifier=NoGrader())
+        build_environment_factory(spec, verifier=NoGrader())
     assert words in str(caught.value)
     assert "word@" not in str(caught.value)

@@ -13,9 +13,9 @@ import pytest
 from fleetbus.config.settings import Configuration, LimitSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Step
-from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
+from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
 from tests.support.processes import children, until
-from tests.support.tool_use import NoGrader, call
+from tests.support.tool_calls import NoGrader, call
 
 SERVER = """
 import json, os, sys
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def game(folder: Path, *, tool: str = "new_game", call_seconds: float = 60.0) -> EnvironmentFactory:
     spec = f"stdio+reset={tool}:{sys.executable} {folder / 'game.py'}"
-    return environment_factory(
+    return build_environment_factory(
         spec, verifier=NoGrader(), configuration=Configuration(limits=LimitSettings(tool_call=call_seconds))
     )
 

@@ -13,12 +13,12 @@ import anyio
 import pytest
 
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command
+from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
-from fleetbus_workers.environment.mcp_environment import McpEnvironment
-from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children, until
-from tests.support.tool_use import NoGrader, call, seen
+from tests.support.tool_calls import NoGrader, call, read_step_text
 
 TASK = Task(key="t", prompt="Do it.", verifier="def verify(env): return 1", env_variables={"REGION": "EU"})
 
@@ -29,7 +29,7 @@ def command(*arguments: str) -> str:
 
 @asynccontextmanager
 async def playing_spec(spec: str) -> AsyncIterator[McpEnvironment]:
-    factory = environment_factory(spec, verifier=NoGrader())
+    factory = build_environment_factory(spec, verifier=NoGrader())
     async with factory.running():
         environment = factory()
         assert isinstance(environment, McpEnvironment)
@@ -47,23 +47,23 @@ async def playing_spec(spec: str) -> AsyncIterator[McpEnvironment]:
 async def test_the_time_server_of_others_is_played() -> None:
     async with playing_spec(command("-m", "mcp_server_time")) as environment:
         time = await environment.step(call("get_current_time", timezone="Europe/Berlin"))
-        assert json.loads(seen(time).removeprefix("Tool result:\n"))["timezone"] == "Europe/Berlin"
+        assert json.loads(read_step_text(time).removeprefix("Tool result:\n"))["timezone"] == "Europe/Berlin"
         failed = await environment.step(call("get_current_time", timezone="Mars"))
-        assert seen(failed).startswith("Error: ")
+        assert read_step_text(failed).startswith("Error: ")
         assert (failed.tool_calls, failed.tool_errors) == (1, 1)
         converted = await environment.step(
             call("convert_time", source_timezone="UTC", time="12:00", target_timezone="Asia/Tokyo")
         )
-        assert "+9.0h" in seen(converted)
+        assert "+9.0h" in read_step_text(converted)
 
 
 async def test_the_git_server_of_others_is_played(tmp_path: Path) -> None:
     await anyio.run_process(["git", "init", "-q", str(tmp_path)])
     async with playing_spec(command("-m", "mcp_server_git", "--repository", str(tmp_path))) as environment:
-        assert "No commits yet" in seen(await environment.step(call("git_status", repo_path=str(tmp_path))))
+        assert "No commits yet" in read_step_text(await environment.step(call("git_status", repo_path=str(tmp_path))))
         (tmp_path / "new.txt").write_text("x")
-        assert "new.txt" in seen(await environment.step(call("git_status", repo_path=str(tmp_path))))
-        assert seen(await environment.step(call("git_log", repo_path="/nowhere"))).startswith("Error: ")
+        assert "new.txt" in read_step_text(await environment.step(call("git_status", repo_path=str(tmp_path))))
+        assert read_step_text(await environment.step(call("git_log", repo_path="/nowhere"))).startswith("Error: ")
 
 
 SERVER = """
@@ -111,25 +111,25 @@ async def test_a_hung_call_is_cancelled_and_the_server_goes_on(bad_server: str) 
         with anyio.move_on_after(0.2) as scope:
             await environment.step(call("hang"))
         assert scope.cancelled_caught
-        assert seen(await environment.step(call("pid"))).startswith("Tool result:\n")
+        assert read_step_text(await environment.step(call("pid"))).startswith("Tool result:\n")
 
 
 async def test_episodes_have_processes_of_their_own(bad_server: str) -> None:
-    factory = environment_factory(bad_server, verifier=NoGrader())
+    factory = build_environment_factory(bad_server, verifier=NoGrader())
     async with factory.running():
         first, second = factory(), factory()
         await first.open(TASK)
         await second.open(TASK)
-        assert seen(await first.step(call("pid"))) != seen(await second.step(call("pid")))
+        assert read_step_text(await first.step(call("pid"))) != read_step_text(await second.step(call("pid")))
         await first.close()
         await first.close()
-        assert seen(await second.step(call("pid"))).startswith("Tool result:\n")
+        assert read_step_text(await second.step(call("pid"))).startswith("Tool result:\n")
         await second.close()
         assert not children()
 
 
 async def test_opening_and_closing_may_happen_in_different_tasks(bad_server: str) -> None:
-    factory = environment_factory(bad_server, verifier=NoGrader())
+    factory = build_environment_factory(bad_server, verifier=NoGrader())
     async with factory.running():
         environment = factory()
         async with anyio.create_task_group() as tasks:
@@ -143,7 +143,7 @@ async def test_opening_and_closing_may_happen_in_different_tasks(bad_server: str
 
 async def test_a_cancelled_open_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
-    factory = environment_factory(command(str(tmp_path / "mute.py")), verifier=NoGrader())
+    factory = build_environment_factory(command(str(tmp_path / "mute.py")), verifier=NoGrader())
     async with factory.running():
         environment = factory()
         async with anyio.create_task_group() as tasks:
@@ -157,7 +157,7 @@ async def test_a_cancelled_open_leaves_nothing(tmp_path: Path) -> None:
 
 async def test_a_host_that_is_cancelled_while_a_server_starts_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
-    factory = environment_factory(command(str(tmp_path / "mute.py")), verifier=NoGrader())
+    factory = build_environment_factory(command(str(tmp_path / "mute.py")), verifier=NoGrader())
     with anyio.fail_after(50), anyio.CancelScope() as scope:
         async with factory.running(), anyio.create_task_group() as tasks:
             tasks.start_soon(factory().open, TASK)
@@ -168,7 +168,7 @@ async def test_a_host_that_is_cancelled_while_a_server_starts_leaves_nothing(tmp
 
 async def test_open_says_why_a_server_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise SystemExit('no license')")
-    factory = environment_factory(command(str(tmp_path / "broken.py")), verifier=NoGrader())
+    factory = build_environment_factory(command(str(tmp_path / "broken.py")), verifier=NoGrader())
     async with factory.running():
         environment = factory()
         with anyio.fail_after(50), pytest.raises(EnvironmentFailed, match="no license"):
@@ -190,7 +190,7 @@ async def test_a_cancelled_close_still_ends_the_server(tmp_path: Path) -> None:
 
 
 async def test_the_end_of_the_host_closes_what_is_still_open(bad_server: str) -> None:
-    factory = environment_factory(bad_server, verifier=NoGrader())
+    factory = build_environment_factory(bad_server, verifier=NoGrader())
     with anyio.fail_after(50):
         async with factory.running():
             environment = factory()
@@ -201,7 +201,7 @@ async def test_the_end_of_the_host_closes_what_is_still_open(bad_server: str) ->
 
 
 async def test_opening_outside_of_running_is_refused(bad_server: str) -> None:
-    environment = environment_factory(bad_server, verifier=NoGrader())()
+    environment = build_environment_factory(bad_server, verifier=NoGrader())()
     with pytest.raises(RuntimeError, match="running"):
         await environment.open(TASK)
     await environment.close()

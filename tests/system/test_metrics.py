@@ -17,12 +17,12 @@ from fleetbus.errors import UserError
 from fleetbus.metrics.names import METRICS, Sample
 from fleetbus.metrics.sinks import open_sinks
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task
-from fleetbus_workers.metrics.collect import collect, step_values
-from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.metrics.collect import collect, iterate_step_values
 from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
-from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.overview.state import RunState
 from fleetbus_workers.watchdog import Stall
-from tests.support.small_fleet import configured, small_fleet
+from tests.support.small_deployment import build_configuration, small_deployment
 
 ROOT = Path(__file__).parents[2]
 VIRTUAL = pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-async def samples_of_a_fleet() -> tuple[list[Sample], FleetState]:
-    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
-        state = FleetState(steps=1)
-        watch = Watch(fleet.bus, fleet.subjects, state)
+async def collect_samples() -> tuple[list[Sample], RunState]:
+    async with small_deployment(build_configuration()) as fleet, anyio.create_task_group() as group:
+        state = RunState(steps=1)
+        watch = RunObserver(fleet.bus, fleet.subjects, state)
         group.start_soon(watch.run)
         fleet.environment("env")
         fleet.inference("inf")
@@ -68,7 +68,7 @@ async def samples_of_a_fleet() -> tuple[list[Sample], FleetState]:
 
 @VIRTUAL
 async def test_what_a_fleet_did_is_exported_under_declared_names() -> None:
-    found, _ = await samples_of_a_fleet()
+    found, _ = await collect_samples()
     values = {(sample.name, *sample.labels): sample.value for sample in found}
     assert {sample.name for sample in found} <= set(METRICS)
     assert all(len(sample.labels) == len(METRICS[sample.name].labels) for sample in found)
@@ -90,14 +90,14 @@ async def test_prometheus_gets_them_over_http() -> None:
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from fleetbus_workers.metrics.exposition import Exposition, served
+    from fleetbus_workers.metrics.exposition import Exposition, serve_metrics
 
-    found, _ = await samples_of_a_fleet()
+    found, _ = await collect_samples()
     exposition = Exposition("my-run")
-    with served(exposition, "127.0.0.1", 0) as port:
+    with serve_metrics(exposition, "127.0.0.1", 0) as port:
         exposition.update(found)
-        text = scraped(port)
-        with pytest.raises(UserError, match="cannot be served"), served(exposition, "127.0.0.1", port):
+        text = scrape(port)
+        with pytest.raises(UserError, match="cannot be served"), serve_metrics(exposition, "127.0.0.1", port):
             raise AssertionError
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["fleetbus_step"].samples[0].labels == {"run": "my-run"}
@@ -105,7 +105,7 @@ async def test_prometheus_gets_them_over_http() -> None:
     assert sum(len(family.samples) for family in families.values()) == len(found)
 
 
-def scraped(port: int) -> str:
+def scrape(port: int) -> str:
     """What Prometheus would get."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
         return str(answer.read().decode())
@@ -113,11 +113,11 @@ def scraped(port: int) -> str:
 
 @VIRTUAL
 async def test_every_step_is_written_to_the_sinks_once(tmp_path: Path) -> None:
-    _, state = await samples_of_a_fleet()
+    _, state = await collect_samples()
     file, written = tmp_path / "metrics.jsonl", set[tuple[str, int]]()
     with open_sinks(run="r", jsonl=file) as sinks:
         for _ in range(2):
-            for step, seconds, values in step_values(state, written):
+            for step, seconds, values in iterate_step_values(state, written):
                 sinks.write(step, seconds, {**values, "broken": math.nan})
     (line,) = map(json.loads, file.read_text().splitlines())
     assert line["step"] == 1 and line["success"] == 0.5 and line["version"] == 1.0 and "broken" not in line

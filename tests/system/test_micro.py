@@ -10,7 +10,7 @@ import nats
 
 from fleetbus.bus.nats import connect
 from fleetbus.errors import NoResponders, RequestUnanswered
-from fleetbus.micro import Microservice
+from fleetbus.service_api import Microservice
 from fleetbus_schemas import Subjects
 
 RUN = "micro"
@@ -64,7 +64,7 @@ async def until_served(bus: Any) -> None:
 def test_questions_to_others_are_left_to_them() -> None:
     service = Microservice(None, Subjects(RUN), role="inference", worker="inf-1")  # type: ignore[arg-type]
     asked = {
-        subject: service.verb_for(subject) for subject in ("$SRV.PING", "$SRV.PING.fleetbus-inference", "$SRV.STATS.other")
+        subject: service.parse_verb(subject) for subject in ("$SRV.PING", "$SRV.PING.fleetbus-inference", "$SRV.STATS.other")
     }
     assert asked == {"$SRV.PING": "PING", "$SRV.PING.fleetbus-inference": "PING", "$SRV.STATS.other": None}
-    assert service.verb_for("$SRV.DELETE") is None and service.verb_for("$SRV.INFO.fleetbus-inference.someone") is None
+    assert service.parse_verb("$SRV.DELETE") is None and service.parse_verb("$SRV.INFO.fleetbus-inference.someone") is None

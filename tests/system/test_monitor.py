@@ -22,7 +22,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import episode_entry
+from fleetbus.episodes import decode_episode_entry
 from fleetbus.errors import UserError
 from fleetbus_schemas import (
     EpisodeFinished,
@@ -36,19 +36,19 @@ from fleetbus_schemas import (
     WorkerStarted,
     encode,
 )
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
-from tests.support.small_fleet import LANES, RUN, configured
+from tests.support.small_deployment import LANES, RUN, build_configuration
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from fleetbus_workers.overview.nats_http import HOW
-from fleetbus_workers.serving.listening import bind
+from fleetbus_workers.serving.listeners import bind
 from fleetbus_workers.watchdog import find_notes, find_stalls
-from tests.support.served_page import empty_run, served
+from tests.support.monitor_page import open_empty_run, open_page
 
 SUBJECTS = Subjects(RUN)
 PAGE_FILES = [*(Path(__file__).parents[2] / "workers/fleetbus_workers/monitor/page").iterdir()]
@@ -56,7 +56,7 @@ PAGE_FILES = [*(Path(__file__).parents[2] / "workers/fleetbus_workers/monitor/pa
 
 async def test_the_page_and_its_files_come_from_here_alone() -> None:
     with anyio.fail_after(50):
-        async with empty_run() as (page, _):
+        async with open_empty_run() as (page, _):
             answer = await page.client.get("/")
             assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
             wanted = re.findall(r'(?:href|src)="(/page/[^"]+)"', answer.text)
@@ -71,7 +71,7 @@ async def test_the_page_and_its_files_come_from_here_alone() -> None:
 
 async def test_a_run_without_anything_is_shown_as_empty() -> None:
     with anyio.fail_after(50):
-        async with empty_run() as (page, _):
+        async with open_empty_run() as (page, _):
             overview = await page.get("/api/overview")
             assert (overview["run"], overview["workers"], overview["numbers"]["requested"]) == (RUN, [], 0)
             assert await page.get("/api/curves") == {"start": 0, "points": [], "evaluations": []}
@@ -84,7 +84,7 @@ async def test_a_run_without_anything_is_shown_as_empty() -> None:
 async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
     with anyio.fail_after(50):
-        async with empty_run() as (page, bus), page.events() as events:
+        async with open_empty_run() as (page, bus), page.events() as events:
             assert (await page.get("/api/overview"))["stalls"] == []
             await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="a", worker="l")))
             async for name, facts in events:
@@ -108,7 +108,7 @@ async def test_a_run_of_which_nothing_is_learned_is_an_alarm_and_a_solved_one_a_
     monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
     monkeypatch.setattr("fleetbus_workers.monitor.app.find_notes", partial(find_notes, patience_seconds=0.001))
     with anyio.fail_after(50):
-        async with empty_run() as (page, bus), page.events() as events:
+        async with open_empty_run() as (page, bus), page.events() as events:
             await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="a", worker="l")))
             for number in range(1, 6):
                 await bus.publish(SUBJECTS.train("default"), encode(step_of(number, success)))
@@ -124,13 +124,13 @@ async def test_the_nats_server_is_shown_with_who_is_connected_and_without_it_how
     with anyio.fail_after(50):
         async with run_server(tmp_path) as server, connect(server.url, run=RUN, role="monitor", worker="looker") as bus:
             await bus.declare(plan_run(RUN, lanes=2))
-            async with served(bus, server.monitor_url) as page, page.events() as events:
+            async with open_page(bus, server.monitor_url) as page, page.events() as events:
                 shown = await anext(
                     facts["server"] async for name, facts in events if name == "overview" and facts["server"]["version"]
                 )
             assert [client["worker"] for client in shown["clients"]] == ["looker"] and shown["slow_consumers"] == 0
             assert {each["kind"] for each in shown["consumers"]} == {"task", "obs", "act"}
-            async with served(bus, "") as page, page.events() as events:
+            async with open_page(bus, "") as page, page.events() as events:
                 shown = await anext(
                     facts["server"] async for name, facts in events if name == "overview" and facts["server"]["hint"]
                 )
@@ -140,7 +140,7 @@ async def test_the_nats_server_is_shown_with_who_is_connected_and_without_it_how
 async def test_another_sites_name_for_this_machine_is_refused() -> None:
     """A page elsewhere whose name points here must not read what is served here."""
     with anyio.fail_after(50):
-        async with empty_run() as (page, _):
+        async with open_empty_run() as (page, _):
             answer = await page.client.get("/api/overview", headers={"host": "evil.example"})
     assert answer.status_code == 400
 
@@ -152,7 +152,7 @@ async def test_events_bring_new_points_once_and_workers_as_they_come_and_fall_si
         return encode(StepTrained(lineage="a", step=number, version=number, episodes=(), metrics={"reward": 0.5}))
 
     with anyio.fail_after(50):
-        async with empty_run() as (page, bus):
+        async with open_empty_run() as (page, bus):
             await bus.publish(train, encode(LineageStarted(lineage="a", worker="l")))
             await bus.publish(train, step(1))
             async with page.events() as events:
@@ -183,7 +183,7 @@ async def test_events_bring_new_points_once_and_workers_as_they_come_and_fall_si
 async def played(episodes: int) -> AsyncIterator[MemoryServer]:
     """A run in which one environment worker and one inference worker have played so many episodes, and are still there."""
     server, drain = MemoryServer(), anyio.Event()
-    configuration = configured()
+    configuration = build_configuration()
     async with (
         server.connect(RUN, worker="test") as bus,
         server.connect(RUN, worker="environment-0") as first,
@@ -211,14 +211,14 @@ async def played(episodes: int) -> AsyncIterator[MemoryServer]:
             async with bus.read([SUBJECTS.episodes]) as reader:
                 finished = 0
                 while finished < episodes:
-                    finished += isinstance(episode_entry(await reader.receive()), EpisodeFinished)
+                    finished += isinstance(decode_episode_entry(await reader.receive()), EpisodeFinished)
             yield server
             drain.set()
 
 
 async def test_episodes_are_listed_filtered_and_shown_token_by_token() -> None:
     with anyio.fail_after(50):
-        async with played(5) as server, server.connect(RUN, worker="monitor") as watching, served(watching) as page:
+        async with played(5) as server, server.connect(RUN, worker="monitor") as watching, open_page(watching) as page:
             while (await page.get("/api/episodes", state="completed"))["total"] < 5:  # noqa: ASYNC110  # another task reads the log
                 await anyio.sleep(0.05)
             paged = await page.get("/api/episodes", limit=2, offset=1)
@@ -241,9 +241,9 @@ async def test_stopping_ends_streams_that_are_still_open() -> None:
         server = MemoryServer()
         async with server.connect(RUN) as bus:
             await bus.declare(plan_run(RUN, lanes=2))
-            async with served(bus) as page, page.events() as events:
+            async with open_page(bus) as page, page.events() as events:
                 await anext(events)
-        # leaving `served` sets `stop` while the stream is open; to get here is what is tested
+        # leaving `open_page` sets `stop` while the stream is open; to get here is what is tested
 
 
 def test_a_port_in_use_and_a_strange_address_are_refused_in_one_line() -> None:

@@ -38,8 +38,8 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.action import VersionSpan
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
-from fleetbus_workers.overview.ending import Ending
-from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.overview.termination import Termination
 
 pytest.importorskip("starlette")
 playwright = pytest.importorskip("playwright.async_api")
@@ -129,14 +129,14 @@ async def turns(bus: Bus, id: str) -> None:
 @asynccontextmanager
 async def opened(episodes: int, scheme: str) -> AsyncIterator[tuple[Any, str, list[str], Bus]]:
     """A browser page on a run with so many episodes; ``errors`` collects what its console complains of."""
-    from tests.support.served_page import served_run
+    from tests.support.monitor_page import serve_run_page
 
     server = MemoryServer()
     async with server.connect(RUN, worker="test") as bus, playwright.async_playwright() as started:
         await bus.declare(plan_run(RUN, lanes=2))
         await fill(bus, episodes)
         configuration = Configuration(run=RunSettings(name=RUN))
-        async with server.connect(RUN, worker="monitor") as watching, served_run(watching, configuration) as address:
+        async with server.connect(RUN, worker="monitor") as watching, serve_run_page(watching, configuration) as address:
             browser = await started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
             try:
                 context = await browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 900})
@@ -192,16 +192,16 @@ async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_run_that_is_over_says_so_and_is_no_alarm_though_its_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(watch: Watch, now: float) -> Ending:
+    def ended(watch: RunObserver, now: float) -> Termination:
         watch.health.failed("the NATS server does not answer", now)
-        return Ending(how="stopped", since_ns=1, seconds=2.0, line=f"over: it was stopped in order {MARKUP}")
+        return Termination(how="stopped", since_ns=1, seconds=2.0, line=f"over: it was stopped normally {MARKUP}")
 
-    monkeypatch.setattr(Watch, "ending", ended)
+    monkeypatch.setattr(RunObserver, "ending", ended)
     async with opened(10, "light") as (page, address, errors, _):
         await page.goto(address)
         told = page.locator("section[aria-label='Over'] p")
         await told.wait_for()
-        assert await told.inner_text() == f"over: it was stopped in order {MARKUP}"
+        assert await told.inner_text() == f"over: it was stopped normally {MARKUP}"
         assert await page.locator("[role='alert']").count() == 0
         assert "not served any more" in await page.inner_text("main")
         assert await page.inner_text("#live") == "over"

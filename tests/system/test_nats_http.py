@@ -21,12 +21,12 @@ from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.diagnosis import check_nats_http
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.metrics.collect import collect
-from fleetbus_workers.overview.follow import LogHealth
-from fleetbus_workers.overview.jetstream import ServerView, look_at_server
-from fleetbus_workers.overview.nats_http import HOW, NatsServer, checked_address, read_nats_server
-from fleetbus_workers.overview.state import FleetState
-from fleetbus_workers.top.view import SLOW_BYTES, facts, screen
-from tests.support.http_server import serving
+from fleetbus_workers.overview.jetstream import ServerView, fetch_server_view
+from fleetbus_workers.overview.nats_http import HOW, NatsServer, parse_monitoring_address, read_nats_server
+from fleetbus_workers.overview.run_observer import LogHealth
+from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.top.view import SLOW_BYTES, build_facts, screen
+from tests.support.http_server import serve_application
 from tests.support.processes import until
 
 RUN = "r"
@@ -49,13 +49,13 @@ async def bus(server: NatsServerProcess) -> AsyncIterator[Bus]:
         yield connected
 
 
-async def told(server: NatsServerProcess, *, consumers: bool = False) -> NatsServer:
+async def fetch_view(server: NatsServerProcess, *, consumers: bool = False) -> NatsServer:
     return await to_thread.run_sync(partial(read_nats_server, str(server.monitor_url), RUN, consumers=consumers))
 
 
 async def test_connections_are_named_by_worker_and_streams_by_size(server: NatsServerProcess, bus: Bus) -> None:
     async with connect(server.url, run="another", role="learner", worker="l"):
-        seen = await told(server, consumers=True)
+        seen = await fetch_view(server, consumers=True)
     assert [(client.worker, client.role, client.pending_bytes) for client in seen.clients] == [("env-1", "environment", 0)]
     assert seen.connections == 2 and seen.slow_consumers == 0 and seen.version.startswith("2.") and not seen.problem
     (log,) = [stream for stream in seen.streams if stream.name == "fb_r"]
@@ -66,13 +66,13 @@ async def test_connections_are_named_by_worker_and_streams_by_size(server: NatsS
 async def test_both_ways_of_asking_tell_the_same_of_consumers(
     server: NatsServerProcess, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = await look_at_server(bus, RUN, server.monitor_url)
+    asked = await fetch_server_view(bus, RUN, server.monitor_url)
 
     async def refuse(*_: object, **__: object) -> dict[str, Any]:
         return {}
 
     monkeypatch.setattr("fleetbus_workers.overview.jetstream._ask", refuse)
-    over_http = await look_at_server(bus, RUN, server.monitor_url)
+    over_http = await fetch_server_view(bus, RUN, server.monitor_url)
     assert asked.consumers == over_http.consumers and asked.pending == 1
     assert over_http.entries is None and over_http.clients == asked.clients
 
@@ -91,43 +91,43 @@ async def test_a_client_that_does_not_read_is_named_with_its_unread_bytes_and_wh
         for _ in range(40):
             await bus.broadcast("flood", b"x" * 500_000)
         await until(lambda: read_nats_server(str(server.monitor_url), RUN).clients[0].pending_bytes > SLOW_BYTES)
-        view = await look_at_server(bus, RUN, server.monitor_url)
+        view = await fetch_server_view(bus, RUN, server.monitor_url)
         assert view.clients[0].worker == "inf-slow"
-        assert "inf-slow has" in drawn(view) and "unread" in drawn(view)
-        samples = collect(FleetState(1), LogHealth(), view, [], now=0.0, now_ns=0)
+        assert "inf-slow has" in render(view) and "unread" in render(view)
+        samples = collect(RunState(1), LogHealth(), view, [], now=0.0, now_ns=0)
         unread = {sample.labels: sample.value for sample in samples if sample.name == "fleetbus_nats_pending_bytes"}
         assert unread["inf-slow",] == view.clients[0].pending_bytes and unread["env-1",] == 0
         await until(lambda: bool(read_nats_server(str(server.monitor_url), RUN).slow_consumers))
-    view = await look_at_server(bus, RUN, server.monitor_url)
+    view = await fetch_server_view(bus, RUN, server.monitor_url)
     assert [cut.worker for cut in view.cut] == ["inf-slow"] and view.cut[0].reason.startswith("Slow Consumer")
-    assert "inf-slow was cut off at" in drawn(view)
+    assert "inf-slow was cut off at" in render(view)
     findings = {finding.name: finding for finding in await to_thread.run_sync(check_nats_http, server.monitor_url, RUN)}
     assert findings["nats monitoring"].state == "ok" and "1 pending" in findings["nats monitoring"].detail
     assert findings["slow consumers"].state == "warning" and "inf-slow (Slow Consumer" in findings["slow consumers"].detail
 
 
-def drawn(view: ServerView) -> str:
+def render(view: ServerView) -> str:
     import io
 
     from rich.console import Console
 
     console = Console(width=80, file=io.StringIO())
-    console.print(screen(facts(FleetState(1), LogHealth(), view, [], run=RUN, now=0.0, now_ns=0)))
+    console.print(screen(build_facts(RunState(1), LogHealth(), view, [], run=RUN, now=0.0, now_ns=0)))
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in text.splitlines())
     return " ".join(text.split())
 
 
 async def test_without_an_address_one_line_says_how_to_turn_it_on(bus: Bus) -> None:
-    view = await look_at_server(bus, RUN, "")
-    assert view.hint == HOW and len(HOW) <= 80 and HOW in drawn(view) and view.pending == 1
-    assert (await look_at_server(bus, RUN, None)).hint == "", "a run that nobody serves has no server to turn it on at"
+    view = await fetch_server_view(bus, RUN, "")
+    assert view.hint == HOW and len(HOW) <= 80 and HOW in render(view) and view.pending == 1
+    assert (await fetch_server_view(bus, RUN, None)).hint == "", "a run that nobody serves has no server to turn it on at"
     (finding,) = check_nats_http("", RUN)
     assert (finding.state, finding.detail) == ("ok", HOW)
 
 
 async def test_an_address_where_nobody_answers_is_one_line_and_no_error(bus: Bus) -> None:
-    view = await look_at_server(bus, RUN, "http://127.0.0.1:1")
+    view = await fetch_server_view(bus, RUN, "http://127.0.0.1:1")
     assert view.hint == "no server monitoring at http://127.0.0.1:1: Connection refused" and view.pending == 1
     (finding,) = check_nats_http("http://127.0.0.1:1", RUN)
     assert finding.state == "warning"
@@ -147,7 +147,7 @@ async def test_what_is_no_nats_server_is_one_line(body: bytes, problem: str) -> 
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": body})
 
-    async with serving(lambda: answer) as web:
+    async with serve_application(lambda: answer) as web:
         seen = await to_thread.run_sync(read_nats_server, web.url, RUN)
         assert problem in seen.problem
         missing = await to_thread.run_sync(read_nats_server, f"{web.url}/x", RUN)
@@ -157,7 +157,7 @@ async def test_what_is_no_nats_server_is_one_line(body: bytes, problem: str) -> 
 @pytest.mark.parametrize("url", ["127.0.0.1:8222", "nats://127.0.0.1:4222", "http://", "http://host:port"])
 def test_what_is_no_address_is_bad_input(url: str, capsys: Any) -> None:
     with pytest.raises(UserError, match="no HTTP address"):
-        checked_address(url)
+        parse_monitoring_address(url)
     assert run_program(["top", "r", "--nats-http", url]) == 2
     assert "--nats-http" in capsys.readouterr().err
 
@@ -173,14 +173,14 @@ async def test_doctor_reads_it_and_says_how_where_it_cannot(server: NatsServerPr
 async def test_a_server_of_up_is_found_without_being_told(tmp_path: Path, server: NatsServerProcess) -> None:
     from fleetbus.config.load import load_configuration
     from fleetbus.config.run_folder import run_folder
-    from fleetbus_workers.cli.sources import nats_http_of
+    from fleetbus_workers.cli.sources import resolve_nats_http
 
     here = load_configuration(flags={"run.folder": str(tmp_path), "run.name": RUN}).configuration
-    assert nats_http_of(here, "") is None
+    assert resolve_nats_http(here, "") is None
     file = run_folder(here.run).server
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"url": server.url, "pid": 1, "monitor": server.monitor_url}))
-    assert nats_http_of(here, "") == server.monitor_url
-    assert nats_http_of(here, "http://elsewhere:8222/") == "http://elsewhere:8222"
+    assert resolve_nats_http(here, "") == server.monitor_url
+    assert resolve_nats_http(here, "http://elsewhere:8222/") == "http://elsewhere:8222"
     there = load_configuration(flags={"nats.url": server.url}).configuration
-    assert nats_http_of(there, "") == ""
+    assert resolve_nats_http(there, "") == ""

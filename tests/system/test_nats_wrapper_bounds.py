@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.bus.nats import connect, pull
+from fleetbus.bus.nats import connect, pull_requests
 from fleetbus.bus.nats.bus import NatsBus
-from fleetbus.bus.nats.puller import NatsSubscription
+from fleetbus.bus.nats.pull_subscription import NatsSubscription
 from fleetbus.bus.nats.reader import NatsReader
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run, tasks_consumer
@@ -35,8 +35,8 @@ async def test_a_puller_that_never_rests_forgets_the_requests_that_were_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server says nothing of a request that it filled, and with credits left at all times there is no clean slate."""
-    monkeypatch.setattr(pull, "_FORGET_SECONDS", 0.0)
-    async with declared(tmp_path) as bus, bus.pull(tasks_consumer("default"), credits=64) as subscription:
+    monkeypatch.setattr(pull_requests, "_FORGET_SECONDS", 0.0)
+    async with declared(tmp_path) as bus, bus.pull_requests(tasks_consumer("default"), credits=64) as subscription:
         assert isinstance(subscription, NatsSubscription)
         for number in range(150):
             async with anyio.create_task_group() as group:
@@ -57,7 +57,7 @@ async def test_a_puller_or_reader_that_has_left_does_not_come_back_when_the_serv
         handlers = bus._connection.wire._handlers
         await bus._connection.round_trip(5)
         before = set(handlers)
-        async with bus.pull(tasks_consumer("default"), credits=4) as subscription:
+        async with bus.pull_requests(tasks_consumer("default"), credits=4) as subscription:
             assert isinstance(subscription, NatsSubscription)
         async with bus.read([SUBJECTS.episodes]) as reader:
             assert isinstance(reader, NatsReader)
@@ -66,7 +66,7 @@ async def test_a_puller_or_reader_that_has_left_does_not_come_back_when_the_serv
         while set(handlers) - before:  # noqa: ASYNC110  # the goodbye of the puller takes a round trip
             await anyio.sleep(0.01)
         await bus.publish(SUBJECTS.task("default", "e"), b"x")
-        async with bus.pull(tasks_consumer("default"), credits=1) as other:
+        async with bus.pull_requests(tasks_consumer("default"), credits=1) as other:
             assert (await other.receive()).delivered == 1
 
 
@@ -75,13 +75,13 @@ async def test_a_scan_by_several_filters_asks_for_no_consumer_that_has_more_than
 ) -> None:
     """With two filters the server took 6 s for what takes it less than one with two consumers."""
     asked: list[list[str]] = []
-    question = NatsReader._question
+    question = NatsReader._build_create_request
 
     def noted(reader: NatsReader, name: str) -> dict[str, Any]:
         asked.append(reader._subjects)
         return question(reader, name)
 
-    monkeypatch.setattr(NatsReader, "_question", noted)
+    monkeypatch.setattr(NatsReader, "_build_create_request", noted)
     async with declared(tmp_path) as bus:
         for subject in (SUBJECTS.task("default", "e"), SUBJECTS.episode("e"), SUBJECTS.train("default")):
             await bus.publish(subject, b"x")

@@ -14,8 +14,8 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from fleetbus.bus.nats import connect, publisher
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.streams import tasks_consumer
+from tests.support.bare_nats import RUN, SUBJECTS, ignore_error, ready_bus
 from tests.support.killable_server import KillableServer, killable_server
-from tests.support.nats_traps import RUN, SUBJECTS, ready_bus, silent
 from tests.support.relay import Relay
 
 
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillableServer]
 
 
 async def test_a_cancelled_bare_drain_leaves_the_connection_half_closed(server: KillableServer) -> None:
-    client = await nats.connect(server.url, error_cb=silent)
+    client = await nats.connect(server.url, error_cb=ignore_error)
     await client.subscribe("trap8")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(client.drain)
@@ -81,7 +81,7 @@ async def test_acks_sent_last_have_arrived_when_the_bus_is_left(server: Killable
 
 async def test_a_bare_publish_to_a_dead_server_gives_up_and_the_bus_does_not(server: KillableServer) -> None:
     async with ready_bus(server.url) as bus:
-        client = await nats.connect(server.url, error_cb=silent, reconnect_time_wait=0.05)
+        client = await nats.connect(server.url, error_cb=ignore_error, reconnect_time_wait=0.05)
         await server.kill()
         results = []
 

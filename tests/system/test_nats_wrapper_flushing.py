@@ -13,8 +13,8 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from fleetbus.bus.nats import connect, connection
 from fleetbus.bus.nats.wire import WireClient
+from tests.support.bare_nats import RUN, SUBJECTS, ignore_error, ready_bus
 from tests.support.killable_server import KillableServer, killable_server
-from tests.support.nats_traps import RUN, SUBJECTS, ready_bus, silent
 from tests.support.relay import Relay
 
 
@@ -44,7 +44,7 @@ def test_the_private_members_that_the_wire_replaces_still_exist() -> None:
 
 
 async def test_a_cancelled_flush_deafens_the_bare_client(server: KillableServer, caplog: pytest.LogCaptureFixture) -> None:
-    client = await nats.connect(server.url, error_cb=silent)
+    client = await nats.connect(server.url, error_cb=ignore_error)
     try:
         heard = await client.subscribe("trap1")
         await _cancel_flush(client)
@@ -98,7 +98,7 @@ async def test_a_deaf_connection_is_noticed_and_replaced(server: KillableServer,
 
 async def test_the_bare_flush_overtakes_the_subscription_before_it(server: KillableServer) -> None:
     async with Relay(server.url).running() as relay:
-        client = await nats.connect(relay.url, error_cb=silent)
+        client = await nats.connect(relay.url, error_cb=ignore_error)
         relay.heard.clear()
         await client.subscribe("trap2")
         await client.flush()

@@ -15,8 +15,8 @@ from fleetbus.bus.nats import connect, publisher
 from fleetbus.bus.nats.publisher import OUTSTANDING_BYTES
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.errors import PublishUnanswered
+from tests.support.bare_nats import RUN, SUBJECTS, ignore_error, ready_bus
 from tests.support.killable_server import KillableServer, killable_server
-from tests.support.nats_traps import RUN, SUBJECTS, ready_bus, silent
 from tests.support.relay import Relay
 
 
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillableServer]
 
 async def test_the_bare_publish_swallows_its_cancellation(server: KillableServer) -> None:
     async with Relay(server.url).running() as relay:
-        client = await nats.connect(relay.url, error_cb=silent)
+        client = await nats.connect(relay.url, error_cb=ignore_error)
         relay.reading = anyio.Event()
         sent = 0
         with anyio.move_on_after(0.3) as scope:
@@ -77,7 +77,7 @@ async def test_publishing_on_the_bus_to_a_peer_that_stops_reading_can_be_cancell
 
 async def test_a_cancelled_bare_fetch_swallows_the_next_message(server: KillableServer) -> None:
     async with ready_bus(server.url) as bus:
-        client = await nats.connect(server.url, error_cb=silent)
+        client = await nats.connect(server.url, error_cb=ignore_error)
         puller = await client.jetstream().pull_subscribe_bind(consumer=tasks_consumer("default"), stream=f"fb_{RUN}")
         fetching = asyncio.create_task(puller.fetch(1, timeout=30))
         await _until_waiting(bus, 1)
@@ -125,7 +125,7 @@ async def _until_waiting(bus: Any, count: int) -> None:
 
 
 async def test_the_bare_iterator_loses_a_message_to_a_cancellation(server: KillableServer) -> None:
-    client = await nats.connect(server.url, error_cb=silent)
+    client = await nats.connect(server.url, error_cb=ignore_error)
     lost = 0
     for ticks in range(6):
         subscription = await client.subscribe(f"trap7.{ticks}")

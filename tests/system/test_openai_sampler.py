@@ -11,11 +11,11 @@ import pytest
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, SamplingSettings, VersionSpan
-from fleetbus_workers.assembly.engines import opened_engine
+from fleetbus_workers.assembly.engines import launch_engine
 from fleetbus_workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from fleetbus_workers.inference.openai import OpenAISampler, pool
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
-from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, asking, model_servers, opened, until
+from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, make_request, model_servers, open_sampler, until
 
 pytest.importorskip("torch")
 
@@ -30,8 +30,8 @@ def make_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeServer]:
 @pytest.mark.parametrize("dialect", ["generate", "completions"])
 async def test_tokens_go_in_and_tokens_with_logprobs_come_out(make_server: MakeServer, dialect: str) -> None:
     server = make_server(dialects=[dialect])
-    async with opened(server) as sampler:
-        generation = await sampler.generate(asking())
+    async with open_sampler(server) as sampler:
+        generation = await sampler.generate(make_request())
     assert generation.ids == answer(PROMPT, 6, "base")
     assert generation.logprobs == [logprob(token, 1.0) for token in generation.ids]
     assert (generation.finish_reason, generation.versions) == ("length", (VersionSpan(version=0, start=0, stop=6),))
@@ -44,15 +44,15 @@ async def test_tokens_go_in_and_tokens_with_logprobs_come_out(make_server: MakeS
 async def test_a_stop_token_is_the_last_id(make_server: MakeServer) -> None:
     server = make_server()
     server.stop_after = 3
-    async with opened(server) as sampler:
-        generation = await sampler.generate(asking())
+    async with open_sampler(server) as sampler:
+        generation = await sampler.generate(make_request())
     assert (generation.ids[-1], len(generation.ids), generation.finish_reason) == (STOP, 3, "stop")
 
 
 async def test_a_text_server_is_refused_for_training_before_anything_is_asked(make_server: MakeServer) -> None:
     server = make_server(dialects=[])
     with pytest.raises(BaseException) as caught:
-        async with opened(server):
+        async with open_sampler(server):
             pytest.fail("it may not begin")
     assert isinstance(caught.value, UserError)
     assert "text alone" in str(caught.value) and "--inference-purpose evaluate" in str(caught.value)
@@ -64,10 +64,10 @@ async def test_a_text_server_serves_evaluation_without_logprobs_and_refuses_what
 ) -> None:
     server = make_server(dialects=[])
     server.stop_after = 4
-    async with opened(server, purpose="evaluate") as sampler:
-        generation = await sampler.generate(asking([72, 105], trained=False, tokens=9))
+    async with open_sampler(server, purpose="evaluate") as sampler:
+        generation = await sampler.generate(make_request([72, 105], trained=False, tokens=9))
         with pytest.raises(RequestRefused, match="evaluation only"):
-            await sampler.generate(asking())
+            await sampler.generate(make_request())
     assert (generation.ids[-1], generation.finish_reason, len(generation.ids)) == (STOP, "stop", 4)
     assert is_unknown(generation.logprobs)
     assert (server.asked[-1]["prompt"], server.asked[-1]["stop"]) == ("Hi", ["<end>"])
@@ -75,29 +75,29 @@ async def test_a_text_server_serves_evaluation_without_logprobs_and_refuses_what
 
 async def test_a_server_whose_weights_are_fixed_is_refused_for_training(make_server: MakeServer) -> None:
     with pytest.raises(UserError, match="takes no new weights"):
-        async with opened(make_server(takes_weights=False)):
+        async with open_sampler(make_server(takes_weights=False)):
             pytest.fail("it may not begin")
 
 
 async def test_logprobs_before_the_temperature_are_refused_where_it_matters(make_server: MakeServer) -> None:
     raw, scaled = make_server(), make_server()
     scaled.scaled = True
-    async with opened(raw) as sampler:
+    async with open_sampler(raw) as sampler:
         with pytest.raises(RequestRefused, match="processed_logprobs"):
-            await sampler.generate(asking(temperature=0.7))
-        assert (await sampler.generate(asking(temperature=0.7, trained=False))).ids
-    async with opened(scaled) as sampler:
-        generation = await sampler.generate(asking(temperature=0.5))
+            await sampler.generate(make_request(temperature=0.7))
+        assert (await sampler.generate(make_request(temperature=0.7, trained=False))).ids
+    async with open_sampler(scaled) as sampler:
+        generation = await sampler.generate(make_request(temperature=0.5))
         assert generation.logprobs[0] == logprob(generation.ids[0], 0.5)
         with pytest.raises(RequestRefused, match="top-p"):
-            await sampler.generate(asking(top_p=0.9))
+            await sampler.generate(make_request(top_p=0.9))
 
 
 async def test_no_server_at_all_is_one_clear_line() -> None:
     dead = ModelServer().start()
     dead.stop()
     with pytest.raises(UserError, match=r"no server answers: http://127.0.0.1"):
-        async with opened(dead):
+        async with open_sampler(dead):
             pytest.fail("it may not begin")
     with pytest.raises(UserError, match=r"inference\.urls"):
         OpenAISampler([], codec=ByteCodec(), prompt=PROMPT)
@@ -105,19 +105,19 @@ async def test_no_server_at_all_is_one_clear_line() -> None:
 
 async def test_the_key_is_sent_and_never_shown(make_server: MakeServer) -> None:
     server = make_server()
-    async with opened(server, key="sk-very-secret") as sampler:
+    async with open_sampler(server, key="sk-very-secret") as sampler:
         server.statuses.extend([500] * 8)
         with pytest.raises(EngineFailed) as caught:
-            await sampler.generate(asking())
+            await sampler.generate(make_request())
     assert "Bearer sk-very-secret" in server.keys
     assert "secret" not in str(caught.value)
 
 
 async def test_the_tokens_of_a_broken_answer_are_kept_and_a_server_goes_on_after_them(make_server: MakeServer) -> None:
     servers = [make_server(dialects=["completions"]), make_server(dialects=["completions"])]
-    async with opened(*servers) as sampler:
+    async with open_sampler(*servers) as sampler:
         servers[0].break_after = 3
-        generation = await sampler.generate(asking())
+        generation = await sampler.generate(make_request())
         assert sampler.stats["failovers"] == 1
     assert generation.ids == answer(PROMPT, 6, "base")
     asked = [body["prompt"] for server in servers for body in server.asked]
@@ -126,40 +126,40 @@ async def test_the_tokens_of_a_broken_answer_are_kept_and_a_server_goes_on_after
 
 async def test_a_server_that_dies_is_left_out_and_taken_back_when_it_returns(make_server: MakeServer) -> None:
     first, second = make_server(), make_server()
-    async with opened(first, second) as sampler:
+    async with open_sampler(first, second) as sampler:
         first.stop()
         for number in range(4):
-            assert (await sampler.generate(asking(episode=f"e{number}"))).ids == answer(PROMPT, 6, "base")
+            assert (await sampler.generate(make_request(episode=f"e{number}"))).ids == answer(PROMPT, 6, "base")
         asked = len(first.asked)
         first.start()
         second.stop()
-        assert (await sampler.generate(asking())).ids == answer(PROMPT, 6, "base")
+        assert (await sampler.generate(make_request())).ids == answer(PROMPT, 6, "base")
         assert len(first.asked) > asked
 
 
 async def test_tries_are_bounded(make_server: MakeServer) -> None:
     server = make_server()
     server.statuses.extend([503] * 50)
-    async with opened(server, max_tries=3) as sampler:
+    async with open_sampler(server, max_tries=3) as sampler:
         with pytest.raises(EngineFailed, match=r"3 servers failed this turn, last: .* status 503, told to fail"):
-            await sampler.generate(asking())
+            await sampler.generate(make_request())
     assert len(server.asked) == 3
 
 
 async def test_a_request_that_the_server_refuses_is_not_repeated(make_server: MakeServer) -> None:
     server = make_server()
     server.statuses.extend([400] * 5)
-    async with opened(server) as sampler:
+    async with open_sampler(server) as sampler:
         with pytest.raises(RequestRefused, match="status 400, told to fail"):
-            await sampler.generate(asking())
+            await sampler.generate(make_request())
     assert len(server.asked) == 1
 
 
 async def test_a_deadline_ends_the_stream_on_the_server_too(make_server: MakeServer) -> None:
     server = make_server()
     server.held, server.hold_after = True, 2
-    async with opened(server) as sampler, anyio.create_task_group() as group:
-        group.start_soon(sampler.generate, asking())
+    async with open_sampler(server) as sampler, anyio.create_task_group() as group:
+        group.start_soon(sampler.generate, make_request())
         await until(lambda: server.streaming == 1)
         group.cancel_scope.cancel()
     assert server.held
@@ -170,10 +170,10 @@ async def test_episodes_spread_over_servers_and_stay_where_they_began(make_serve
     servers = [make_server(), make_server()]
     for server in servers:
         server.held = True
-    async with opened(*servers, slots=8) as sampler:
+    async with open_sampler(*servers, slots=8) as sampler:
         async with anyio.create_task_group() as group:
             for number in range(8):
-                group.start_soon(sampler.generate, asking(episode=f"e{number}"))
+                group.start_soon(sampler.generate, make_request(episode=f"e{number}"))
             await until(lambda: servers[0].streaming + servers[1].streaming == 8)
             assert [server.streaming for server in servers] == [4, 4]
             for server in servers:
@@ -181,29 +181,29 @@ async def test_episodes_spread_over_servers_and_stay_where_they_began(make_serve
         homes = {str(body["token_ids"]): 0 for body in servers[0].asked}
         assert homes
         for number in range(8):
-            await sampler.generate(asking(episode=f"e{number}"))
+            await sampler.generate(make_request(episode=f"e{number}"))
         assert (sampler.stats["turns_stayed"], sampler.stats["turns_moved"]) == (8, 0)
 
 
 async def test_an_episode_spills_over_when_its_server_is_full(make_server: MakeServer) -> None:
     servers = [make_server(), make_server()]
-    async with opened(*servers, slots=2) as sampler:
-        await sampler.generate(asking(episode="mine"))
+    async with open_sampler(*servers, slots=2) as sampler:
+        await sampler.generate(make_request(episode="mine"))
         home = servers[0] if servers[0].asked else servers[1]
         home.held = True
         async with anyio.create_task_group() as group:
-            group.start_soon(sampler.generate, asking(episode="mine"))
+            group.start_soon(sampler.generate, make_request(episode="mine"))
             await until(lambda: home.streaming == 1)
-            assert (await sampler.generate(asking(episode="mine"))).ids
+            assert (await sampler.generate(make_request(episode="mine"))).ids
             home.held = False
         assert sampler.stats["turns_moved"] == 1
 
 
 async def test_never_more_than_its_slots_are_asked_at_once(make_server: MakeServer) -> None:
     server = make_server()
-    async with opened(server, slots=3) as sampler, anyio.create_task_group() as group:
+    async with open_sampler(server, slots=3) as sampler, anyio.create_task_group() as group:
         for number in range(12):
-            group.start_soon(sampler.generate, asking(episode=f"e{number}"))
+            group.start_soon(sampler.generate, make_request(episode=f"e{number}"))
     assert server.most_streaming <= 3
 
 
@@ -220,7 +220,7 @@ async def test_the_engine_of_the_configuration_evaluates_on_a_text_server_with_t
         inference=InferenceSettings(engine="openai", urls=f" {server.url}/v1/ ,", purpose="evaluate"),
     )
     with anyio.fail_after(LIMIT_SECONDS):
-        async with opened_engine(configuration, "inference-0") as (sampler, template), sampler.running():
+        async with launch_engine(configuration, "inference-0") as (sampler, template), sampler.running():
             ids = template.begin([ChatMessage(role="user", content="Read the price.")], [])
             request = GenerationRequest(
                 cache_key="e",
@@ -235,13 +235,13 @@ async def test_the_engine_of_the_configuration_evaluates_on_a_text_server_with_t
     assert server.asked[-1]["prompt"] == "<|im_start|>user\nRead the price.<|im_end|>\n<|im_start|>assistant\n"
     assert server.asked[-1]["stop"] == ["<|im_end|>"]
     assert generation.ids[-1] in template.stop_ids
-    assert len(template.text(generation.ids)) == 4
+    assert len(template.decode_text(generation.ids)) == 4
 
 
 def test_urls_that_are_none_are_refused_in_one_line(tmp_path: Path) -> None:
     async def open_engine() -> None:
         inference = InferenceSettings(engine="openai", urls="localhost:8000")
-        async with opened_engine(Configuration(inference=inference), "inference-0"):
+        async with launch_engine(Configuration(inference=inference), "inference-0"):
             pytest.fail("it may not open")
 
     with pytest.raises(UserError, match=r"http://host:8000"):

@@ -10,11 +10,11 @@ import pytest
 
 from fleetbus_schemas import VersionSpan
 from fleetbus_workers.inference.openai import pool
-from fleetbus_workers.inference.openai.answer import Answer
-from fleetbus_workers.inference.openai.dialects import Piece
+from fleetbus_workers.inference.openai.dialects import StreamChunk
+from fleetbus_workers.inference.openai.partial_generation import PartialGeneration
 from fleetbus_workers.weights.file import WeightsRejected
 from tests.support.model_server import answer
-from tests.support.openai_sampling import PROMPT, MakeServer, Weights, asking, model_servers, opened, until
+from tests.support.openai_sampling import PROMPT, MakeServer, Weights, make_request, model_servers, open_sampler, until
 
 pytest.importorskip("torch")
 
@@ -32,9 +32,9 @@ def weights(tmp_path: Path) -> Weights:
 
 
 async def test_fixed_weights_stand_for_the_untrained_policy_only(make_server: MakeServer, weights: Weights) -> None:
-    async with opened(make_server(takes_weights=False), purpose="evaluate") as sampler:
+    async with open_sampler(make_server(takes_weights=False), purpose="evaluate") as sampler:
         await sampler.load(weights.published(3, step=0))
-        generation = await sampler.generate(asking(trained=False))
+        generation = await sampler.generate(make_request(trained=False))
         assert generation.versions[0].version == sampler.version == 3
         with pytest.raises(WeightsRejected, match="no new weights"):
             await sampler.load(weights.published(4, step=1))
@@ -42,12 +42,12 @@ async def test_fixed_weights_stand_for_the_untrained_policy_only(make_server: Ma
 
 async def test_new_weights_are_checked_linked_and_loaded_into_every_server(make_server: MakeServer, weights: Weights) -> None:
     servers = [make_server(), make_server()]
-    async with opened(*servers, weights=weights.reloadable) as sampler:
+    async with open_sampler(*servers, weights=weights.reloadable) as sampler:
         await sampler.load(weights.published(1))
         assert sampler.version == 1
         assert [server.label for server in servers] == ["fleetbus-1"] * 2
         assert servers[0].calls == ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
-        generation = await sampler.generate(asking())
+        generation = await sampler.generate(make_request())
         await sampler.load(weights.published(2))
         assert [folder.name for folder in (weights.folder / "served").iterdir()] == ["v000002"]
     assert generation.ids == answer(PROMPT, 6, "fleetbus-1")
@@ -56,21 +56,21 @@ async def test_new_weights_are_checked_linked_and_loaded_into_every_server(make_
 async def test_an_answer_in_the_middle_goes_on_under_the_new_weights_with_a_span_for_each(
     make_server: MakeServer, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, take = make_server(), Answer.take
-    taken: list[Piece] = []
+    server, append_chunk = make_server(), PartialGeneration.append_chunk
+    taken: list[StreamChunk] = []
 
-    def counting(answer: Answer, piece: Piece, version: int) -> None:
-        take(answer, piece, version)
+    def counting(answer: PartialGeneration, piece: StreamChunk, version: int) -> None:
+        append_chunk(answer, piece, version)
         taken.append(piece)
 
-    monkeypatch.setattr(Answer, "take", counting)
-    async with opened(server, weights=weights.reloadable) as sampler:
+    monkeypatch.setattr(PartialGeneration, "append_chunk", counting)
+    async with open_sampler(server, weights=weights.reloadable) as sampler:
         await sampler.load(weights.published(1))
         server.held, server.hold_after = True, 2
         found = []
 
         async def generate() -> None:
-            found.append(await sampler.generate(asking()))
+            found.append(await sampler.generate(make_request()))
 
         async with anyio.create_task_group() as group:
             group.start_soon(generate)
@@ -90,11 +90,11 @@ async def test_weights_of_another_shape_never_reach_a_server(
     make_server: MakeServer, weights: Weights, shape: tuple[int, ...]
 ) -> None:
     server = make_server()
-    async with opened(server, weights=weights.reloadable) as sampler:
+    async with open_sampler(server, weights=weights.reloadable) as sampler:
         with pytest.raises(WeightsRejected, match="has shape"):
             await sampler.load(weights.published(1, shape=shape))
         assert (sampler.version, server.reloads) == (0, [])
-        assert (await sampler.generate(asking())).versions[0].version == 0
+        assert (await sampler.generate(make_request())).versions[0].version == 0
 
 
 async def test_a_failed_load_brings_the_old_weights_back_before_anything_is_sampled(
@@ -102,20 +102,20 @@ async def test_a_failed_load_brings_the_old_weights_back_before_anything_is_samp
 ) -> None:
     server = make_server()
     server.bad_folders = {"v000002"}
-    async with opened(server, weights=weights.reloadable) as sampler:
+    async with open_sampler(server, weights=weights.reloadable) as sampler:
         await sampler.load(weights.published(1))
         with pytest.raises(WeightsRejected, match="no server loaded version 2"):
             await sampler.load(weights.published(2))
         assert (sampler.version, server.label) == (1, "fleetbus-1")
         assert [Path(folder).name for folder in server.reloads] == ["v000001", "v000002", "v000001"]
-        assert (await sampler.generate(asking())).ids == answer(PROMPT, 6, "fleetbus-1")
+        assert (await sampler.generate(make_request())).ids == answer(PROMPT, 6, "fleetbus-1")
 
 
 async def test_a_load_that_is_ended_in_the_middle_leaves_no_server_paused(make_server: MakeServer, weights: Weights) -> None:
     """As when a worker is interrupted: the server outlives it, and serves others."""
     server = make_server()
     server.held_call = "collective_rpc"
-    async with opened(server, weights=weights.reloadable) as sampler:
+    async with open_sampler(server, weights=weights.reloadable) as sampler:
         async with anyio.create_task_group() as loading:
             loading.start_soon(sampler.load, weights.published(1))
             await until(lambda: "collective_rpc" in server.calls)
@@ -127,10 +127,10 @@ async def test_a_server_that_was_started_again_gets_the_weights_before_it_answer
     make_server: MakeServer, weights: Weights
 ) -> None:
     server = make_server()
-    async with opened(server, weights=weights.reloadable) as sampler:
+    async with open_sampler(server, weights=weights.reloadable) as sampler:
         await sampler.load(weights.published(1))
         server.label = "base"  # as after a restart that no connection noticed
-        generation = await sampler.generate(asking())
+        generation = await sampler.generate(make_request())
         assert server.label == "fleetbus-1"
     assert generation.ids == answer(PROMPT, 6, "fleetbus-1")
     assert generation.versions == (VersionSpan(version=1, start=0, stop=6),)
@@ -139,10 +139,10 @@ async def test_a_server_that_was_started_again_gets_the_weights_before_it_answer
 async def test_one_server_that_cannot_load_is_left_out_until_it_can(make_server: MakeServer, weights: Weights) -> None:
     good, bad = make_server(), make_server()
     bad.bad_folders = {"v000001"}
-    async with opened(good, bad, weights=weights.reloadable) as sampler:
+    async with open_sampler(good, bad, weights=weights.reloadable) as sampler:
         await sampler.load(weights.published(1))
         for number in range(4):
-            await sampler.generate(asking(episode=f"e{number}"))
+            await sampler.generate(make_request(episode=f"e{number}"))
         assert bad.asked == []
         bad.bad_folders = set()
         await until(lambda: bad.label == "fleetbus-1")

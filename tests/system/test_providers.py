@@ -15,13 +15,18 @@ import pytest
 from fleetbus.config.settings import Configuration, LimitSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.adapters.providers.base import (
+    build_process_owner,
+    is_abandoned,
+    sanitize_label,
+    wait_until_ready,
+)
+from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.providers.base import is_abandoned, label_value, owner_of_this_process, wait_until_ready
-from fleetbus_workers.environment.providers.process import ProcessProvider
-from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
-from tests.support.processes import children, until, until_said
+from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from tests.support.processes import children, until, wait_for_output
 from tests.support.server_labels import GONE, labels
-from tests.support.tool_use import NoGrader
+from tests.support.tool_calls import NoGrader
 
 SERVER = Path(__file__).parents[1] / "support" / "served_environment.py"
 
@@ -29,7 +34,7 @@ SERVER = Path(__file__).parents[1] / "support" / "served_environment.py"
 def served(mode: str = "", *, ready_seconds: float = 50.0) -> EnvironmentFactory:
     configuration = Configuration(run=RunSettings(name="r1"), limits=LimitSettings(open=ready_seconds))
     spec = f"process:http:{sys.executable} {SERVER} {{port}} {mode}".strip()
-    return environment_factory(spec, verifier=NoGrader(), configuration=configuration)
+    return build_environment_factory(spec, verifier=NoGrader(), configuration=configuration)
 
 
 async def test_an_episode_is_played_on_a_server_of_its_own_that_is_stopped_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +90,8 @@ async def test_servers_that_were_not_stopped_are_stopped_with_the_worker() -> No
 
 WORKER = """
 import anyio, sys
-from fleetbus_workers.environment.providers.base import *
-from fleetbus_workers.environment.providers.process import ProcessProvider
+from fleetbus_workers.environment.adapters.providers.base import *
+from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
 
 async def main():
     provider = ProcessProvider(f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}")
@@ -101,7 +106,7 @@ anyio.run(main)
 
 async def test_a_killed_worker_takes_its_servers_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
-        await until_said(worker.stdout, b"ready")
+        await wait_for_output(worker.stdout, b"ready")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert processes
@@ -114,7 +119,7 @@ async def test_a_sweep_ends_what_a_dead_worker_left_and_nothing_else() -> None:
         variables = {**os.environ, "FLEETBUS_SERVER_OWNER": owner, "FLEETBUS_SERVER_EXPIRES": str(expires)}
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=variables)
 
-    mine = owner_of_this_process()
+    mine = build_process_owner()
     dead = f"{mine.rpartition('_')[0]}_1"  # this process's id, but started at another time
     later = int(time.time()) + 600
     orphan, expired, living, foreign = left(dead, later), left(mine, 1), left(mine, later), left(GONE, later)
@@ -130,14 +135,14 @@ async def test_a_sweep_ends_what_a_dead_worker_left_and_nothing_else() -> None:
 
 
 def test_labels_are_such_that_every_system_takes_them() -> None:
-    assert label_value("warehouse-17") == "warehouse-17"
-    assert label_value("a task / with é") == "a-task---with"
-    assert len(label_value("x" * 99)) == 63
-    assert all(label_value(value) == value for value in labels().named().values())
+    assert sanitize_label("warehouse-17") == "warehouse-17"
+    assert sanitize_label("a task / with é") == "a-task---with"
+    assert len(sanitize_label("x" * 99)) == 63
+    assert all(sanitize_label(value) == value for value in labels().to_mapping().values())
 
 
 def test_what_is_abandoned_is_told_from_what_is_not() -> None:
-    mine = owner_of_this_process()
+    mine = build_process_owner()
     assert not is_abandoned(mine, "2000", now=1999)
     assert is_abandoned(mine, "2000", now=2001)
     assert is_abandoned(f"{mine.rpartition('_')[0]}_1", "2000", now=1999)
@@ -158,5 +163,5 @@ def test_what_is_abandoned_is_told_from_what_is_not() -> None:
 )
 def test_a_mistake_in_a_spec_gets_one_line(spec: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        environment_factory(spec, verifier=NoGrader())
+        build_environment_factory(spec, verifier=NoGrader())
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -9,8 +9,8 @@ import anyio
 import httpx
 import pytest
 
+from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, build_process_owner, wait_until_ready
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.providers.base import Server, owner_of_this_process, wait_until_ready
 from tests.support.processes import until
 from tests.support.server_labels import labels
 
@@ -29,7 +29,7 @@ def engine() -> Any:
 
 @pytest.fixture
 async def containers(engine: Any) -> AsyncIterator[Any]:
-    from fleetbus_workers.environment.providers.docker import DockerProvider
+    from fleetbus_workers.environment.adapters.providers.docker import DockerProvider
 
     provider = DockerProvider(
         "python:3.11-slim", port=8000, command=("python", "-m", "http.server", "8000"), memory_bytes=256 << 20
@@ -54,10 +54,10 @@ async def test_a_container_is_started_within_limits_on_loopback_and_removed(engi
     settings = found.attrs["HostConfig"]
     assert (settings["Memory"], settings["NanoCpus"], settings["PidsLimit"]) == (256 << 20, 10**9, 512)
     assert settings["CapDrop"] == ["ALL"] and settings["PortBindings"]["8000/tcp"][0]["HostIp"] == "127.0.0.1"
-    assert await containers.problem(server) == ""
+    assert await containers.find_problem(server) == ""
     found.kill()
     await until(lambda: engine.containers.get(server.name).status == "exited")
-    assert (await containers.problem(server)).startswith("exit code 137")
+    assert (await containers.find_problem(server)).startswith("exit code 137")
     await containers.stop(server)
     await containers.stop(server)
 
@@ -65,7 +65,7 @@ async def test_a_container_is_started_within_limits_on_loopback_and_removed(engi
 @pytest.mark.docker
 @pytest.mark.timeout(300)
 async def test_a_container_that_cannot_run_is_told_and_removed(engine: Any) -> None:
-    from fleetbus_workers.environment.providers.docker import DockerProvider
+    from fleetbus_workers.environment.adapters.providers.docker import DockerProvider
 
     for image, command, words in (
         ("fleetbus-no-such-image", (), "there is no image|did not start"),
@@ -94,8 +94,8 @@ async def test_a_container_start_that_is_given_up_leaves_nothing(engine: Any, co
 @pytest.mark.docker
 @pytest.mark.timeout(300)
 async def test_a_sweep_removes_the_containers_of_dead_workers_alone(engine: Any, containers: Any) -> None:
-    dead = f"{owner_of_this_process().rpartition('_')[0]}_1"
+    dead = f"{build_process_owner().rpartition('_')[0]}_1"
     orphan, living = await containers.start(labels(owner=dead)), await containers.start(labels())
     assert await containers.sweep() == [orphan.name]
     assert engine.containers.get(living.name).status == "running"
-    await containers.stop(Server(name=living.name, url=""))
+    await containers.stop(ProvidedServer(name=living.name, url=""))

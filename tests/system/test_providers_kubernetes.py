@@ -12,9 +12,9 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus_workers.environment.adapters.providers.base import Labels
+from fleetbus_workers.environment.adapters.providers.kubernetes import KubernetesProvider
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.providers.base import Labels
-from fleetbus_workers.environment.providers.kubernetes import KubernetesProvider
 from tests.support.processes import until
 from tests.support.server_labels import GONE, labels
 
@@ -123,7 +123,7 @@ async def test_a_job_is_created_waited_for_and_deleted(cluster: tuple[type[Clust
         server = await provider.start(labels())
         assert server.url == "http://127.0.0.1:8000"
         job = handler.jobs[server.name]
-        assert await provider.problem(server) == ""
+        assert await provider.find_problem(server) == ""
         await provider.stop(server)
         await provider.stop(server)
     assert handler.jobs == {}
@@ -171,7 +171,7 @@ async def test_a_sweep_deletes_abandoned_jobs_alone(cluster: tuple[type[Cluster]
 
     def job(name: str, marks: Labels) -> None:
         handler.jobs[name] = {
-            "metadata": {"name": name, "labels": {key.replace(".", "/"): value for key, value in marks.named().items()}}
+            "metadata": {"name": name, "labels": {key.replace(".", "/"): value for key, value in marks.to_mapping().items()}}
         }
 
     job("kept", labels())

@@ -13,7 +13,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import observations_consumer, plan_run, tasks_consumer
-from fleetbus.floors import safe_floor
+from fleetbus.trim_limit import compute_trim_limit
 from fleetbus_schemas import Subjects
 
 S = Subjects("run")
@@ -65,7 +65,7 @@ async def test_the_naive_floor_drops_what_an_idle_consumer_has_yet_to_deliver_an
         await acked(bus, observations_consumer("default", "any"), 3)
 
         naive = naive_floor({floor.name: floor.ack_floor for floor in await bus.consumer_floors()})
-        safe = await safe_floor(bus, limit=END)
+        safe = await compute_trim_limit(bus, limit=END)
         assert naive >= 5
         assert safe == 1
 
@@ -80,8 +80,8 @@ async def test_the_lowest_ack_floor_of_all_never_moves_while_the_safe_floor_foll
     with anyio.fail_after(50):
         await publish(bus, S.episode("a"), 20)
         assert min(floor.ack_floor for floor in await bus.consumer_floors()) == 0
-        assert await safe_floor(bus, limit=END) == 20
-        assert await safe_floor(bus, limit=7) == 7
+        assert await compute_trim_limit(bus, limit=END) == 20
+        assert await compute_trim_limit(bus, limit=7) == 7
 
 
 async def test_a_message_that_is_held_keeps_everything_after_it(bus: Bus) -> None:
@@ -91,9 +91,9 @@ async def test_a_message_that_is_held_keeps_everything_after_it(bus: Bus) -> Non
         await publish(bus, S.episode("a"), 4)
         async with bus.pull(tasks_consumer("default"), credits=1) as subscription:
             delivery = await subscription.receive()
-            assert await safe_floor(bus, limit=END) == 4
+            assert await compute_trim_limit(bus, limit=END) == 4
             await delivery.ack()
-            while (floor := await safe_floor(bus, limit=END)) == 4:
+            while (floor := await compute_trim_limit(bus, limit=END)) == 4:
                 pass
         assert floor == 9
 
@@ -104,5 +104,5 @@ async def test_a_settled_message_on_the_lane_of_a_dead_worker_holds_nobody_back(
         await publish(bus, S.episode("settled"), 2)
         await publish(bus, S.observation("default", "i1", "open"), 1)
         await publish(bus, S.episode("settled"), 2)
-        assert await safe_floor(bus, limit=END) == 0
-        assert await safe_floor(bus, limit=END, is_ignorable=lambda subject: subject.endswith(".settled")) == 4
+        assert await compute_trim_limit(bus, limit=END) == 0
+        assert await compute_trim_limit(bus, limit=END, is_ignorable=lambda subject: subject.endswith(".settled")) == 4

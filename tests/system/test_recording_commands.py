@@ -19,7 +19,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.cli.program import run_program
-from tests.support.processes import until_said
+from tests.support.processes import wait_for_output
 
 HERE = Path(__file__).parents[1] / "replay"
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -50,7 +50,7 @@ async def fill(url: str, start: int = 0) -> None:
             await bus.publish(entry.subject, entry.payload)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def read_stdout(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     """Standard output of a command that ends with this exit code."""
     capsys.readouterr()
     found = run_program(arguments)
@@ -62,13 +62,13 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
 
 def test_the_log_of_a_run_is_recorded_whole(server: str, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "run.fbrec"
-    facts = json.loads(said(capsys, "record", RUN, "--nats", server, "-o", str(file), "--json"))
+    facts = json.loads(read_stdout(capsys, "record", RUN, "--nats", server, "-o", str(file), "--json"))
     original, copy = load_recording(GUESSING), load_recording(file)
     assert facts["entries"] == len(original.entries) == len(copy.entries) and copy.torn == ""
     assert [(entry.subject, entry.payload) for entry in copy.entries] == [
         (entry.subject, entry.payload) for entry in original.entries
     ]
-    assert "exists already" in said(capsys, "record", RUN, "--nats", server, "-o", str(file), code=2)
+    assert "exists already" in read_stdout(capsys, "record", RUN, "--nats", server, "-o", str(file), code=2)
 
 
 async def fill_pictures(url: str, folder: Path) -> None:
@@ -105,10 +105,10 @@ def test_images_of_the_run_s_bucket_are_recorded_and_nobody_claims_to_have_looke
     assert run_program(["record", "pictures", "--nats", server, "-o", str(file)]) == 0
     captured = capsys.readouterr()
     assert "1 objects of 0.0 MB" in captured.out
-    assert "1 objects are in no bucket any more" in captured.err and "nobody looked at the pictures" in captured.err
+    assert "1 objects are in no bucket any more" in captured.err and "images in it were not checked for secrets" in captured.err
     assert list(load_recording(file).objects.values()) == [b"a picture"]
     without = ["record", "pictures", "--nats", server, "-o", str(file), "--force", "--no-objects", "--json"]
-    assert json.loads(said(capsys, *without))["objects"] == {
+    assert json.loads(read_stdout(capsys, *without))["objects"] == {
         **dict.fromkeys(("objects", "bytes", "missing", "withheld", "beyond"), 0),
         "named": 2,
     }
@@ -116,17 +116,17 @@ def test_images_of_the_run_s_bucket_are_recorded_and_nobody_claims_to_have_looke
 
 def test_one_episode_is_cut_out_of_a_recording(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "one.fbrec"
-    said(capsys, "record", str(GUESSING), "-o", str(file), "--episode", "g000001-2")
+    read_stdout(capsys, "record", str(GUESSING), "-o", str(file), "--episode", "g000001-2")
     recording = load_recording(file)
     assert recording.header.selected == ("g000001-2",)
     assert {entry.subject.split(".")[2] for entry in recording.entries} == {"task", "obs", "act", "episode", "policy"}
-    listed = json.loads(said(capsys, "episodes", str(file), "--json"))
+    listed = json.loads(read_stdout(capsys, "episodes", str(file), "--json"))
     assert [row["episode_id"] for row in listed] == ["g000001-2"]
 
 
 def test_a_run_without_a_log_is_refused_and_leaves_no_file(server: str, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "no.fbrec"
-    assert "no-such-run" in said(capsys, "record", "no-such-run", "--nats", server, "-o", str(file), code=2)
+    assert "no-such-run" in read_stdout(capsys, "record", "no-such-run", "--nats", server, "-o", str(file), code=2)
     assert not file.exists()
 
 
@@ -159,7 +159,7 @@ def test_a_log_is_followed_until_sigterm_and_what_it_names_by_then_is_added(serv
             process = await anyio.open_process(command, stderr=subprocess.PIPE)
             try:
                 with anyio.fail_after(LIMIT_SECONDS):
-                    await until_said(process.stderr, b"following")
+                    await wait_for_output(process.stderr, b"following")
                     await bus.publish(subjects.episode("after"), b"y")
                     await bus.publish(subjects.policy("default"), version)
                     while len(load_recording(file).entries) < 3:  # noqa: ASYNC110
@@ -197,11 +197,11 @@ def test_secrets_of_the_environment_do_not_reach_the_file(
             await bus.publish(Subjects(run).task("default", "e"), encode(request))
 
     anyio.run(prepare)
-    facts = json.loads(said(capsys, "record", run, "--nats", server, "-o", str(file), "--json"))
+    facts = json.loads(read_stdout(capsys, "record", run, "--nats", server, "-o", str(file), "--json"))
     payload = load_recording(file).entries[0].payload
     assert facts["redacted_entries"] == 1 and load_recording(file).header.redacted
     assert b"private-value" not in payload and payload.count(b"[redacted]") == 2
-    said(capsys, "record", run, "--nats", server, "-o", str(kept), "--keep-secrets")
+    read_stdout(capsys, "record", run, "--nats", server, "-o", str(kept), "--keep-secrets")
     assert b"very-private-value" in load_recording(kept).entries[0].payload and not load_recording(kept).header.redacted
 
 
@@ -212,33 +212,33 @@ def test_an_archive_is_recorded_alone(tmp_path: Path, capsys: Any, monkeypatch: 
     entries = load_recording(GUESSING).entries
     with open_archive(tmp_path / "archive", RUN) as archive:
         archive.append(entries)
-    said(capsys, "record", RUN, "--archive", str(tmp_path / "archive"), "-o", "out.fbrec")
+    read_stdout(capsys, "record", RUN, "--archive", str(tmp_path / "archive"), "-o", "out.fbrec")
     assert load_recording(tmp_path / "out.fbrec").entries == entries
-    wrong = said(capsys, "record", "other", "--archive", str(tmp_path / "archive"), "-o", "wrong.fbrec", code=2)
+    wrong = read_stdout(capsys, "record", "other", "--archive", str(tmp_path / "archive"), "-o", "wrong.fbrec", code=2)
     assert "archive of run small" in wrong and not (tmp_path / "wrong.fbrec").exists()
-    assert "differs in" in said(capsys, "replay", "out.fbrec", "--environment", "scripted", code=1)
+    assert "differs in" in read_stdout(capsys, "replay", "out.fbrec", "--environment", "scripted", code=1)
 
 
 def test_episodes_are_listed_and_filtered(server: str, capsys: Any) -> None:
-    rows = json.loads(said(capsys, "episodes", RUN, "--nats", server, "--json", "--limit", "0"))
+    rows = json.loads(read_stdout(capsys, "episodes", RUN, "--nats", server, "--json", "--limit", "0"))
     assert len(rows) == 33 and {row["outcome"] for row in rows} <= {"completed", "truncated"}
-    best = json.loads(said(capsys, "episodes", str(GUESSING), "--min-reward", "1", "--split", "train", "--json"))
+    best = json.loads(read_stdout(capsys, "episodes", str(GUESSING), "--min-reward", "1", "--split", "train", "--json"))
     assert best and all(row["reward"] == 1 and row["split"] == "train" for row in best)
-    assert json.loads(said(capsys, "episodes", str(GUESSING), "--outcome", "open", "--json")) == []
-    assert "one of open, completed" in said(capsys, "episodes", str(GUESSING), "--outcome", "complete", code=2)
-    table = said(capsys, "episodes", str(GUESSING), "--limit", "2")
+    assert json.loads(read_stdout(capsys, "episodes", str(GUESSING), "--outcome", "open", "--json")) == []
+    assert "one of open, completed" in read_stdout(capsys, "episodes", str(GUESSING), "--outcome", "complete", code=2)
+    table = read_stdout(capsys, "episodes", str(GUESSING), "--limit", "2")
     assert "33 of 33 episodes, the last 2 shown" in table
     assert len(table.splitlines()) == 4, "away from a terminal a row is a line, however long its task's name is"
 
 
 def test_a_transcript_shows_text_and_on_request_tokens(capsys: Any) -> None:
-    shown = said(capsys, "episodes", str(GUESSING), "g000000-0", "--tokens")
+    shown = read_stdout(capsys, "episodes", str(GUESSING), "g000000-0", "--tokens")
     assert "── turn 0" in shown and "── turn 1" in shown and "worth" in shown and "result: completed" in shown
     assert "prompt tokens: [" in shown and "sampled tokens, version 0" in shown
-    facts = json.loads(said(capsys, "episodes", str(GUESSING), "g000000-0", "--tokens", "--json"))
+    facts = json.loads(read_stdout(capsys, "episodes", str(GUESSING), "g000000-0", "--tokens", "--json"))
     action = facts["turns"][0]["action"]
     assert len(action["sampled"]) == len(action["logprobs"]) > 0
-    assert "there is no episode nobody" in said(capsys, "episodes", str(GUESSING), "nobody", code=2)
+    assert "there is no episode nobody" in read_stdout(capsys, "episodes", str(GUESSING), "nobody", code=2)
 
 
 def test_a_torn_recording_is_shown_as_far_as_it_goes(tmp_path: Path, capsys: Any) -> None:
@@ -257,14 +257,16 @@ def test_replay_ends_with_0_where_nothing_changed_and_with_1_where_something_did
     (tmp_path / "guessing_now.py").write_text(original)
     (tmp_path / "guessing_then.py").write_text(original.replace("worth {worth}", "worth: {worth}"))
     monkeypatch.chdir(tmp_path)
-    same = said(capsys, "replay", str(GUESSING), "--environment", "guessing_now:Guessing")
+    same = read_stdout(capsys, "replay", str(GUESSING), "--environment", "guessing_now:Guessing")
     assert "replays as recorded" in same
-    changed = said(capsys, "replay", str(GUESSING), "--environment", "guessing_then:Guessing", code=1)
+    changed = read_stdout(capsys, "replay", str(GUESSING), "--environment", "guessing_then:Guessing", code=1)
     assert "differs in messages[0].content" in changed
-    report = json.loads(said(capsys, "replay", str(GUESSING), "--environment", "guessing_then:Guessing", "--json", code=1))
+    report = json.loads(
+        read_stdout(capsys, "replay", str(GUESSING), "--environment", "guessing_then:Guessing", "--json", code=1)
+    )
     assert report["same"] is False and report["first"]["field"] == "messages[0].content"
     ignored = ("--ignore", "Observation.messages.content", "--environment", "guessing_then:Guessing")
-    assert "replays as recorded" in said(capsys, "replay", str(GUESSING), *ignored)
+    assert "replays as recorded" in read_stdout(capsys, "replay", str(GUESSING), *ignored)
 
 
 @pytest.mark.parametrize(
@@ -278,20 +280,20 @@ def test_replay_ends_with_0_where_nothing_changed_and_with_1_where_something_did
 )
 def test_bad_input_to_replay_is_one_line(arguments: tuple[str, ...], reason: str, capsys: Any) -> None:
     pytest.importorskip("torch")
-    assert reason in said(capsys, "replay", str(GUESSING), *arguments, code=2)
+    assert reason in read_stdout(capsys, "replay", str(GUESSING), *arguments, code=2)
 
 
 def test_the_report_says_how_far_the_check_of_a_learner_went(capsys: Any) -> None:
     command = ("replay", str(GUESSING), "--role", "learner", "--until", "batches")
-    shown = said(capsys, *command)
+    shown = read_stdout(capsys, *command)
     assert "replays as recorded" in shown and "not checked: loss, gradients, weights" in shown
-    report = json.loads(said(capsys, *command, "--json"))
+    report = json.loads(read_stdout(capsys, *command, "--json"))
     assert report["same"] is True and "not checked" in report["checked"]
 
 
 def test_a_replay_can_go_at_a_multiple_of_the_recorded_speed(capsys: Any) -> None:
     file = HERE / "recordings" / "warehouse.fbrec"
-    report = json.loads(said(capsys, "replay", str(file), "--speed", "40", "--json"))
+    report = json.loads(read_stdout(capsys, "replay", str(file), "--speed", "40", "--json"))
     assert report["same"] and report["seconds"] >= 0.9 * report["recorded_seconds"] / 40
 
 
@@ -301,12 +303,12 @@ def test_runs_are_listed_and_removed(tmp_path: Path, capsys: Any) -> None:
         (tmp_path / name / "run.json").write_text("{}")
     (tmp_path / "two" / "summary.json").write_text('{"optimizer_steps": 7, "success_start": 0.25, "success_end": 0.75}')
     (tmp_path / "no-run").mkdir()
-    rows = json.loads(said(capsys, "runs", "list", "--run-folder", str(tmp_path), "--json"))
+    rows = json.loads(read_stdout(capsys, "runs", "list", "--run-folder", str(tmp_path), "--json"))
     assert [(row["run"], row["running"], row["steps"]) for row in rows] == [("one", False, None), ("two", False, 7)]
-    assert "25% → 75%" in said(capsys, "runs", "list", "--run-folder", str(tmp_path))
-    assert "no run three" in said(capsys, "runs", "rm", "one", "three", "--yes", "--run-folder", str(tmp_path), code=2)
+    assert "25% → 75%" in read_stdout(capsys, "runs", "list", "--run-folder", str(tmp_path))
+    assert "no run three" in read_stdout(capsys, "runs", "rm", "one", "three", "--yes", "--run-folder", str(tmp_path), code=2)
     assert (tmp_path / "one").is_dir(), "nothing half-done"
-    said(capsys, "runs", "rm", "one", "--yes", "--run-folder", str(tmp_path))
+    read_stdout(capsys, "runs", "rm", "one", "--yes", "--run-folder", str(tmp_path))
     assert not (tmp_path / "one").exists() and (tmp_path / "two").is_dir()
 
 
@@ -317,5 +319,5 @@ def test_a_run_that_is_running_is_not_removed(tmp_path: Path, capsys: Any) -> No
     (tmp_path / "live" / "run.json").write_text("{}")
     with (tmp_path / "live" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is running" in said(capsys, "runs", "rm", "live", "--yes", "--run-folder", str(tmp_path), code=2)
+        assert "is running" in read_stdout(capsys, "runs", "rm", "live", "--yes", "--run-folder", str(tmp_path), code=2)
     assert os.path.isdir(tmp_path / "live")

@@ -12,9 +12,9 @@ from fleetbus.audit import audit_run
 from fleetbus.client.rollouts import rollouts
 from fleetbus.client.sessions import SessionFailed, sessions
 from fleetbus_schemas import Action, SessionAnswer, Task
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
-from tests.support.small_fleet import small_fleet
+from tests.support.small_deployment import small_deployment
 
 TASKS = [Task(key=f"t{number}", prompt=f"play {number}") for number in range(6)]
 
@@ -39,7 +39,7 @@ class FailsSometimes(ScriptedEnvironment):
 
 async def test_every_task_comes_back_as_a_group_with_tokens_masks_and_logprobs() -> None:
     with anyio.fail_after(1000):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             fleet.environment("e1")
             fleet.inference("i1")
             async with rollouts(fleet.bus, fleet.configuration, TASKS, group_size=3) as produced:
@@ -59,7 +59,7 @@ async def test_every_task_comes_back_as_a_group_with_tokens_masks_and_logprobs()
 async def test_a_failed_environment_is_no_reward_of_zero() -> None:
     FailsSometimes.episodes = 0
     with anyio.fail_after(1000):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             fleet.environment("e1", make=FailsSometimes)
             fleet.inference("i1")
             async with rollouts(fleet.bus, fleet.configuration, TASKS[:1], group_size=4) as produced:
@@ -72,21 +72,21 @@ async def test_a_failed_environment_is_no_reward_of_zero() -> None:
 
 async def test_a_caller_that_takes_its_time_slows_the_fleet_down() -> None:
     with anyio.fail_after(10_000):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             fleet.environment("e1")
             fleet.inference("i1")
-            taken = 0
+            iterate_groups = 0
             async with rollouts(fleet.bus, fleet.configuration, TASKS, group_size=2, groups_at_a_time=2) as groups:
                 async for _ in groups:
-                    taken += 1
+                    iterate_groups += 1
                     await anyio.sleep(100)
-                    assert sum(map(len, fleet.results.values())) <= 2 * (taken + 2)
-            assert taken == len(TASKS)
+                    assert sum(map(len, fleet.results.values())) <= 2 * (iterate_groups + 2)
+            assert iterate_groups == len(TASKS)
 
 
 async def test_leaving_early_leaves_nothing_running_here() -> None:
     with anyio.fail_after(1000):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             fleet.environment("e1")
             fleet.inference("i1")
             async with rollouts(fleet.bus, fleet.configuration, TASKS, group_size=2) as groups:
@@ -96,7 +96,7 @@ async def test_leaving_early_leaves_nothing_running_here() -> None:
 
 async def test_an_episode_that_nobody_plays_ends_by_its_deadline() -> None:
     with anyio.fail_after(10_000):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             async with rollouts(fleet.bus, fleet.configuration, TASKS[:1], group_size=2) as produced:
                 (group,) = [group async for group in produced]
             assert [episode.outcome for episode in group.episodes] == ["timeout", "timeout"]
@@ -105,7 +105,7 @@ async def test_an_episode_that_nobody_plays_ends_by_its_deadline() -> None:
 
 async def test_what_goes_wrong_in_the_caller_s_own_loop_comes_out_as_itself() -> None:
     with anyio.fail_after(1000):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             fleet.environment("e1")
             fleet.inference("i1")
             with pytest.raises(ZeroDivisionError):

@@ -17,14 +17,14 @@ import trio.testing
 from fleetbus.bus.memory_faults import NO_DELIVERY_FAULT, DeliveryFault, Faults
 from fleetbus.bus.streams import actions_consumer, observations_consumer
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.episodes import decoded
+from fleetbus.episodes import decode_entries
 from fleetbus_schemas import Action, Observation, Task
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from tests.support.small_fleet import SmallFleet, configured, small_fleet
+from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
 
 LATE = LimitSettings().late
 PATIENT = LimitSettings(action=60, drain=10)
@@ -41,7 +41,7 @@ class LosesDeliveries(Faults):
     def __init__(self) -> None:
         self.consumers: set[str] = set()
 
-    def delivering(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
+    def draw_delivery_fault(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
         return DeliveryFault(lost=True) if consumer in self.consumers else NO_DELIVERY_FAULT
 
 
@@ -66,11 +66,11 @@ class Counted(ScriptedSampler):
 @asynccontextmanager
 async def fleet_of(
     engines: int = 2, *, seconds: float = 1.0, faults: Faults | None = None, max_hops: int = 3
-) -> AsyncIterator[SmallFleet]:
+) -> AsyncIterator[SmallDeployment]:
     """One environment worker and some engines that take so many seconds per turn."""
-    configuration = configured(limits=PATIENT, environment=EnvironmentSettings(slots=8, max_hops=max_hops))
+    configuration = build_configuration(limits=PATIENT, environment=EnvironmentSettings(slots=8, max_hops=max_hops))
     with anyio.fail_after(2000):
-        async with small_fleet(configuration, faults=faults) as fleet:
+        async with small_deployment(configuration, faults=faults) as fleet:
             await fleet.heard(fleet.environment("environment-0"))
             for index in range(engines):  # one after another, so that inference-N has lane iN
                 sampler = ScriptedSampler(delay=lambda _: seconds)
@@ -78,17 +78,17 @@ async def fleet_of(
             yield fleet
 
 
-async def sent(fleet: SmallFleet) -> list[tuple[float, str, Observation]]:
+async def sent(fleet: SmallDeployment) -> list[tuple[float, str, Observation]]:
     """Every observation with when it was sent, on anyio's clock, and its lane."""
     offset = fleet.bus.now_ns() / 1e9 - anyio.current_time()
     entries = [entry async for entry in fleet.bus.scan([fleet.subjects.observations()])]
     return [
         (entry.time_ns / 1e9 - offset, entry.subject.split(".")[4], observation)
-        for entry, observation in decoded(Observation, entries)
+        for entry, observation in decode_entries(Observation, entries)
     ]
 
 
-async def resent(fleet: SmallFleet) -> list[tuple[float, Observation]]:
+async def resent(fleet: SmallDeployment) -> list[tuple[float, Observation]]:
     return [(at, observation) for at, _, observation in await sent(fleet) if observation.hop]
 
 
@@ -96,7 +96,7 @@ def task_of(turns: int) -> Task:
     return Task(key="task", prompt="play", config={"turns": turns})
 
 
-async def lane_of(fleet: SmallFleet, episode: str = "e") -> str:
+async def lane_of(fleet: SmallDeployment, episode: str = "e") -> str:
     """The engine that the episode sticks to by now."""
     return [action.worker for action in await fleet.actions() if action.episode_id == episode][-1]
 
@@ -206,11 +206,11 @@ async def test_a_late_action_of_an_older_attempt_on_the_same_lane_wedges_nothing
         assert "too late" not in [turn.text for turn in await trained(fleet)]
 
 
-async def trained(fleet: SmallFleet, episode: str = "e") -> list[Action]:
+async def trained(fleet: SmallDeployment, episode: str = "e") -> list[Action]:
     """The Actions that the result names."""
     wanted = {reference.sequence for reference in (await fleet.result(episode)).actions}
     entries = [entry async for entry in fleet.bus.scan([fleet.subjects.actions()])]
-    return [action for entry, action in decoded(Action, entries) if entry.sequence in wanted]
+    return [action for entry, action in decode_entries(Action, entries) if entry.sequence in wanted]
 
 
 @pytest.mark.parametrize("max_hops", [1, 3])
@@ -251,7 +251,7 @@ async def test_of_two_engines_that_answer_the_same_turn_one_action_is_stored() -
         await anyio.sleep(6)
         fleet.members[await lane_of(fleet)].drain.set()
         result = await fleet.result()
-        await fleet.rests()
+        await fleet.check_at_rest()
         assert sum(engine.answered for engine in engines) == 4, "nobody answered twice, so nothing was shown"
         assert Counter(action.turn for action in await fleet.actions()) == {0: 1, 1: 1, 2: 1}
         assert (result.outcome, result.turns) == ("completed", 3)
@@ -293,7 +293,7 @@ class Guest(ScriptedEnvironment):
 async def test_nobody_ever_holds_more_than_its_slots_with_ten_times_the_demand() -> None:
     """Heartbeats are checked by the fleet; here what was really held is counted beside them."""
     with anyio.fail_after(2000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             houses = [House(), House()]
             engines = [Counted(), Counted()]
             for index in range(2):
@@ -307,12 +307,12 @@ async def test_nobody_ever_holds_more_than_its_slots_with_ten_times_the_demand()
             assert all(0 < engine.most <= 2 for engine in engines)
             assert max(fleet.most_in_flight[f"environment-{index}"] for index in range(2)) == 4
             assert max(fleet.most_in_flight[f"inference-{index}"] for index in range(2)) <= 2
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 async def test_a_slow_worker_beside_a_fast_one_gets_work_in_proportion() -> None:
     with anyio.fail_after(2000):
-        async with small_fleet(configured(limits=PATIENT)) as fleet:
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
             fast, slow = House(step_seconds=1.0), House(step_seconds=4.0)
             members = [
                 fleet.environment("environment-0", make=fast, slots=4),

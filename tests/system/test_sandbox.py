@@ -16,19 +16,19 @@ import anyio
 import psutil
 import pytest
 
-from fleetbus_workers.environment.sandbox import (
+from fleetbus_workers.environment.isolation.sandbox import (
+    ExecutionResult,
     Isolation,
     IsolationUnavailable,
-    Ran,
     SandboxLimits,
     SandboxSession,
     find_isolation,
 )
-from fleetbus_workers.environment.sandbox.inside import confine
-from fleetbus_workers.environment.sandbox.isolation import KINDS, Kind
-from fleetbus_workers.environment.sandbox.memory import MemoryWatch
-from fleetbus_workers.environment.sandbox.session import SandboxFailed
-from tests.support.processes import children, until, until_said
+from fleetbus_workers.environment.isolation.sandbox.backends import KINDS, Kind
+from fleetbus_workers.environment.isolation.sandbox.inside import confine
+from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
+from fleetbus_workers.environment.isolation.sandbox.session import SandboxFailed
+from tests.support.processes import children, until, wait_for_output
 
 LIMITS = SandboxLimits(
     seconds=20.0,
@@ -73,14 +73,14 @@ async def session(isolation: Isolation, watch: MemoryWatch) -> AsyncIterator[San
     await session.close()
 
 
-async def run(session: SandboxSession, code: str, *, seconds: float | None = None) -> Ran:
+async def run(session: SandboxSession, code: str, *, seconds: float | None = None) -> ExecutionResult:
     with anyio.fail_after(50):
         return await session.run(code, seconds=seconds)
 
 
 async def test_code_gives_output_errors_and_an_exit_code_and_keeps_its_variables(session: SandboxSession) -> None:
-    assert await run(session, "x = 20\nprint('hé')") == Ran(stdout="hé\n", stderr="", exit_code=0)
-    assert (await run(session, "import sys\nprint(x + 1)\nprint('e', file=sys.stderr)")) == Ran(
+    assert await run(session, "x = 20\nprint('hé')") == ExecutionResult(stdout="hé\n", stderr="", exit_code=0)
+    assert (await run(session, "import sys\nprint(x + 1)\nprint('e', file=sys.stderr)")) == ExecutionResult(
         stdout="21\n", stderr="e\n", exit_code=0
     )
     failed = await run(session, "def divide():\n    return 1 / 0\ndivide()")
@@ -89,7 +89,7 @@ async def test_code_gives_output_errors_and_an_exit_code_and_keeps_its_variables
     assert "return 1 / 0" in failed.stderr and failed.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "runner.py" not in failed.stderr
     assert (await run(session, "exit(3)")).exit_code == 3
-    assert (await run(session, "raise SystemExit('no')")) == Ran(stdout="", stderr="no\n", exit_code=1)
+    assert (await run(session, "raise SystemExit('no')")) == ExecutionResult(stdout="", stderr="no\n", exit_code=1)
     assert (await run(session, "x = (")).exit_code == 1
     assert await run(
         session, "import subprocess\nprint(subprocess.run('echo $((x+2))', shell=True, capture_output=True).stdout)"
@@ -121,8 +121,8 @@ async def test_an_interpreter_that_ends_is_replaced_and_the_next_code_is_told(
     session: SandboxSession, code: str, exit_code: int
 ) -> None:
     ended = await run(session, f"print('before')\n{code}")
-    assert ended == Ran(stdout="before\n", stderr="", exit_code=exit_code, ended="exit")
-    assert await run(session, "print(5)") == Ran(stdout="5\n", stderr="", exit_code=0, fresh=True)
+    assert ended == ExecutionResult(stdout="before\n", stderr="", exit_code=exit_code, ended="exit")
+    assert await run(session, "print(5)") == ExecutionResult(stdout="5\n", stderr="", exit_code=0, fresh=True)
     assert not (await run(session, "print(6)")).fresh
 
 
@@ -274,8 +274,8 @@ async def test_cancelled_code_is_ended_and_leaves_no_process(session: SandboxSes
 
 WORKER = """
 import anyio
-from fleetbus_workers.environment.sandbox import SandboxLimits, SandboxSession, find_isolation
-from fleetbus_workers.environment.sandbox.memory import MemoryWatch
+from fleetbus_workers.environment.isolation.sandbox import SandboxLimits, SandboxSession, find_isolation
+from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 
 async def main():
     session = SandboxSession(await find_isolation(("{kind}",)), SandboxLimits(), MemoryWatch())
@@ -290,7 +290,7 @@ anyio.run(main)
 async def test_a_killed_worker_takes_its_sandboxes_with_it(isolation: Isolation) -> None:
     code = WORKER.format(kind=isolation.kind)
     async with await anyio.open_process([sys.executable, "-c", code], stderr=None) as worker:
-        await until_said(worker.stdout, b"running")
+        await wait_for_output(worker.stdout, b"running")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert processes
@@ -307,24 +307,24 @@ async def test_programs_below_the_folder_that_is_empty_inside_are_seen(
     isolation: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkout or a virtual environment may lie below /tmp."""
-    from fleetbus_workers.environment.sandbox import isolation as module
+    from fleetbus_workers.environment.isolation.sandbox import backends as module
 
     with tempfile.TemporaryDirectory(dir="/tmp") as checkout:
         os.chmod(checkout, 0o755)
         inside = shutil.copytree(module.INSIDE, Path(checkout) / "inside")
         monkeypatch.setattr(module, "INSIDE", inside)
-        assert module._leak(isolation) == ""
+        assert module._find_leak(isolation) == ""
 
 
 def test_an_isolation_that_does_not_isolate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe looks for leaks itself: a bubblewrap that shares everything is not believed."""
-    from fleetbus_workers.environment.sandbox import isolation as module
+    from fleetbus_workers.environment.isolation.sandbox import backends as module
 
     if sys.platform != "linux":
         pytest.skip("Linux only")
-    monkeypatch.setattr(module, "_bubblewrap", lambda *_, **__: ["/usr/bin/env"])
+    monkeypatch.setattr(module, "_build_bubblewrap_arguments", lambda *_, **__: ["/usr/bin/env"])
     monkeypatch.setattr(Isolation, "command", lambda self, program, **_: [*program])
-    assert "files of the host" in module._leak(Isolation(kind="bubblewrap", own_users=False))
+    assert "files of the host" in module._find_leak(Isolation(kind="bubblewrap", own_users=False))
 
 
 async def test_an_interpreter_that_cannot_start_is_an_error(watch: MemoryWatch, isolation: Isolation) -> None:

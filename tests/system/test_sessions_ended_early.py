@@ -10,17 +10,17 @@ import trio.testing
 
 from fleetbus.config.settings import LimitSettings
 from fleetbus_schemas import Task
-from tests.support.small_fleet import small_fleet
-from tests.support.troubled_sessions import (
+from tests.support.faulty_sessions import (
     BEFORE_THE_VERDICT,
-    Stage,
+    FaultyStages,
     StuckOnce,
     assert_not_graded,
-    fleet_on,
-    hanging,
-    lasting,
-    played,
+    hang,
+    make_sleeping,
+    play_episode,
+    start_deployment,
 )
+from tests.support.small_deployment import small_deployment
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", BEFORE_THE_VERDICT)
 async def test_the_episodes_deadline_ends_whatever_stage_it_is_in(stage: str) -> None:
-    result = await played(Stage(**{stage: hanging}), deadline_seconds=3)
+    result = await play_episode(FaultyStages(**{stage: hang}), deadline_seconds=3)
     assert_not_graded(result, "timeout", "episode_timeout")
 
 
 async def test_the_episodes_deadline_ends_the_wait_for_an_action() -> None:
-    async with fleet_on(Stage(), sampler=StuckOnce()) as fleet:
+    async with start_deployment(FaultyStages(), sampler=StuckOnce()) as fleet:
         started = anyio.current_time()
         await fleet.request(deadline_seconds=3)
         assert_not_graded(await fleet.result(), "timeout", "episode_timeout")
@@ -47,22 +47,22 @@ async def test_the_episodes_deadline_ends_the_wait_for_an_action() -> None:
 
 @pytest.mark.parametrize("stage", ["verify", "close"])
 async def test_what_was_played_in_time_is_still_graded_and_closed_after_the_deadline(stage: str) -> None:
-    result = await played(Stage(**{stage: lasting(4)}), deadline_seconds=3)
+    result = await play_episode(FaultyStages(**{stage: make_sleeping(4)}), deadline_seconds=3)
     assert (result.outcome, result.reward) == ("completed", 1.0)
 
 
 async def test_a_request_that_waited_past_its_deadline_is_not_begun() -> None:
-    stage = Stage()
+    stage = FaultyStages()
     with anyio.fail_after(100):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             await fleet.request(deadline_seconds=3)
             await anyio.sleep(4)
             fleet.environment("environment-0", make=stage)
             result = await fleet.result()
             assert_not_graded(result, "timeout", "episode_timeout")
             assert (result.attempts, stage.entered) == (0, [])
-            assert "before it was begun" in result.error
-            await fleet.rests()
+            assert "before it was started" in result.error
+            await fleet.check_at_rest()
 
 
 # Cancellation
@@ -70,8 +70,8 @@ async def test_a_request_that_waited_past_its_deadline_is_not_begun() -> None:
 
 @pytest.mark.parametrize("stage", [*BEFORE_THE_VERDICT, "verify", "close"])
 async def test_an_episode_cancelled_in_any_stage_ends_as_cancelled(stage: str) -> None:
-    at = Stage(**{stage: lasting(4)})
-    async with fleet_on(at) as fleet:
+    at = FaultyStages(**{stage: make_sleeping(4)})
+    async with start_deployment(at) as fleet:
         await fleet.request()
         await at.begun.wait()
         answer = await fleet.control(fleet.members["environment-0"], "cancel", "e", "another")
@@ -81,7 +81,7 @@ async def test_an_episode_cancelled_in_any_stage_ends_as_cancelled(stage: str) -
 
 async def test_an_episode_cancelled_while_it_waits_for_an_action_ends_as_cancelled() -> None:
     sampler = StuckOnce()
-    async with fleet_on(Stage(), sampler=sampler) as fleet:
+    async with start_deployment(FaultyStages(), sampler=sampler) as fleet:
         await fleet.request(deadline_seconds=20)
         await anyio.sleep(2)
         await fleet.control(fleet.members["environment-0"], "cancel", "e")
@@ -91,8 +91,8 @@ async def test_an_episode_cancelled_while_it_waits_for_an_action_ends_as_cancell
 
 async def test_an_order_to_cancel_is_kept_while_the_log_is_away() -> None:
     """Longer than a question to it is waited for; the episode is not played again when the log is back."""
-    at = Stage(step=lasting(4))
-    async with fleet_on(at) as fleet:
+    at = FaultyStages(step=make_sleeping(4))
+    async with start_deployment(at) as fleet:
         worker = fleet.members["environment-0"]
         await fleet.request()
         await at.begun.wait()
@@ -107,7 +107,7 @@ async def test_an_order_to_cancel_is_kept_while_the_log_is_away() -> None:
 
 
 async def test_cancelling_an_episode_that_does_not_run_here_says_so() -> None:
-    async with fleet_on(Stage()) as fleet:
+    async with start_deployment(FaultyStages()) as fleet:
         await fleet.request()
         await fleet.result()
         answer = await fleet.control(fleet.members["environment-0"], "cancel", "e")
@@ -119,8 +119,8 @@ async def test_cancelling_an_episode_that_does_not_run_here_says_so() -> None:
 
 @pytest.mark.parametrize("stage", [*BEFORE_THE_VERDICT, "verify", "close"])
 async def test_a_draining_worker_finishes_what_ends_in_time(stage: str) -> None:
-    at = Stage(**{stage: lasting(2)})
-    async with fleet_on(at) as fleet:
+    at = FaultyStages(**{stage: make_sleeping(2)})
+    async with start_deployment(at) as fleet:
         worker = fleet.members["environment-0"]
         await fleet.request(task=Task(key="task", config={"turns": 1}))
         await at.begun.wait()
@@ -133,9 +133,9 @@ async def test_a_draining_worker_finishes_what_ends_in_time(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", [*BEFORE_THE_VERDICT, "verify", "close"])
 async def test_a_draining_worker_hands_back_what_does_not_end_and_another_plays_it_at_once(stage: str) -> None:
-    at = Stage(**{stage: hanging})
+    at = FaultyStages(**{stage: hang})
     limits = LimitSettings(open=30, reset=30, step=30, action=30, verify=8, close=8, drain=3)
-    async with fleet_on(at, limits=limits) as fleet:
+    async with start_deployment(at, limits=limits) as fleet:
         worker = fleet.members["environment-0"]
         await fleet.request()
         await at.begun.wait()
@@ -146,18 +146,18 @@ async def test_a_draining_worker_hands_back_what_does_not_end_and_another_plays_
         claims = await fleet.claims()
         assert (result.outcome, result.worker, result.attempts) == ("completed", "environment-1", 2)
         assert [claim.reason for claim in claims] == ["fresh", "handed_back"]
-        assert (await fleet.standing()).losses == 1, "a hand-back counts as no loss"
+        assert (await fleet.episode_state()).losses == 1, "a hand-back counts as no loss"
         assert fleet.finished_at["e"] == pytest.approx(anyio.current_time(), abs=0.5), "it was not played at once"
 
 
 async def test_a_worker_drained_while_it_waits_for_an_action_hands_back_and_the_turn_is_asked_again() -> None:
     sampler = StuckOnce()
     limits = LimitSettings(action=60, drain=3)
-    async with fleet_on(Stage(), sampler=sampler, limits=limits) as fleet:
+    async with start_deployment(FaultyStages(), sampler=sampler, limits=limits) as fleet:
         await fleet.request(deadline_seconds=40)
         await anyio.sleep(1)
         await fleet.heard(fleet.environment("environment-1"))
-        await fleet.drained([fleet.members["environment-0"]])
+        await fleet.drain_members([fleet.members["environment-0"]])
         result = await fleet.result()
         assert (result.outcome, result.worker) == ("completed", "environment-1")
         await anyio.sleep(40)

@@ -14,21 +14,21 @@ import pytest
 import trio.testing
 
 from fleetbus_schemas import ChatMessage, Text
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
-from tests.support.small_fleet import LIMITS, small_fleet
-from tests.support.troubled_sessions import (
+from tests.support.faulty_sessions import (
     BEFORE_THE_VERDICT,
-    Stage,
+    FaultyStages,
     StuckOnce,
     assert_not_graded,
-    fleet_on,
-    giving,
-    hanging,
-    lasting,
-    played,
-    raising,
+    hang,
+    make_raising,
+    make_returning,
+    make_sleeping,
+    play_episode,
+    start_deployment,
 )
+from tests.support.small_deployment import LIMITS, small_deployment
 
 
 @pytest.fixture
@@ -41,15 +41,15 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", BEFORE_THE_VERDICT)
 async def test_a_stage_that_hangs_is_a_timeout_named_after_it(stage: str) -> None:
-    result = await played(Stage(**{stage: hanging}))
+    result = await play_episode(FaultyStages(**{stage: hang}))
     assert_not_graded(result, "timeout", f"{stage}_timeout")
     assert result.timings[stage] == pytest.approx(5)
 
 
 async def test_an_action_that_never_comes_is_a_timeout() -> None:
     """The inference worker lives, holds the observation and never answers: nobody else is asked, the limit ends it."""
-    stage, sampler = Stage(), StuckOnce()
-    async with fleet_on(stage, sampler=sampler) as fleet:
+    stage, sampler = FaultyStages(), StuckOnce()
+    async with start_deployment(stage, sampler=sampler) as fleet:
         await fleet.request(deadline_seconds=20)
         assert_not_graded(await fleet.result(), "timeout", "action_timeout")
         await anyio.sleep(20)  # what the sampler holds ends with the episode's deadline
@@ -59,8 +59,8 @@ async def test_an_action_that_never_comes_is_a_timeout() -> None:
 async def test_an_environment_that_nobody_calls_for_too_long_is_a_timeout_counted_from_the_end_of_its_last_call() -> None:
     """Its reset takes longer than it may be idle, and does not count."""
     limits = msgspec.structs.replace(LIMITS, idle=3, action=20)
-    stage, sampler = Stage(reset=lasting(4)), StuckOnce()
-    async with fleet_on(stage, sampler=sampler, limits=limits) as fleet:
+    stage, sampler = FaultyStages(reset=make_sleeping(4)), StuckOnce()
+    async with start_deployment(stage, sampler=sampler, limits=limits) as fleet:
         await fleet.request(deadline_seconds=60)
         result = await fleet.result()
         assert_not_graded(result, "timeout", "idle_timeout")
@@ -69,13 +69,13 @@ async def test_an_environment_that_nobody_calls_for_too_long_is_a_timeout_counte
 
 
 async def test_a_verification_that_hangs_leaves_no_reward() -> None:
-    result = await played(Stage(verify=hanging))
+    result = await play_episode(FaultyStages(verify=hang))
     assert_not_graded(result, "verifier_unknown", "no_verdict")
     assert "verify_timeout" in result.error
 
 
 async def test_a_close_that_hangs_changes_no_outcome() -> None:
-    result = await played(Stage(close=hanging))
+    result = await play_episode(FaultyStages(close=hang))
     assert (result.outcome, result.reward) == ("completed", 1.0)
     assert result.timings["close"] == pytest.approx(5)
 
@@ -88,18 +88,18 @@ async def test_a_close_that_hangs_changes_no_outcome() -> None:
 )
 @pytest.mark.parametrize("stage", BEFORE_THE_VERDICT)
 async def test_a_stage_that_raises_is_a_failure_of_the_environment(stage: str, error: Exception) -> None:
-    result = await played(Stage(**{stage: raising(error)}))
+    result = await play_episode(FaultyStages(**{stage: make_raising(error)}))
     expected = "OSError" if isinstance(error, ExceptionGroup) else type(error).__name__
     assert_not_graded(result, "env_failed", expected)
     assert result.error.startswith(f"{stage}: ")
 
 
 async def test_a_verification_that_raises_leaves_no_reward() -> None:
-    assert_not_graded(await played(Stage(verify=raising(ValueError("no")))), "verifier_unknown", "no_verdict")
+    assert_not_graded(await play_episode(FaultyStages(verify=make_raising(ValueError("no")))), "verifier_unknown", "no_verdict")
 
 
 async def test_a_close_that_raises_changes_no_outcome() -> None:
-    result = await played(Stage(close=raising(ValueError("no"))))
+    result = await play_episode(FaultyStages(close=make_raising(ValueError("no"))))
     assert (result.outcome, result.reward) == ("completed", 1.0)
 
 
@@ -108,15 +108,15 @@ async def test_an_environment_that_cannot_even_be_made_is_a_failure_of_the_envir
         raise ImportError("no such simulator")
 
     with anyio.fail_after(100):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             fleet.environment("environment-0", make=make)
             await fleet.request()
             assert_not_graded(await fleet.result(), "env_failed", "ImportError")
-            await fleet.rests()
+            await fleet.check_at_rest()
 
 
 async def test_an_error_text_that_has_no_bytes_is_recorded_all_the_same() -> None:
-    result = await played(Stage(step=raising(OSError("no file \udcff"))))
+    result = await play_episode(FaultyStages(step=make_raising(OSError("no file \udcff"))))
     assert_not_graded(result, "env_failed", "OSError")
     assert "no file ?" in result.error
 
@@ -128,17 +128,19 @@ async def test_an_error_text_that_has_no_bytes_is_recorded_all_the_same() -> Non
     "verdict", [Verdict(reward=None, reason="?"), Verdict(reward=math.nan), Verdict(reward=-math.inf)], ids=repr
 )
 async def test_a_verdict_that_is_no_number_leaves_no_reward(verdict: Verdict) -> None:
-    assert_not_graded(await played(Stage(verify=giving(verdict))), "verifier_unknown", "no_verdict")
+    assert_not_graded(await play_episode(FaultyStages(verify=make_returning(verdict))), "verifier_unknown", "no_verdict")
 
 
 @pytest.mark.parametrize("verdict", [1.0, "1.0", Verdict(reward="1.0")], ids=repr)  # type: ignore[arg-type]
 async def test_a_verdict_of_the_wrong_type_leaves_no_reward(verdict: object) -> None:
-    assert_not_graded(await played(Stage(verify=giving(verdict))), "verifier_unknown", "no_verdict")
+    assert_not_graded(await play_episode(FaultyStages(verify=make_returning(verdict))), "verifier_unknown", "no_verdict")
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 async def test_a_turn_reward_that_is_not_finite_voids_the_episode(reward: float) -> None:
-    assert_not_graded(await played(Stage(step=giving(Step(reward=reward)))), "verifier_unknown", "reward_not_finite")
+    assert_not_graded(
+        await play_episode(FaultyStages(step=make_returning(Step(reward=reward)))), "verifier_unknown", "reward_not_finite"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,13 +156,13 @@ async def test_a_turn_reward_that_is_not_finite_voids_the_episode(reward: float)
     ids=repr,
 )
 async def test_an_answer_of_the_wrong_type_is_a_failure_of_the_environment(stage: str, value: object) -> None:
-    result = await played(Stage(**{stage: giving(value)}))
+    result = await play_episode(FaultyStages(**{stage: make_returning(value)}))
     assert result.outcome == "env_failed"
     assert result.reward is None
 
 
 async def test_an_observation_of_ten_megabytes_is_cut_and_the_episode_goes_on() -> None:
-    stage = Stage()
+    stage = FaultyStages()
     content = "ß" * 5_000_000
 
     async def once() -> Step | None:
@@ -168,7 +170,7 @@ async def test_an_observation_of_ten_megabytes_is_cut_and_the_episode_goes_on() 
         return Step(messages=(ChatMessage(role="user", content=content),)) if stage.entered.count("step") == 1 else None
 
     stage.trouble["step"] = once
-    async with fleet_on(stage, observation_bytes=1024) as fleet:
+    async with start_deployment(stage, observation_bytes=1024) as fleet:
         await fleet.request()
         assert (await fleet.result()).outcome == "truncated"  # by the tokens of a 1024-token model, not by a failure
         seen = [observation.messages[0].content for observation in await fleet.observations()]
@@ -185,12 +187,12 @@ async def test_an_observation_of_ten_megabytes_is_cut_and_the_episode_goes_on() 
     ids=["many messages", "one part", "no bytes"],
 )
 async def test_an_observation_that_cannot_travel_ends_its_episode_alone(messages: tuple[ChatMessage, ...]) -> None:
-    result = await played(Stage(step=giving(Step(messages=messages))))
+    result = await play_episode(FaultyStages(step=make_returning(Step(messages=messages))))
     assert_not_graded(result, "env_failed", "MalformedMessage")
 
 
 async def test_a_prompt_longer_than_the_model_is_an_outcome_without_tokens() -> None:
     start = Start(messages=(ChatMessage(role="user", content="x" * 5000),))
-    result = await played(Stage(reset=giving(start)))
+    result = await play_episode(FaultyStages(reset=make_returning(start)))
     assert (result.outcome, result.error_class) == ("truncated", "tokens")
     assert (result.turns, result.actions, result.tokens) == (0, (), 0)

@@ -7,9 +7,9 @@ import asyncio
 import anyio
 
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
-from tests.support.small_fleet import small_fleet
+from tests.support.small_deployment import small_deployment
 
 
 class LeakyEnvironment(ScriptedEnvironment):
@@ -29,7 +29,7 @@ class LeakyEnvironment(ScriptedEnvironment):
 
 async def test_a_cancellation_that_nobody_asked_for_ends_its_episode_alone() -> None:
     with anyio.fail_after(50):
-        async with small_fleet() as fleet:
+        async with small_deployment() as fleet:
             worker = fleet.environment("environment-0", make=LeakyEnvironment)
             fleet.inference("inference-0")
             await fleet.request("leaking", task=Task(key="task", config={"leaks": True}))

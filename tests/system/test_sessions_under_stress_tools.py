@@ -11,12 +11,12 @@ import trio.testing
 
 from fleetbus.config.settings import InferenceSettings
 from fleetbus_schemas import ChatMessage, EpisodeFinished, ToolSpec, VersionSpan
-from fleetbus_workers.environment.specs import environment_factory
-from fleetbus_workers.environment.warehouse.tasks import warehouse_task
+from fleetbus_workers.environment.adapters.warehouse.tasks import build_warehouse_task
+from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from tests.support.small_fleet import configured, small_fleet
-from tests.support.tool_use import AlwaysOne
+from tests.support.small_deployment import build_configuration, small_deployment
+from tests.support.tool_calls import ConstantGrader
 
 FIRST_BYTE = 2
 """Ids below are the template's own."""
@@ -47,29 +47,32 @@ class Speaker(ScriptedSampler):
         )
 
 
-class SpokenTemplate(ScriptedTemplate):
+class CannedTemplate(ScriptedTemplate):
     """Ids as text; what is no UTF-8 becomes replacement characters, as with real tokenizers. The prompt costs one token."""
 
-    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         return [0]
 
-    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         return [0]
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         return bytes(one - FIRST_BYTE for one in ids).decode("utf-8", "replace")
 
 
 async def answers_to(*lines: bytes) -> tuple[EpisodeFinished, list[str]]:
     """The result of an episode in which the policy says these lines, and what it was answered."""
-    factory = environment_factory("warehouse", verifier=AlwaysOne())
+    factory = build_environment_factory("warehouse", verifier=ConstantGrader())
     with anyio.fail_after(300):
-        async with factory.running(), small_fleet(configured(inference=InferenceSettings(max_length=8192))) as fleet:
+        async with (
+            factory.running(),
+            small_deployment(build_configuration(inference=InferenceSettings(max_model_len=8192))) as fleet,
+        ):
             fleet.environment("environment-0", make=factory)
-            fleet.inference("inference-0", sampler=Speaker(lines), template=SpokenTemplate())
-            await fleet.request(task=warehouse_task(7), max_turns=10)
+            fleet.inference("inference-0", sampler=Speaker(lines), template=CannedTemplate())
+            await fleet.request(task=build_warehouse_task(7), max_turns=10)
             result = await fleet.result()
-            await fleet.rests()
+            await fleet.check_at_rest()
             observations = await fleet.observations()
     return result, [str(observation.messages[-1].content) for observation in observations[1:]]
 

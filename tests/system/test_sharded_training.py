@@ -81,7 +81,7 @@ def assert_close(first: Path, second: Path) -> None:
 CHOICES = {
     "plain": TorchTrainerSettings(micro_batch_size=2),
     "packed, recomputed, corrected, several updates": TorchTrainerSettings(
-        packing=True, token_budget=60, gradient_checkpointing=True, correction="tis", minibatches=2
+        packing=True, token_budget=60, gradient_checkpointing=True, rollout_correction="tis", minibatches=2
     ),
 }
 

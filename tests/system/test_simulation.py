@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.simulation.many import run_seeds
 from fleetbus_workers.simulation.run import run_seed
 from fleetbus_workers.simulation.scenario import Scenario
+from fleetbus_workers.simulation.seed_pool import run_seeds
 
 ORDINARY_SEEDS = range(40)
 ALL_SEEDS = range(1000)

@@ -12,12 +12,12 @@ import pytest
 import trio.testing
 
 from fleetbus.archive_writer import open_archive
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
-from fleetbus.ports import Ports
 from fleetbus.requests import Requests
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
     Action,
     ActionReference,
@@ -34,14 +34,14 @@ from fleetbus_schemas import (
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.batches import MissingActions, read_actions
-from fleetbus_workers.learner.book import Chain, Replaced
+from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.one_engine import Held, first_observation, inference_worker
-from tests.support.small_fleet import inline
+from tests.support.single_engine import HeldSampler, inference_worker, make_first_observation
+from tests.support.small_deployment import run_inline
 
 RUN = "findings"
-PORTS = Ports(offload=inline)
+PORTS = Runtime(offload=run_inline)
 SUBJECTS = Subjects(RUN)
 TRAIN, POLICY = SUBJECTS.train("default"), SUBJECTS.policy("default")
 
@@ -69,10 +69,10 @@ def published(version: int, lineage: str = "l1") -> PolicyPublished:
     )
 
 
-async def begun(bus: MemoryBus, lineage: str) -> tuple[Chain, LineageStarted]:
+async def begun(bus: MemoryBus, lineage: str) -> tuple[FencedAppender, LineageStarted]:
     """A learner that has announced its lineage, and nothing more."""
     last = await bus.last(TRAIN)
-    chain = Chain(bus, TRAIN, last.sequence if last else 0)
+    chain = FencedAppender(bus, TRAIN, last.sequence if last else 0)
     await chain.append(started(lineage))
     return chain, started(lineage)
 
@@ -81,21 +81,21 @@ async def test_a_learner_that_was_replaced_while_it_began_takes_nothing_over() -
     async with connected() as bus:
         older, message = await begun(bus, "l1")
         newer, newer_message = await begun(bus, "l2")
-        policies = Chain(bus, POLICY, 0)
-        await policies.take_over(newer_message, decided_on=newer)
-        with pytest.raises(Replaced):
-            await Chain(bus, POLICY, 0).take_over(message, decided_on=older)
+        policies = FencedAppender(bus, POLICY, 0)
+        await policies.take_over(newer_message, authority=newer)
+        with pytest.raises(LearnerReplaced):
+            await FencedAppender(bus, POLICY, 0).take_over(message, authority=older)
         await policies.append(published(0, "l2"))
 
 
 async def test_a_learner_that_begins_counts_on_from_what_was_published_until_then(tmp_path: Path) -> None:
     async with connected() as bus:
-        decided_on, message = await begun(bus, "l1")
+        authority, message = await begun(bus, "l1")
         await bus.publish(POLICY, encode(published(6)))
         publication = Publication(
-            bus, SUBJECTS, ScriptedTrainer(), policy="default", lineage="l1", folder=tmp_path, keep=2, ports=Ports()
+            bus, SUBJECTS, ScriptedTrainer(), policy="default", lineage="l1", folder=tmp_path, keep=2, runtime=Runtime()
         )
-        assert await publication.fence(message, decided_on=decided_on) == {6: 6}
+        assert await publication.fence(message, authority=authority) == {6: 6}
         assert await publication.publish(0) == 7
 
 
@@ -106,7 +106,7 @@ async def test_a_replaced_learner_that_has_nothing_to_append_is_told() -> None:
             async with anyio.create_task_group() as group:
                 group.start_soon(chain.watch)
                 await begun(bus, "l2")
-        assert raised.group_contains(Replaced)
+        assert raised.group_contains(LearnerReplaced)
 
 
 async def test_a_request_that_another_learner_made_comes_with_its_result() -> None:
@@ -163,9 +163,9 @@ async def test_a_version_that_was_rejected_is_tried_again() -> None:
 
 async def test_an_observation_that_was_routed_again_is_answered_where_the_one_before_it_is_refused() -> None:
     """A late Action of an earlier attempt came between: the first expects it not to be there, the second expects it."""
-    sampler = Held()
+    sampler = HeldSampler()
     async with connected() as bus:
-        observation = first_observation(bus, attempt=2)
+        observation = make_first_observation(bus, attempt=2)
         subject, actions = SUBJECTS.observation("default", "any", "e"), SUBJECTS.action("e0", "e")
         with anyio.fail_after(600):
             async with bus.read([actions], start=1) as answers, inference_worker(bus, RUN, sampler):
@@ -200,9 +200,9 @@ async def test_actions_that_were_trimmed_are_read_from_the_archive_and_without_i
         with open_archive(tmp_path, RUN) as archive:
             archive.append([entry async for entry in bus.scan([SUBJECTS.log])])
         await bus.purge(SUBJECTS.actions(), below=2)
-        assert await read_actions(bus, SUBJECTS, [result], archive=tmp_path, ports=PORTS) == {"e": actions}
+        assert await read_actions(bus, SUBJECTS, [result], archive=tmp_path, runtime=PORTS) == {"e": actions}
         with pytest.raises(MissingActions, match=r"position 1; .*learner.archive"):
-            await read_actions(bus, SUBJECTS, [result], archive=None, ports=PORTS)
+            await read_actions(bus, SUBJECTS, [result], archive=None, runtime=PORTS)
 
 
 async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +210,9 @@ async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waite
         actions, result = await played(bus)
         history, behind = bus.history, iter((1, 1))
 
-        async def lagging(subjects: Sequence[str]) -> list[Stored]:
+        async def lagging(subjects: Sequence[str]) -> list[StreamEntry]:
             entries = await history(subjects)
             return entries[: len(entries) - next(behind, 0)]
 
         monkeypatch.setattr(bus, "history", lagging)
-        assert await read_actions(bus, SUBJECTS, [result], archive=None, ports=PORTS) == {"e": actions}
+        assert await read_actions(bus, SUBJECTS, [result], archive=None, runtime=PORTS) == {"e": actions}

@@ -19,10 +19,10 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus.metrics.sinks import open_sinks
 from fleetbus_schemas import LineageStarted, Message, StepTrained, Subjects, encode
-from fleetbus_workers.metrics.collect import collect, step_values
-from fleetbus_workers.overview.follow import LogHealth
+from fleetbus_workers.metrics.collect import collect, iterate_step_values
 from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.overview.run_observer import LogHealth
+from fleetbus_workers.overview.state import RunState
 
 SUBJECTS = Subjects("r")
 METRICS = {
@@ -35,13 +35,13 @@ METRICS = {
 }
 
 
-def fold(*happened: Message) -> FleetState:
-    from fleetbus.bus.base import Stored
+def fold(*happened: Message) -> RunState:
+    from fleetbus.bus.base import StreamEntry
 
-    state = FleetState(steps=9)
+    state = RunState(steps=9)
     for sequence, message in enumerate(happened, start=1):
         subject, time_ns = SUBJECTS.train("default"), 1_700_000_000_000_000_000 + sequence * 1_500_000_000
-        entry = Stored(subject=subject, payload=encode(message), sequence=sequence, time_ns=time_ns)
+        entry = StreamEntry(subject=subject, payload=encode(message), sequence=sequence, time_ns=time_ns)
         state.apply(entry, message, 0.0, time_ns)
     return state
 
@@ -60,14 +60,14 @@ RESUMED = fold(
 )
 
 
-def exported(state: FleetState, **where: Any) -> None:
+def exported(state: RunState, **where: Any) -> None:
     with open_sinks(run="r", **where) as sinks:
-        for number, seconds, values in step_values(state, set()):
+        for number, seconds, values in iterate_step_values(state, set()):
             sinks.write(number, seconds, values)
 
 
-def expected(state: FleetState) -> list[dict[str, float]]:
-    return [{"step": number, "time": seconds, **values} for number, seconds, values in step_values(state, set())]
+def expected(state: RunState) -> list[dict[str, float]]:
+    return [{"step": number, "time": seconds, **values} for number, seconds, values in iterate_step_values(state, set())]
 
 
 def lines(file: Path) -> list[dict[str, float]]:
@@ -105,7 +105,7 @@ def test_a_step_that_a_later_lineage_trains_again_is_written_again(tmp_path: Pat
     file, written = tmp_path / "metrics.jsonl", set[tuple[str, int]]()
     with open_sinks(run="r", jsonl=file) as sinks:
         for state in (STATE, RESUMED):
-            for number, seconds, values in step_values(state, written):
+            for number, seconds, values in iterate_step_values(state, written):
                 sinks.write(number, seconds, values)
     assert [line["step"] for line in lines(file)] == [1, 2, 3, 2]
 

@@ -10,9 +10,9 @@ import trio.testing
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus_schemas import Heartbeat, Subjects, Task
-from fleetbus_workers.environment.routes import Routes
+from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from tests.support.small_fleet import configured, small_fleet
+from tests.support.small_deployment import build_configuration, small_deployment
 
 
 @pytest.fixture
@@ -25,24 +25,24 @@ def beat(lane: str, in_flight: int, *, draining: bool = False) -> Heartbeat:
 
 
 def test_a_lane_is_crowded_only_while_it_is_full_and_another_is_not() -> None:
-    routes = Routes(None, Subjects("r"), lambda lane: None)  # type: ignore[arg-type]
-    routes._heard(beat("i0", 4))
-    assert not routes.crowded("i0")
-    routes._heard(beat("i1", 3))
-    assert routes.crowded("i0") and not routes.crowded("i1") and not routes.crowded("any")
-    routes._heard(beat("i1", 3, draining=True))
-    assert not routes.crowded("i0")
-    routes._heard(beat("i1", 0))
-    routes._heard(beat("i0", 3))
-    assert not routes.crowded("i0")
+    routes = LaneStatus(None, Subjects("r"), lambda lane: None)  # type: ignore[arg-type]
+    routes._apply_heartbeat(beat("i0", 4))
+    assert not routes.is_full("i0")
+    routes._apply_heartbeat(beat("i1", 3))
+    assert routes.is_full("i0") and not routes.is_full("i1") and not routes.is_full("any")
+    routes._apply_heartbeat(beat("i1", 3, draining=True))
+    assert not routes.is_full("i0")
+    routes._apply_heartbeat(beat("i1", 0))
+    routes._apply_heartbeat(beat("i0", 3))
+    assert not routes.is_full("i0")
 
 
 async def test_the_turns_of_a_full_engine_spill_over_to_one_that_has_room() -> None:
     """One engine takes everything first; the second one joins, and the first one's episodes come over."""
     limits = LimitSettings(action=300, drain=10, late=60)
-    configuration = configured(limits=limits, environment=EnvironmentSettings(slots=8))
+    configuration = build_configuration(limits=limits, environment=EnvironmentSettings(slots=8))
     with anyio.fail_after(4000):
-        async with small_fleet(configuration) as fleet:
+        async with small_deployment(configuration) as fleet:
             await fleet.heard(fleet.environment("environment-0"))
             slow = ScriptedSampler(delay=lambda _: 5.0)
             await fleet.heard(fleet.inference("inference-0", sampler=slow, slots=4))

@@ -12,8 +12,8 @@ import trio.testing
 from fleetbus.audit import audit_run
 from fleetbus.client.sessions import Session, SessionFailed
 from fleetbus_schemas import MAX_MESSAGE_BYTES, SessionCall
-from tests.support.small_fleet import SmallFleet
-from tests.support.stepwise_ground import TASK, World, ground, said
+from tests.support.small_deployment import SmallDeployment
+from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
 
 
 @pytest.fixture
@@ -23,12 +23,12 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 async def test_a_session_opens_resets_steps_verifies_and_closes() -> None:
     world = World()
-    async with ground() as here:
+    async with session_fixture() as here:
         worker = here.worker("e1", world)
         async with here.client.open(TASK) as session:
-            assert said(await session.reset(seed=7)) == "start 7"
+            assert read_text(await session.reset(seed=7)) == "start 7"
             answer = await session.step("one")
-            assert (said(answer), answer.reward, answer.terminated) == ("1: one", 1.0, False)
+            assert (read_text(answer), answer.reward, answer.terminated) == ("1: one", 1.0, False)
             assert await session.state() == {"count": 1}
             verdict = await session.verify()
             assert (verdict.reward, verdict.reason) == (1.0, "counted")
@@ -40,7 +40,7 @@ async def test_a_session_opens_resets_steps_verifies_and_closes() -> None:
 
 async def test_a_repeated_call_gets_the_stored_answer_and_is_executed_once() -> None:
     world = World()
-    async with ground() as here:
+    async with session_fixture() as here:
         here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -54,20 +54,20 @@ async def test_a_repeated_call_gets_the_stored_answer_and_is_executed_once() -> 
 
 async def test_a_call_repeated_while_it_runs_joins_it() -> None:
     world = World(step_seconds=4)
-    async with ground() as here:
+    async with session_fixture() as here:
         here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset()
             call = SessionCall(session=session.name, call="step", key="k", text="one")
             with anyio.move_on_after(1):  # a client whose time-out is shorter than the step
                 await here.ask(call)
-            assert said(await here.ask(call)) == "1: one"
+            assert read_text(await here.ask(call)) == "1: one"
         assert (world.steps, world.most_at_once) == (["one"], 1)
 
 
 async def test_different_calls_of_one_session_never_overlap() -> None:
     world = World(step_seconds=1)
-    async with ground() as here:
+    async with session_fixture() as here:
         here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -80,7 +80,7 @@ async def test_different_calls_of_one_session_never_overlap() -> None:
 async def test_an_environment_that_raises_ends_its_session_once_and_for_all() -> None:
     world = World()
     world.error = RuntimeError("the simulator is gone")
-    async with ground() as here:
+    async with session_fixture() as here:
         worker = here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -106,16 +106,16 @@ async def test_an_environment_that_raises_ends_its_session_once_and_for_all() ->
     ids=["step before reset", "gap", "opened twice", "never opened", "no task"],
 )
 async def test_what_is_out_of_place_is_refused_and_harms_nothing(call: SessionCall, refusal: str) -> None:
-    async with ground() as here:
+    async with session_fixture() as here:
         here.worker("e1", World())
         async with here.client.open(TASK, session="s") as session:
             assert (await here.ask(call)).refusal == refusal
-            assert said(await session.reset()) == "start 0"
+            assert read_text(await session.reset()) == "start 0"
 
 
 async def test_after_the_end_of_an_episode_a_reset_begins_another() -> None:
     world = World()
-    async with ground() as here:
+    async with session_fixture() as here:
         here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset(seed=1)
@@ -123,12 +123,12 @@ async def test_after_the_end_of_an_episode_a_reset_begins_another() -> None:
                 pass
             with pytest.raises(SessionFailed, match="the episode is over"):
                 await session.step("x")
-            assert said(await session.reset(seed=2)) == "start 2"
-            assert said(await session.step("y")) == "1: y"
+            assert read_text(await session.reset(seed=2)) == "start 2"
+            assert read_text(await session.step("y")) == "1: y"
 
 
 async def test_closing_twice_is_harmless_and_nothing_else_is_possible_afterwards() -> None:
-    async with ground() as here:
+    async with session_fixture() as here:
         worker = here.worker("e1", World())
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -140,7 +140,7 @@ async def test_closing_twice_is_harmless_and_nothing_else_is_possible_afterwards
 
 async def test_what_is_too_large_for_the_log_ends_its_session_and_nobody_elses() -> None:
     world = World()
-    async with ground() as here:
+    async with session_fixture() as here:
         worker = here.worker("e1", world)
         async with here.client.open(TASK) as other, here.client.open(TASK) as session:
             await other.reset()
@@ -148,23 +148,23 @@ async def test_what_is_too_large_for_the_log_ends_its_session_and_nobody_elses()
             with pytest.raises(SessionFailed) as failed:
                 await session.step("x" * (MAX_MESSAGE_BYTES - 200))
             assert (failed.value.answer.end, failed.value.answer.error_class) == ("env_failed", "too_large")
-            assert said(await other.step("one")) == "1: one"
+            assert read_text(await other.step("one")) == "1: one"
         await here.empty(worker)
         assert world.opened == world.closed
 
 
 async def test_a_call_made_while_the_server_is_away_is_answered_when_it_is_back() -> None:
     world = World()
-    async with ground() as here:
+    async with session_fixture() as here:
         here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset()
             await use_restart(here.fleet)
-            assert said(await session.step("one")) == "1: one"
+            assert read_text(await session.step("one")) == "1: one"
         assert world.steps == ["one"]
 
 
-async def use_restart(fleet: SmallFleet) -> None:
+async def use_restart(fleet: SmallDeployment) -> None:
     """Every connection is cut and comes back."""
     for member in fleet.members.values():
         member.cut()

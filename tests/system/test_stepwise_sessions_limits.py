@@ -11,7 +11,7 @@ import trio.testing
 
 from fleetbus.client.sessions import SessionFailed, SessionUnavailable
 from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
-from tests.support.stepwise_ground import TASK, World, ground, said
+from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 async def test_who_finds_no_slot_waits_for_one() -> None:
     world = World()
-    async with ground(slots=1) as here:
+    async with session_fixture(slots=1) as here:
         worker = here.worker("e1", world)
         opened: list[str] = []
 
@@ -42,7 +42,7 @@ async def test_who_finds_no_slot_waits_for_one() -> None:
 async def test_calls_that_queue_for_one_session_take_one_slot_also_after_one_of_them_has_given_up() -> None:
     world = World()
     answers: dict[str, SessionAnswer] = {}
-    async with ground(slots=1) as here:
+    async with session_fixture(slots=1) as here:
         worker = here.worker("e1", world)
         subject = here.fleet.subjects.rpc("e1", "wanted")
 
@@ -67,7 +67,7 @@ async def test_calls_that_queue_for_one_session_take_one_slot_also_after_one_of_
 
 
 async def test_without_any_slot_in_time_the_caller_is_told() -> None:
-    async with ground(slots=1) as here:
+    async with session_fixture(slots=1) as here:
         here.worker("e1", World())
         async with here.client.open(TASK):
             with pytest.raises(SessionUnavailable, match="all 1 slots of e1 are taken"):
@@ -77,13 +77,13 @@ async def test_without_any_slot_in_time_the_caller_is_told() -> None:
 
 async def test_idle_sessions_end_and_a_running_step_is_not_idle() -> None:
     world = World(step_seconds=50)
-    async with ground(idle=20, step=100, episode=1000) as here:
+    async with session_fixture(idle=20, step=100, episode=1000) as here:
         worker = here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset()
-            assert said(await session.step("slow")) == "1: slow"
+            assert read_text(await session.step("slow")) == "1: slow"
             await anyio.sleep(10)
-            assert said(await session.step("again")) == "2: again"
+            assert read_text(await session.step("again")) == "2: again"
             await anyio.sleep(30)
             with pytest.raises(SessionFailed) as failed:
                 await session.step("late")
@@ -93,7 +93,7 @@ async def test_idle_sessions_end_and_a_running_step_is_not_idle() -> None:
 
 
 async def test_a_session_that_lasts_too_long_ends() -> None:
-    async with ground(episode=60, idle=50) as here:
+    async with session_fixture(episode=60, idle=50) as here:
         here.worker("e1", World())
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -106,7 +106,7 @@ async def test_a_session_that_lasts_too_long_ends() -> None:
 
 async def test_a_step_that_takes_too_long_ends_its_session() -> None:
     world = World(step_seconds=1000)
-    async with ground() as here:
+    async with session_fixture() as here:
         here.worker("e1", world)
         async with here.client.open(TASK) as session:
             await session.reset()

@@ -10,8 +10,8 @@ import trio.testing
 
 from fleetbus.client.sessions import SessionFailed, sessions
 from fleetbus_schemas import SessionCall
-from fleetbus_workers.environment.stepwise.journal import journal_of
-from tests.support.stepwise_ground import TASK, World, ground, said
+from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
+from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
 
 
 @pytest.fixture
@@ -21,21 +21,21 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 async def test_a_session_goes_on_at_another_worker_when_its_own_is_killed() -> None:
     first, second = World(), World()
-    async with ground() as here:
+    async with session_fixture() as here:
         dying = here.worker("e1", first)
         async with here.client.open(TASK) as session:
-            assert said(await session.reset(seed=3)) == "start 3"
-            assert said(await session.step("one")) == "1: one"
+            assert read_text(await session.reset(seed=3)) == "start 3"
+            assert read_text(await session.step("one")) == "1: one"
             here.worker("e2", second)
             dying.kill()
-            assert said(await session.step("two")) == "2: two"
-            assert said(await session.step("three")) == "3: three"
+            assert read_text(await session.step("two")) == "2: two"
+            assert read_text(await session.step("three")) == "3: three"
         assert (first.steps, second.steps) == (["one"], ["one", "two", "three"])
 
 
 async def test_an_answer_that_was_lost_with_its_worker_comes_from_the_journal() -> None:
     first, second = World(), World()
-    async with ground() as here:
+    async with session_fixture() as here:
         dying = here.worker("e1", first)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -49,7 +49,7 @@ async def test_an_answer_that_was_lost_with_its_worker_comes_from_the_journal() 
 
 async def test_a_session_of_an_environment_that_cannot_be_replayed_ends_as_lost() -> None:
     first, second = World(replayable=False), World(replayable=False)
-    async with ground() as here:
+    async with session_fixture() as here:
         dying = here.worker("e1", first)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -65,7 +65,7 @@ async def test_a_session_of_an_environment_that_cannot_be_replayed_ends_as_lost(
 async def test_a_restored_session_that_shows_something_else_ends_as_diverged() -> None:
     first, second = World(), World()
     second.drift = 1
-    async with ground() as here:
+    async with session_fixture() as here:
         dying = here.worker("e1", first)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -79,7 +79,7 @@ async def test_a_restored_session_that_shows_something_else_ends_as_diverged() -
 
 async def test_a_worker_that_was_cut_off_cannot_answer_for_a_session_that_moved() -> None:
     first, second = World(step_seconds=10), World()
-    async with ground() as here:
+    async with session_fixture() as here:
         late = here.worker("e1", first)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -89,8 +89,8 @@ async def test_a_worker_that_was_cut_off_cannot_answer_for_a_session_that_moved(
                 await first.stepping.wait()
                 late.cut()
             late.mend()
-            assert said(await session.step("two")) == "2: two"
-            journal = await journal_of(here.fleet.bus, here.fleet.subjects, session.name)
+            assert read_text(await session.step("two")) == "2: two"
+            journal = await read_session_journal(here.fleet.bus, here.fleet.subjects, session.name)
             assert [record.call.text for record in journal.records if record.call.call == "step"] == ["one", "two"]
             await here.empty(late)
             assert first.opened == first.closed, "whoever lost its claim closes its environment"
@@ -99,7 +99,7 @@ async def test_a_worker_that_was_cut_off_cannot_answer_for_a_session_that_moved(
 @pytest.mark.parametrize("replayable", [True, False])
 async def test_another_client_finds_a_session_where_it_is_and_takes_it_from_nobody(replayable: bool) -> None:
     world = World(replayable=replayable)
-    async with ground() as here:
+    async with session_fixture() as here:
         workers = [here.worker(name, world) for name in ("e1", "e2", "e3")]
         names = [f"s{index}" for index in range(6)]
         for name in names:
@@ -110,7 +110,7 @@ async def test_another_client_finds_a_session_where_it_is_and_takes_it_from_nobo
             await anyio.sleep(5)
             for name in reversed(names):
                 answer = await other.call(SessionCall(session=name, call="step", key="2", text="two"), timeout=60)
-                assert (answer.end, said(answer)) == (None, "2: two")
+                assert (answer.end, read_text(answer)) == (None, "2: two")
                 await other.call(SessionCall(session=name, call="close", key="c"), timeout=60)
         await here.empty(*workers)
     assert world.steps == ["one"] * len(names) + ["two"] * len(names)
@@ -118,7 +118,7 @@ async def test_another_client_finds_a_session_where_it_is_and_takes_it_from_nobo
 
 
 async def test_a_worker_says_which_sessions_it_holds() -> None:
-    async with ground() as here:
+    async with session_fixture() as here:
         worker = here.worker("e1", World())
         async with here.client.open(TASK, session="held") as session:
             await session.reset()
@@ -128,7 +128,7 @@ async def test_a_worker_says_which_sessions_it_holds() -> None:
 
 async def test_a_draining_worker_hands_its_sessions_over() -> None:
     first, second = World(), World()
-    async with ground(drain=5) as here:
+    async with session_fixture(drain=5) as here:
         leaving = here.worker("e1", first)
         async with here.client.open(TASK) as session:
             await session.reset()
@@ -136,15 +136,15 @@ async def test_a_draining_worker_hands_its_sessions_over() -> None:
             here.worker("e2", second)
             leaving.drain.set()
             await leaving.ended.wait()
-            assert said(await session.step("two")) == "2: two"
+            assert read_text(await session.step("two")) == "2: two"
         assert first.opened == first.closed
 
 
 async def test_a_session_whose_worker_and_client_are_gone_gets_a_tombstone_and_one_that_lives_does_not() -> None:
-    async with ground(idle=100, episode=10_000) as here:
+    async with session_fixture(idle=100, episode=10_000) as here:
         dying = here.worker("e1", World())
         gone = here.client.session("gone", timeout=60)
-        await gone.make("open", task=TASK)
+        await gone.request("open", task=TASK)
         await gone.reset()
         here.worker("e2", World())
         dying.kill()
@@ -153,7 +153,7 @@ async def test_a_session_whose_worker_and_client_are_gone_gets_a_tombstone_and_o
             for _ in range(5):
                 await anyio.sleep(60)
                 await lives.state()
-            journal = await journal_of(here.fleet.bus, here.fleet.subjects, "gone")
+            journal = await read_session_journal(here.fleet.bus, here.fleet.subjects, "gone")
             assert journal.ended is not None and journal.ended.end == "orphaned"
-            assert (await journal_of(here.fleet.bus, here.fleet.subjects, "lives")).ended is None
+            assert (await read_session_journal(here.fleet.bus, here.fleet.subjects, "lives")).ended is None
         assert (await here.ask(SessionCall(session="gone", call="state", key="late"))).end == "orphaned"

@@ -29,13 +29,13 @@ def tasks_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tasks.json"
 
 
-def answered(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+def run_and_read(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
     assert run_program([*arguments, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
 def test_valid_tasks_are_counted(tasks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = answered(capsys, "tasks", "validate", str(tasks_file))
+    facts = run_and_read(capsys, "tasks", "validate", str(tasks_file))
     assert facts["environments"] == {"a": 20, "b": 300, "c": 1, "instacart": 4}
     assert (facts["tasks"], facts["without_verifier"], facts["problems"]) == (325, 324, [])
     assert run_program(["tasks", "validate", "tasks.json"]) == 0
@@ -57,13 +57,13 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.Captur
 
 def test_environments_that_serve_not_every_task_are_a_problem(tasks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("tasks", "validate", str(tasks_file), "--environment", "a=scripted", "--environment", "b=scripted")
-    (problem,) = answered(capsys, *arguments, status=2)["problems"]
+    (problem,) = run_and_read(capsys, *arguments, status=2)["problems"]
     assert "no environment for the key 'c', 'instacart'" in problem
-    answered(capsys, *arguments, "--environment", "scripted")
+    run_and_read(capsys, *arguments, "--environment", "scripted")
 
 
 def test_a_split_has_the_defaults_of_the_data_preparation(tasks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = answered(capsys, "tasks", "split", str(tasks_file), "--output", "out")
+    facts = run_and_read(capsys, "tasks", "split", str(tasks_file), "--output", "out")
     assert facts["environments"] == {
         "a": {"train": 18, "validation": 2},
         "b": {"train": 270, "validation": 30},
@@ -73,7 +73,7 @@ def test_a_split_has_the_defaults_of_the_data_preparation(tasks_file: Path, caps
     assert facts["dataset_version"].startswith("sha256:")
     assert len(load_tasks("out/train.json")) == 289
     assert {task.env for task in load_tasks("out/validation.json")} == {"a", "b", "instacart"}
-    again = answered(capsys, "tasks", "split", str(tasks_file), "--output", "again")
+    again = run_and_read(capsys, "tasks", "split", str(tasks_file), "--output", "again")
     assert (tasks_file.parent / "again/train.json").read_bytes() == (tasks_file.parent / "out/train.json").read_bytes()
     assert again["environments"] == facts["environments"]
 
@@ -82,13 +82,13 @@ def test_a_split_takes_the_parameters_of_the_other_data_preparation(
     tasks_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = ["--eval-ratio", "0.2", "--max-eval", "20", "--min-eval", "5", "--all-or-none", "--max-eval-total", "96"]
-    facts = answered(capsys, "tasks", "split", str(tasks_file), *rules, "--hold-out", "c", "--modality", "tool_use")
+    facts = run_and_read(capsys, "tasks", "split", str(tasks_file), *rules, "--hold-out", "c", "--modality", "tool_use")
     assert facts["environments"] == {
         "a": {"train": 20, "validation": 0},
         "b": {"train": 280, "validation": 20},
         "c": {"train": 0, "validation": 1},
     }
-    hard = answered(capsys, "tasks", "split", str(tasks_file), "--difficulty", "3", "--env", "c")
+    hard = run_and_read(capsys, "tasks", "split", str(tasks_file), "--difficulty", "3", "--env", "c")
     assert (hard["train"], hard["validation"]) == (1, 0)
 
 

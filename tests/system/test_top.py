@@ -12,16 +12,16 @@ import trio.testing
 from rich.console import Console
 
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.overview.follow import Watch
-from fleetbus_workers.overview.jetstream import ServerView, look_at_server
-from fleetbus_workers.overview.state import FleetState
-from fleetbus_workers.top.view import facts, screen
+from fleetbus_workers.overview.jetstream import ServerView, fetch_server_view
+from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.top.view import build_facts, screen
 from fleetbus_workers.watchdog import find_stalls
-from tests.support.small_fleet import LIMITS, RUN, SmallFleet, configured, small_fleet
+from tests.support.small_deployment import LIMITS, RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
@@ -36,9 +36,9 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 class Onlooker:
     """What `top` knows after some time."""
 
-    def __init__(self, fleet: SmallFleet) -> None:
-        self.state = FleetState(steps=0)
-        self.watch = Watch(fleet.bus, fleet.subjects, self.state)
+    def __init__(self, fleet: SmallDeployment) -> None:
+        self.state = RunState(steps=0)
+        self.watch = RunObserver(fleet.bus, fleet.subjects, self.state)
         self._fleet = fleet
 
     def stalls(self, stall_seconds: float = 60.0) -> list[Any]:
@@ -52,7 +52,7 @@ class Onlooker:
 
     def shown(self) -> str:
         now, now_ns = anyio.current_time(), self._fleet.bus.now_ns()
-        content = facts(
+        content = build_facts(
             self.state, self.watch.health, ServerView(slow_consumers=2), self.stalls(), run=RUN, now=now, now_ns=now_ns
         )
         console = Console(width=80, file=io.StringIO())
@@ -61,7 +61,7 @@ class Onlooker:
 
 
 async def test_a_killed_worker_is_shown_within_five_seconds() -> None:
-    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+    async with small_deployment(build_configuration()) as fleet, anyio.create_task_group() as group:
         look = Onlooker(fleet)
         group.start_soon(look.watch.run)
         worker = fleet.environment("env-to-kill")
@@ -78,7 +78,7 @@ async def test_a_killed_worker_is_shown_within_five_seconds() -> None:
 
 
 async def test_a_run_without_environment_workers_is_stuck_there() -> None:
-    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+    async with small_deployment(build_configuration()) as fleet, anyio.create_task_group() as group:
         look = Onlooker(fleet)
         group.start_soon(look.watch.run)
         await fleet.request("e1")
@@ -97,7 +97,7 @@ async def test_a_run_without_environment_workers_is_stuck_there() -> None:
 
 
 async def test_a_run_whose_inference_worker_died_is_stuck_there_and_names_it() -> None:
-    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+    async with small_deployment(build_configuration()) as fleet, anyio.create_task_group() as group:
         look = Onlooker(fleet)
         group.start_soon(look.watch.run)
         fleet.environment("env")
@@ -116,7 +116,7 @@ async def test_an_engine_that_hangs_is_where_the_run_is_stuck() -> None:
     def hang(request: GenerationRequest) -> float:
         return 1e6
 
-    async with small_fleet(configured()) as fleet, anyio.create_task_group() as group:
+    async with small_deployment(build_configuration()) as fleet, anyio.create_task_group() as group:
         look = Onlooker(fleet)
         group.start_soon(look.watch.run)
         env = fleet.environment("env")
@@ -142,7 +142,7 @@ class SlowToVerify(ScriptedEnvironment):
 
 async def test_a_group_that_waits_for_one_slow_verifier_is_stuck_there() -> None:
     limits = msgspec.structs.replace(LIMITS, verify=1e5, episode=2e5)
-    async with small_fleet(configured(limits=limits)) as fleet, anyio.create_task_group() as group:
+    async with small_deployment(build_configuration(limits=limits)) as fleet, anyio.create_task_group() as group:
         look = Onlooker(fleet)
         group.start_soon(look.watch.run)
         env = fleet.environment("env", make=SlowToVerify)
@@ -163,6 +163,6 @@ async def test_a_group_that_waits_for_one_slow_verifier_is_stuck_there() -> None
 
 
 async def test_what_the_server_does_not_tell_is_unknown() -> None:
-    async with small_fleet(configured()) as fleet:
-        view = await look_at_server(fleet.bus, RUN)
+    async with small_deployment(build_configuration()) as fleet:
+        view = await fetch_server_view(fleet.bus, RUN)
         assert view == ServerView() and view.pending == 0

@@ -27,7 +27,7 @@ from fleetbus_workers.tracing.otlp_file import FileSink
 from fleetbus_workers.tracing.run import Tracing
 from fleetbus_workers.tracing.span import SpansRefused
 from tests.support.otlp_receiver import Receiver, spans_in_file
-from tests.support.processes import until, until_said
+from tests.support.processes import until, wait_for_output
 
 ROOT = Path(__file__).parents[2]
 GUESSING = ROOT / "tests" / "replay" / "recordings" / "guessing.fbrec"
@@ -43,7 +43,7 @@ def receiver() -> Iterator[Receiver]:
     running.close()
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+def read_stdout(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
     capsys.readouterr()
     found = run_program([str(each) for each in arguments])
     captured = capsys.readouterr()
@@ -53,7 +53,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) 
 
 def test_a_receiver_gets_the_same_spans_that_the_file_has(receiver: Receiver, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "spans.jsonl"
-    told = json.loads(said(capsys, "trace", GUESSING, "--otlp", receiver.url, "--jsonl", file, "--json"))
+    told = json.loads(read_stdout(capsys, "trace", GUESSING, "--otlp", receiver.url, "--jsonl", file, "--json"))
     counted = {"episodes": 33, "open": 0, "sessions": 0, "open_sessions": 0, "spans": SPANS}
     assert told == {"run": RUN, "last_sequence": 248} | counted
     written = {span["spanId"]: span for span in spans_in_file(file)}
@@ -88,27 +88,29 @@ def test_the_protocols_own_json_parser_reads_the_file(tmp_path: Path, capsys: An
     parser = pytest.importorskip("google.protobuf.json_format")
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     file = tmp_path / "spans.jsonl"
-    said(capsys, "trace", GUESSING, "--jsonl", file)
+    read_stdout(capsys, "trace", GUESSING, "--jsonl", file)
     parsed = [parser.Parse(line, service.ExportTraceServiceRequest()) for line in file.read_text().splitlines()]
     assert sum(len(scope.spans) for each in parsed for of in each.resource_spans for scope in of.scope_spans) == SPANS
 
 
 def test_exporting_again_brings_no_new_spans_and_going_on_brings_only_the_rest(receiver: Receiver, capsys: Any) -> None:
-    said(capsys, "trace", GUESSING, "--otlp", receiver.url)
+    read_stdout(capsys, "trace", GUESSING, "--otlp", receiver.url)
     first = {span.span_id for span in receiver.spans}
-    said(capsys, "trace", GUESSING, "--otlp", receiver.url)
+    read_stdout(capsys, "trace", GUESSING, "--otlp", receiver.url)
     assert {span.span_id for span in receiver.spans} == first
     receiver.spans.clear()
-    rest = json.loads(said(capsys, "trace", GUESSING, "--otlp", receiver.url, "--after", 200, "--json"))
+    rest = json.loads(read_stdout(capsys, "trace", GUESSING, "--otlp", receiver.url, "--after", 200, "--json"))
     assert 0 < len(receiver.spans) == rest["spans"] < SPANS
     assert {span.span_id for span in receiver.spans} < first
-    nothing = json.loads(said(capsys, "trace", GUESSING, "--otlp", receiver.url, "--after", rest["last_sequence"], "--json"))
+    nothing = json.loads(
+        read_stdout(capsys, "trace", GUESSING, "--otlp", receiver.url, "--after", rest["last_sequence"], "--json")
+    )
     assert nothing["spans"] == 0
 
 
 def test_a_receiver_that_is_busy_is_asked_again(receiver: Receiver, capsys: Any) -> None:
     receiver.answers = [503]
-    said(capsys, "trace", GUESSING, "--otlp", receiver.url)
+    read_stdout(capsys, "trace", GUESSING, "--otlp", receiver.url)
     assert len(receiver.spans) == SPANS
 
 
@@ -117,7 +119,7 @@ def test_keys_travel_in_headers_that_the_command_line_does_not_show(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=k1")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")  # is for what runs, not for what is read
-    said(capsys, "trace", GUESSING, "--otlp", f"{receiver.url}/v1/traces", "--episode", "l1-start-0000")
+    read_stdout(capsys, "trace", GUESSING, "--otlp", f"{receiver.url}/v1/traces", "--episode", "l1-start-0000")
     assert receiver.headers[0]["x-api-key"] == "k1"
     assert len({span.trace_id for span in receiver.spans}) == 1
 
@@ -125,23 +127,23 @@ def test_keys_travel_in_headers_that_the_command_line_does_not_show(
 @pytest.mark.parametrize("url", ["localhost:4318", "ftp://localhost", "http://"])
 def test_what_is_no_address_of_a_receiver_is_one_line(url: str, capsys: Any) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    assert "no URL of a receiver" in said(capsys, "trace", GUESSING, "--otlp", url, code=2)
+    assert "no URL of a receiver" in read_stdout(capsys, "trace", GUESSING, "--otlp", url, code=2)
 
 
 def test_a_receiver_that_refuses_or_is_not_there_is_one_line(
     receiver: Receiver, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver.answers = [401]
-    assert "does not take spans" in said(capsys, "trace", GUESSING, "--otlp", receiver.url, code=2)
+    assert "does not take spans" in read_stdout(capsys, "trace", GUESSING, "--otlp", receiver.url, code=2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2.5")
-    complaint = said(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
+    complaint = read_stdout(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
     assert complaint == "fleetbus: http://127.0.0.1:1/v1/traces does not take spans: Connection refused\n"
 
 
 def test_without_the_exporter_the_command_says_what_to_install(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "fleetbus_workers.tracing.otlp", raising=False)
-    assert "pip install 'fleetbus[otel]'" in said(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
+    assert "pip install 'fleetbus[otel]'" in read_stdout(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_without_the_exporter_the_command_says_what_to_install(capsys: Any, monk
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], complaint: str, capsys: Any) -> None:
-    assert complaint in said(capsys, "trace", GUESSING, *arguments, code=2)
+    assert complaint in read_stdout(capsys, "trace", GUESSING, *arguments, code=2)
 
 
 async def fill(bus: Bus, start: int, stop: int) -> None:
@@ -258,5 +260,5 @@ async def test_the_command_follows_a_real_log_until_it_is_told_to_stop(tmp_path:
             await fill(bus, 100, ENTRIES)
             await until(lambda: len(spans_in_file(file)) == SPANS)
             process.send_signal(signal.SIGTERM)
-            await until_said(process.stdout, b"goes on from here)")
+            await wait_for_output(process.stdout, b"goes on from here)")
             assert await process.wait() == 0

@@ -13,8 +13,8 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
-from fleetbus.episodes import decoded
-from fleetbus.ports import Ports
+from fleetbus.episodes import decode_entries
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
     ActionReference,
     CheckpointStored,
@@ -32,7 +32,7 @@ from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
-from tests.support.small_fleet import inline
+from tests.support.small_deployment import run_inline
 
 RUN = "ends"
 SUBJECTS = Subjects(RUN)
@@ -84,9 +84,9 @@ async def test_a_learner_that_begins_at_the_last_step_excludes_what_nobody_train
                     await bus.publish(subject, encode(message))
             await run_learner(
                 bus, configuration=configuration, name="learner", drain=anyio.Event(), trainer=ScriptedTrainer(),
-                curriculum=Curriculum(tasks, [], seed=1), ports=Ports(offload=inline),
+                curriculum=Curriculum(tasks, [], seed=1), runtime=Runtime(offload=run_inline),
             )  # fmt: skip
             book = await bus.history([SUBJECTS.train("default")])
-    ((_, finished),) = decoded(TrainingFinished, book, beside=STORED["train"])
+    ((_, finished),) = decode_entries(TrainingFinished, book, beside=STORED["train"])
     excluded = {exclusion.episode_id: exclusion.reason for exclusion in finished.excluded}
     assert excluded == {f"g{group:06d}-{index}": "training_finished" for group in range(GROUPS) for index in range(2)}

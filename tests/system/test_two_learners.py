@@ -17,13 +17,13 @@ from fleetbus.config.settings import Configuration
 from fleetbus_schemas import LineageStarted, Subjects, encode
 from fleetbus_workers.cli.role import run_role
 from fleetbus_workers.exit_status import CRASHED, FINISHED
-from fleetbus_workers.learner.book import Chain
+from fleetbus_workers.learner.journal import FencedAppender
 
 
 async def replaced(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
     """A learner in whose place another begins."""
     subjects = Subjects(configuration.run.name)
-    chain = Chain(bus, subjects.train("default"), 0)
+    chain = FencedAppender(bus, subjects.train("default"), 0)
     async with anyio.create_task_group() as group:
         group.start_soon(chain.watch)
         await chain.append(LineageStarted(lineage="l1", worker=name))

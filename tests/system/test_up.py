@@ -44,7 +44,7 @@ class Up:
         except psutil.NoSuchProcess:
             found = []
         self.seen.update({process.pid: process for process in found})
-        return [process for process in self.seen.values() if _runs(process)]
+        return [process for process in self.seen.values() if _is_running(process)]
 
     def named(self, word: str) -> psutil.Process:
         return next(process for process in self.descendants() if word in process.cmdline())
@@ -71,7 +71,7 @@ class Up:
         return (self.folder / "err").read_text().splitlines()
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -115,7 +115,7 @@ async def run_to_the_end(folder: Path, *arguments: str, script: str = "train", *
         return code, running
 
 
-def summary_of(file: Path) -> dict[str, Any]:
+def read_summary(file: Path) -> dict[str, Any]:
     content = json.loads(file.read_text())
     assert isinstance(content, dict)
     return content
@@ -127,8 +127,8 @@ async def test_it_trains_to_the_end_and_leaves_summary_and_picture(tmp_path: Pat
     assert ran.out[0].startswith("run default trains the starter policy on warehouse, 3 steps")
     assert [line.split(" · ")[0] for line in ran.out if line.startswith("step ")] == ["step 1/3", "step 2/3", "step 3/3"]
     assert any("25.0% → 75.0% sampled, 100.0% greedy" in line for line in ran.out)
-    summary = summary_of(ran.run / "summary.json")
-    assert summary == summary_of(tmp_path / "copy.json")
+    summary = read_summary(ran.run / "summary.json")
+    assert summary == read_summary(tmp_path / "copy.json")
     assert summary["finished"] is True and summary["seed"] == 1
     assert (summary["success_start"], summary["success_end"], summary["success_end_greedy"]) == (0.25, 0.75, 1.0)
     assert (summary["optimizer_steps"], summary["episodes_trained"]) == (3, 12)
@@ -146,7 +146,7 @@ async def test_a_finished_run_called_again_says_so_and_more_steps_train_it_furth
     code, again = await run_to_the_end(tmp_path, "--json-summary", "copy.json")
     assert code == 0
     assert "run default is finished" in again.out[0] and "--steps" in again.out[-2] and "--run" in again.out[-1]
-    assert summary_of(tmp_path / "copy.json")["optimizer_steps"] == 2
+    assert read_summary(tmp_path / "copy.json")["optimizer_steps"] == 2
     async with up(tmp_path, "--steps", "4", script="wait") as further:
         await further.everything_runs()
         assert further.out[0].startswith("run default resumes")
@@ -162,7 +162,7 @@ async def test_a_first_signal_drains_everything(tmp_path: Path, sent: signal.Sig
     assert running.errors == []
     assert any("stopping" in line for line in running.out)
     assert any("`fleetbus up` resumes it" in line for line in running.out)
-    assert summary_of(running.run / "summary.json")["finished"] is False
+    assert read_summary(running.run / "summary.json")["finished"] is False
 
 
 async def test_a_learner_that_will_not_stop_is_killed_in_time(tmp_path: Path) -> None:
@@ -215,17 +215,17 @@ async def test_a_learner_that_crashed_once_is_started_again_and_finishes(tmp_pat
     code, ran = await run_to_the_end(tmp_path, "--steps", "2", script="crash-once")
     assert code == 0
     assert any("learner ended with status 3; starting it again" in line for line in ran.out)
-    assert summary_of(ran.run / "summary.json")["finished"] is True
+    assert read_summary(ran.run / "summary.json")["finished"] is True
 
 
 @pytest.mark.parametrize("victim", ["-js", "fleetbus_workers.up.server"])
 async def test_a_killed_server_comes_back_at_the_same_address_and_workers_go_on(tmp_path: Path, victim: str) -> None:
     async with up(tmp_path, script="wait") as running:
         await running.everything_runs()
-        address = summary_of(running.run / "server.json")
+        address = read_summary(running.run / "server.json")
         running.named(victim).kill()
-        await until(lambda: summary_of(running.run / "server.json")["pid"] != address["pid"])
-        assert summary_of(running.run / "server.json")["url"] == address["url"]
+        await until(lambda: read_summary(running.run / "server.json")["pid"] != address["pid"])
+        assert read_summary(running.run / "server.json")["url"] == address["url"]
         running.named("environment").kill()
         await running.output_has("environment-1 is ready")
         running.process.send_signal(signal.SIGTERM)
@@ -238,14 +238,14 @@ async def test_a_resumed_run_has_the_address_that_it_had_unless_somebody_took_it
     for _ in range(2):
         async with up(tmp_path, script="wait") as running:
             await running.everything_runs()
-            urls.append(summary_of(running.run / "server.json")["url"])
+            urls.append(read_summary(running.run / "server.json")["url"])
             running.process.send_signal(signal.SIGTERM)
             assert await running.ended(within=60) == 0
     assert urls[0] == urls[1]
     with socket.create_server(("127.0.0.1", int(urls[0].rpartition(":")[2]))):
         async with up(tmp_path, script="wait") as running:
             await running.everything_runs()
-            assert summary_of(running.run / "server.json")["url"] != urls[0]
+            assert read_summary(running.run / "server.json")["url"] != urls[0]
 
 
 async def test_a_second_up_of_the_same_run_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def address(file: Path) -> Address:
 
 
 @asynccontextmanager
-async def held(folder: Path) -> AsyncIterator[Path]:
+async def hold_server_process(folder: Path) -> AsyncIterator[Path]:
     """A held server; the file that tells its address."""
     file = folder / "server.json"
     with anyio.fail_after(50):
@@ -32,7 +32,7 @@ async def held(folder: Path) -> AsyncIterator[Path]:
             tasks.cancel_scope.cancel()
 
 
-def complain(folder: Path) -> None:
+def write_full_disk_error(folder: Path) -> None:
     with (folder / "store" / "nats-server.log").open("ab") as log:
         log.write(b"[ERR] JetStream failed to store a msg on stream: write 1.blk: " + FULL + b"\n")
 
@@ -48,14 +48,14 @@ async def test_a_server_whose_disk_was_full_is_started_again_when_there_is_room(
         looked.set()
         return usage._replace(free=0)
 
-    async with held(tmp_path) as file:
+    async with hold_server_process(tmp_path) as file:
         before = address(file)
         monkeypatch.setattr(server.shutil, "disk_usage", full)
-        complain(tmp_path)
+        write_full_disk_error(tmp_path)
         await looked.wait()
         assert address(file).pid == before.pid
         monkeypatch.setattr(server.shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))
-        complain(tmp_path)
+        write_full_disk_error(tmp_path)
         while address(file).pid == before.pid:  # noqa: ASYNC110
             await anyio.sleep(0.01)
         assert address(file).url == before.url

@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus_workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
-from fleetbus_workers.environment.verifier import Verifier
+from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, Kind, find_isolation
+from fleetbus_workers.environment.isolation.verifier import Verifier
 from tests.support.grading import LIMITS, Tools, grade
 
 

@@ -11,10 +11,10 @@ import anyio
 import psutil
 import pytest
 
-from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
-from fleetbus_workers.environment.verifier.sandbox import MAX_STARTS
+from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.isolation.verifier.sandbox import MAX_STARTS
 from tests.support.grading import LIMITS, Tools, grade
-from tests.support.processes import children, until, until_said
+from tests.support.processes import children, until, wait_for_output
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -117,8 +117,8 @@ async def test_nothing_is_left_behind_at_the_end() -> None:
 
 WORKER = """
 import anyio, sys
-from fleetbus_workers.environment.sandbox.isolation import IsolationUnavailable, Kind, find_isolation
-from fleetbus_workers.environment.verifier import Verifier
+from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, Kind, find_isolation
+from fleetbus_workers.environment.isolation.verifier import Verifier
 
 class Tools:
     async def call_tool(self, name, arguments):
@@ -137,7 +137,7 @@ anyio.run(main)
 
 async def test_a_killed_worker_takes_its_verifications_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
-        await until_said(worker.stdout, b"asked")
+        await wait_for_output(worker.stdout, b"asked")
         processes = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     assert len(processes) >= 2, "the warm process and one child"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from fleetbus_workers.environment.mcp_connection import DirectConnection, ToolResult
-from fleetbus_workers.environment.specs import environment_factory
-from fleetbus_workers.environment.verifier import Verifier
-from fleetbus_workers.environment.warehouse.items import FIELDS, NAMES, TOOLS, draw_warehouse
-from fleetbus_workers.environment.warehouse.server import make_server
-from fleetbus_workers.environment.warehouse.tasks import warehouse_task
-from tests.support.tool_use import say, tool_call
+from fleetbus_workers.environment.adapters.mcp.connection import DirectConnection, ToolResult
+from fleetbus_workers.environment.adapters.warehouse.items import FIELDS, NAMES, TOOLS, draw_warehouse
+from fleetbus_workers.environment.adapters.warehouse.server import make_server
+from fleetbus_workers.environment.adapters.warehouse.tasks import build_warehouse_task
+from fleetbus_workers.environment.isolation.verifier import Verifier
+from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.tool_calls import say, tool_call
 
 SEED = 7
 WAREHOUSE = draw_warehouse(SEED)
@@ -132,11 +132,11 @@ def test_an_endless_query_is_cut_and_the_next_one_works() -> None:
 @pytest.mark.parametrize(("offset", "reward"), [(0, 1.0), (1, 0.0)])
 async def test_an_episode_is_played_and_graded(offset: int, reward: float) -> None:
     verifier = Verifier()
-    factory = environment_factory("warehouse", verifier=verifier)
+    factory = build_environment_factory("warehouse", verifier=verifier)
     async with verifier.running(), factory.running():
         environment = factory()
         assert environment.replayable
-        await environment.open(warehouse_task(SEED))
+        await environment.open(build_warehouse_task(SEED))
         start = await environment.reset()
         assert [message.role for message in start.messages] == ["system", "user"]
         assert start.messages[1].content == f'Read "{WAREHOUSE.field}" of "{WAREHOUSE.name}".'
@@ -154,12 +154,12 @@ async def test_an_episode_is_played_and_graded(offset: int, reward: float) -> No
 
 
 async def test_the_same_actions_lead_to_the_same_observations() -> None:
-    factory = environment_factory("warehouse", verifier=Verifier())
+    factory = build_environment_factory("warehouse", verifier=Verifier())
     actions = [say(tool_call("find_item", name=name)) for name in NAMES[:4]] + [say("nothing"), say(tool_call("x"))]
     seen = []
     for _ in range(2):
         environment = factory()
-        await environment.open(warehouse_task(SEED))
+        await environment.open(build_warehouse_task(SEED))
         seen.append([await environment.reset(), *[await environment.step(action) for action in actions]])
         await environment.close()
     assert seen[0] == seen[1]

@@ -28,7 +28,7 @@ class RecordedRequests(Requests):
         if len(self.asked) >= self.room:
             await anyio.sleep_forever()
 
-    def make(self, task: Task, **fields: Any) -> EpisodeRequested:
+    def build_request(self, task: Task, **fields: Any) -> EpisodeRequested:
         version = fields.pop("version")
         return EpisodeRequested(task=task, policy="default", policy_version=version, deadline_ns=1, **fields)
 
@@ -53,7 +53,7 @@ def completed(request: EpisodeRequested, sequence: int) -> EpisodeFinished:
 
 async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_published() -> None:
     settings = LearnerSettings(groups=2, group_size=2, max_staleness=1, steps=10)
-    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, late="drop")
+    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, stale_groups="drop")
     requests, progress = RecordedRequests(), [0, 0]
     admission = Admission(
         requests,
@@ -64,20 +64,20 @@ async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_p
         next_group=0,
         progress=lambda: (progress[0], progress[1]),
     )
-    pool.published(0, 0)
+    pool.record_version(0, 0)
     with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(admission.run, anyio.Event())
             await wait_all_tasks_blocked()
             assert len(requests.asked) == 8
             for sequence, request in enumerate(requests.asked, start=1):
-                pool.finished(completed(request, sequence))
+                pool.add_result(completed(request, sequence))
             progress[0] = 1
             pool.settle(pool.take(2, 0))
             await wait_all_tasks_blocked()
             assert len(requests.asked) == 8, "nothing begins with the weights of the step before"
             progress[1] = 1
-            pool.published(1, 1)
+            pool.record_version(1, 1)
             await wait_all_tasks_blocked()
             assert [request.policy_version for request in requests.asked[8:]] == [1] * 4
             tasks.cancel_scope.cancel()
@@ -85,7 +85,7 @@ async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_p
 
 async def test_every_group_waits_for_room_of_its_own() -> None:
     """A round may be large, and others fill the log meanwhile."""
-    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, late="drop")
+    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, stale_groups="drop")
     requests = RecordedRequests()
     requests.room = 4
     admission = Admission(
@@ -97,7 +97,7 @@ async def test_every_group_waits_for_room_of_its_own() -> None:
         next_group=0,
         progress=lambda: (0, 0),
     )
-    pool.published(0, 0)
+    pool.record_version(0, 0)
     with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(admission.run, anyio.Event())

@@ -8,182 +8,182 @@ import pytest
 
 from fleetbus.core.audit_findings import KINDS
 from fleetbus_schemas import AttemptReleased
-from tests.support.story import SUBJECTS, Story, audited, begun, kinds
+from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
 
 
-def trained_twice(story: Story) -> None:
-    story.play("a")
-    story.step(1, ["a"])
-    story.step(2, ["a"])
+def trained_twice(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, ["a"])
+    log_builder.step(2, ["a"])
 
 
-def trained_and_excluded(story: Story) -> None:
-    story.play("a")
-    story.step(1, ["a"])
-    story.step(2, [], {"a": "stale"})
+def trained_and_excluded(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, ["a"])
+    log_builder.step(2, [], {"a": "stale"})
 
 
-def excluded_twice(story: Story) -> None:
-    story.play("a")
-    story.step(1, [], {"a": "stale"})
-    story.end(1, {"a": "training_finished"})
+def excluded_twice(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, [], {"a": "stale"})
+    log_builder.end(1, {"a": "training_finished"})
 
 
-def excluded_without_reason(story: Story) -> None:
-    story.play("a")
-    story.step(1, [], {"a": ""})
+def excluded_without_reason(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, [], {"a": ""})
 
 
-def trained_without_result(story: Story) -> None:
-    story.request("a")
-    story.step(1, ["a"])
+def trained_without_result(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.step(1, ["a"])
 
 
-def trained_ungraded(story: Story) -> None:
-    story.play("a", outcome="env_failed", reward=None)
-    story.step(1, ["a"])
+def trained_ungraded(log_builder: LogBuilder) -> None:
+    log_builder.play("a", outcome="env_failed", reward=None)
+    log_builder.step(1, ["a"])
 
 
-def evaluation_settled(story: Story) -> None:
-    story.play("a", split="eval")
-    story.step(1, ["a"])
+def evaluation_settled(log_builder: LogBuilder) -> None:
+    log_builder.play("a", split="eval")
+    log_builder.step(1, ["a"])
 
 
-def settled_never_requested(story: Story) -> None:
-    story.step(1, [], {"a": "stale"})
+def settled_never_requested(log_builder: LogBuilder) -> None:
+    log_builder.step(1, [], {"a": "stale"})
 
 
-def played_never_requested(story: Story) -> None:
-    story.play("a", request=False)
+def played_never_requested(log_builder: LogBuilder) -> None:
+    log_builder.play("a", request=False)
 
 
-def requested_twice(story: Story) -> None:
-    story.request("a")
-    story.request("a", pool="other")
+def requested_twice(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.request("a", pool="other")
 
 
-def second_result(story: Story) -> None:
-    story.play("a")
-    story.finish("a", [])
+def second_result(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.finish("a", [])
 
 
-def claim_after_result(story: Story) -> None:
-    story.play("a")
-    story.claim("a", 2)
+def claim_after_result(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.claim("a", 2)
 
 
-def claim_out_of_order(story: Story) -> None:
-    story.request("a")
-    story.claim("a", 1)
-    story.claim("a", 3)
+def claim_out_of_order(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a", 1)
+    log_builder.claim("a", 3)
 
 
-def release_not_newest(story: Story) -> None:
-    story.request("a")
-    story.claim("a", 1)
-    story.claim("a", 2)
-    story.release("a", 1)
+def release_not_newest(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a", 1)
+    log_builder.claim("a", 2)
+    log_builder.release("a", 1)
 
 
-def result_not_newest(story: Story) -> None:
-    story.request("a")
-    story.claim("a", 1)
-    story.observe("a", 0)
-    action = story.act("a", 0)
-    story.claim("a", 2, resumed=1)
-    story.finish("a", [action], attempt=1)
+def result_not_newest(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a", 1)
+    log_builder.observe("a", 0)
+    action = log_builder.act("a", 0)
+    log_builder.claim("a", 2, resumed=1)
+    log_builder.finish("a", [action], attempt=1)
 
 
-def observed_unclaimed(story: Story) -> None:
-    story.request("a")
-    story.observe("a", 0)
+def observed_unclaimed(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.observe("a", 0)
 
 
-def action_unobserved(story: Story) -> None:
-    story.request("a")
-    story.claim("a")
-    story.observe("a", 0)
-    story.act("a", 1)
+def action_unobserved(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a")
+    log_builder.observe("a", 0)
+    log_builder.act("a", 1)
 
 
-def late_action_unobserved(story: Story) -> None:
-    story.play("a", turns=1)
-    story.act("a", 1)
+def late_action_unobserved(log_builder: LogBuilder) -> None:
+    log_builder.play("a", turns=1)
+    log_builder.act("a", 1)
 
 
-def action_repeated(story: Story) -> None:
-    story.request("a")
-    story.claim("a")
-    story.observe("a", 0)
-    story.act("a", 0)
-    story.act("a", 0)
+def action_repeated(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a")
+    log_builder.observe("a", 0)
+    log_builder.act("a", 0)
+    log_builder.act("a", 0)
 
 
-def version_unpublished(story: Story) -> None:
-    story.request("a")
-    story.claim("a")
-    story.observe("a", 0)
-    story.act("a", 0, version=1)
-    story.version(1)
+def version_unpublished(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a")
+    log_builder.observe("a", 0)
+    log_builder.act("a", 0, version=1)
+    log_builder.version(1)
 
 
-def version_repeated(story: Story) -> None:
-    story.version(0)
+def version_repeated(log_builder: LogBuilder) -> None:
+    log_builder.version(0)
 
 
-def action_missing(story: Story) -> None:
-    story.request("a")
-    story.claim("a")
-    story.observe("a", 0)
-    story.act("a", 0)
-    story.finish("a", [2])
+def action_missing(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a")
+    log_builder.observe("a", 0)
+    log_builder.act("a", 0)
+    log_builder.finish("a", [2])
 
 
-def actions_of_a_superseded_attempt(story: Story) -> None:
-    story.request("a")
-    story.claim("a", 1)
-    story.observe("a", 0)
-    action = story.act("a", 0)
-    story.claim("a", 2, resumed=0)
-    story.finish("a", [action], attempt=2)
+def actions_of_a_superseded_attempt(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a", 1)
+    log_builder.observe("a", 0)
+    action = log_builder.act("a", 0)
+    log_builder.claim("a", 2, resumed=0)
+    log_builder.finish("a", [action], attempt=2)
 
 
-def loss_mask_length(story: Story) -> None:
-    story.play("a", tokens=9)
+def loss_mask_length(log_builder: LogBuilder) -> None:
+    log_builder.play("a", tokens=9)
 
 
-def loss_mask_bytes(story: Story) -> None:
-    story.play("a", loss_mask=b"\x18")
+def loss_mask_bytes(log_builder: LogBuilder) -> None:
+    log_builder.play("a", loss_mask=b"\x18")
 
 
-def loss_mask_unsampled(story: Story) -> None:
-    story.play("a", turns=1, loss_mask=b"\x1c")
+def loss_mask_unsampled(log_builder: LogBuilder) -> None:
+    log_builder.play("a", turns=1, loss_mask=b"\x1c")
 
 
-def reward_missing(story: Story) -> None:
-    story.play("a", reward=None)
+def reward_missing(log_builder: LogBuilder) -> None:
+    log_builder.play("a", reward=None)
 
 
-def reward_of_a_failure(story: Story) -> None:
-    story.play("a", outcome="env_failed", reward=0.0)
+def reward_of_a_failure(log_builder: LogBuilder) -> None:
+    log_builder.play("a", outcome="env_failed", reward=0.0)
 
 
-def lineage_replaced(story: Story) -> None:
-    story.play("a")
-    story.lineage("l2", parent="l1")
-    story.step(1, ["a"], lineage="l1")
+def lineage_replaced(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.lineage("l2", parent="l1")
+    log_builder.step(1, ["a"], lineage="l1")
 
 
-def step_out_of_order(story: Story) -> None:
-    story.play("a")
-    story.step(2, ["a"])
+def step_out_of_order(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(2, ["a"])
 
 
-def misfiled(story: Story) -> None:
-    story.add(SUBJECTS.episode("a"), AttemptReleased(episode_id="b", attempt=1, worker="w"))
+def misfiled(log_builder: LogBuilder) -> None:
+    log_builder.add(SUBJECTS.episode("a"), AttemptReleased(episode_id="b", attempt=1, worker="w"))
 
 
-FORGERIES: list[tuple[Callable[[Story], None], str, str]] = [
+FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (trained_twice, "trained_twice", "a"),
     (trained_and_excluded, "trained_and_excluded", "a"),
     (excluded_twice, "excluded_twice", "a"),
@@ -219,11 +219,11 @@ FORGERIES: list[tuple[Callable[[Story], None], str, str]] = [
 
 
 @pytest.mark.parametrize(("forge", "kind", "offender"), FORGERIES, ids=[forge.__name__ for forge, _, _ in FORGERIES])
-async def test_a_forged_imbalance_is_named_with_its_id(forge: Callable[[Story], None], kind: str, offender: str) -> None:
-    story = begun()
-    story.play("innocent")
-    forge(story)
-    report = await audited(story)
+async def test_a_forged_imbalance_is_named_with_its_id(forge: Callable[[LogBuilder], None], kind: str, offender: str) -> None:
+    log_builder = start_log()
+    log_builder.play("innocent")
+    forge(log_builder)
+    report = await audit_log(log_builder)
     assert kinds(report).get(kind) == (offender,)
     assert not report.balanced
     assert all("innocent" not in ids for ids in kinds(report).values())
@@ -236,7 +236,7 @@ def test_every_kind_of_imbalance_is_forged() -> None:
 
 
 async def test_books_that_do_not_add_up_are_a_finding_of_their_own() -> None:
-    story = begun()
-    trained_twice(story)
-    report = await audited(story)
+    log_builder = start_log()
+    trained_twice(log_builder)
+    report = await audit_log(log_builder)
     assert kinds(report)["books_open"] == ("1 requested, 2 accounted for",)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.capacity import groups_to_admit, lag
+from fleetbus.core.capacity import count_admissible_groups, lag
 
 
 def admitted(step: int, *, outstanding: int, last_step: int = 100, batch: int = 4, max_staleness: int = 1) -> int:
-    return groups_to_admit(step=step, last_step=last_step, batch=batch, max_staleness=max_staleness, outstanding=outstanding)
+    return count_admissible_groups(
+        step=step, last_step=last_step, batch=batch, max_staleness=max_staleness, outstanding=outstanding
+    )
 
 
 def test_a_synchronous_run_admits_one_batch_at_a_time() -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from benchmarks.chaos_fleet import Struck
-from benchmarks.chaos_recovery import Entry, Heard, Recovery, percentiles
+from benchmarks.chaos_processes import InjectedFault
+from benchmarks.chaos_recovery import Entry, Heard, Recovery, compute_percentiles
 from fleetbus_schemas import (
     Action,
     AttemptReleased,
@@ -60,8 +60,8 @@ def action(seconds: float, episode: str, worker: str) -> Entry:
     return entry(seconds, Action(episode_id=episode, attempt=1, turn=0, text="", worker=worker))
 
 
-def kill(role: str, name: str, seconds: float, *held: str) -> Struck:
-    return Struck(role=role, kind="kill", name=name, time_ns=int(seconds * SECOND), held=held)
+def kill(role: str, name: str, seconds: float, *held: str) -> InjectedFault:
+    return InjectedFault(role=role, kind="kill", name=name, time_ns=int(seconds * SECOND), held=held)
 
 
 def test_an_episode_of_a_killed_worker_has_recovered_at_its_next_claim() -> None:
@@ -86,15 +86,15 @@ def test_an_episode_that_never_goes_on_counts_as_never_recovered() -> None:
 
 
 def test_a_kill_is_undisturbed_when_all_others_of_its_role_and_the_server_are_there_until_the_limit() -> None:
-    def pause(role: str, name: str, begin: int, end: int) -> Struck:
-        return Struck(role=role, kind="pause", name=name, time_ns=begin * SECOND, back_ns=end * SECOND)
+    def pause(role: str, name: str, begin: int, end: int) -> InjectedFault:
+        return InjectedFault(role=role, kind="pause", name=name, time_ns=begin * SECOND, back_ns=end * SECOND)
 
     log = [claim(1, "a", 1, "env-0-0"), claim(15, "a", 2, "env-1-0")]
-    struck = kill("environment", "env-0-0", 5)
+    injected = kill("environment", "env-0-0", 5)
     again = entry(21, WorkerStarted(role="environment", worker="env-1-1"))
 
-    def counted(*others: Struck) -> int:
-        return len(Recovery([*log, again], [struck, *others]).environment(undisturbed=True))
+    def counted(*others: InjectedFault) -> int:
+        return len(Recovery([*log, again], [injected, *others]).environment(undisturbed=True))
 
     assert counted(pause("environment", "env-1-0", 1, 4), pause("environment", "env-1-0", 18, 19)) == 1
     assert counted(pause("inference", "inf-0-0", 6, 7)) == 1
@@ -134,7 +134,7 @@ def test_a_learner_trains_again_at_the_first_step_of_another_lineage() -> None:
 
 
 def test_after_a_server_restart_a_worker_is_at_work_when_it_stores_something_or_says_that_it_is_idle() -> None:
-    fault = Struck(
+    fault = InjectedFault(
         role="server",
         kind="kill",
         name="server",
@@ -160,12 +160,12 @@ def test_after_a_server_restart_a_worker_is_at_work_when_it_stores_something_or_
 
 
 def test_percentiles_are_of_nearest_rank_and_count_what_never_recovered() -> None:
-    assert percentiles(float(value) for value in range(1, 101)) == {
+    assert compute_percentiles(float(value) for value in range(1, 101)) == {
         "count": 100,
         "never": 0,
         "p50": 50.0,
         "p99": 99.0,
         "max": 100.0,
     }
-    assert percentiles([1.0, math.inf]) == {"count": 2, "never": 1, "p50": 1.0, "p99": None, "max": None}
-    assert percentiles([]) == {"count": 0, "never": 0, "p50": None, "p99": None, "max": None}
+    assert compute_percentiles([1.0, math.inf]) == {"count": 2, "never": 1, "p50": 1.0, "p99": None, "max": None}
+    assert compute_percentiles([]) == {"count": 0, "never": 0, "p50": None, "p99": None, "max": None}

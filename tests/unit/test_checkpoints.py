@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fleetbus_schemas import TensorEntry
-from fleetbus_workers.learner.checkpoints import STATE, Checkpoint, prune, read_checkpoint, write_checkpoint
+from fleetbus_workers.learner.checkpoints import STATE, Checkpoint, prune_checkpoints, read_checkpoint, write_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 
@@ -27,14 +27,14 @@ def test_the_newest_checkpoint_is_kept_though_the_clock_was_set_back(tmp_path: P
     for step in (1, 2):
         os.utime(written(tmp_path, "l1", step), (time.time() + 3600,) * 2)
     written(tmp_path, "l1", 3)
-    prune(tmp_path, 2)
+    prune_checkpoints(tmp_path, 2)
     assert names(tmp_path) == ["l1-000002", "l1-000003"]
 
 
 def test_a_later_lineage_is_newer_whatever_its_step(tmp_path: Path) -> None:
     for lineage, step in (("l2", 30), ("l10", 4), ("l9", 1_000_000)):
         written(tmp_path, lineage, step)
-    prune(tmp_path, 1)
+    prune_checkpoints(tmp_path, 1)
     assert names(tmp_path) == ["l10-000004"]
 
 
@@ -43,7 +43,7 @@ def test_what_a_kill_left_half_written_is_removed_and_takes_no_place(tmp_path: P
     (tmp_path / ".l1-000002.part").mkdir()
     (tmp_path / "notes").mkdir()
     written(tmp_path, "l2", 2)
-    prune(tmp_path, 2)
+    prune_checkpoints(tmp_path, 2)
     assert names(tmp_path) == ["l1-000001", "l2-000002", "notes"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.claims import EpisodeEntry, Standing, fold_episode
+from fleetbus.core.claims import EpisodeEntry, EpisodeState, fold_episode
 from fleetbus_schemas import AttemptReleased, AttemptStarted, EpisodeFinished
 
 
@@ -21,40 +21,40 @@ def result(attempt: int, reward: float = 1.0) -> EpisodeFinished:
     return EpisodeFinished(episode_id="e", group_id="g", attempt=attempt, outcome="completed", worker="a", reward=reward)
 
 
-def standing_after(*entries: EpisodeEntry | None) -> Standing:
+def standing_after(*entries: EpisodeEntry | None) -> EpisodeState:
     """Entries at sequences 10, 20, 30, ..."""
     return fold_episode((10 * (index + 1), entry) for index, entry in enumerate(entries))
 
 
 def test_an_episode_without_entries_is_fresh() -> None:
-    standing = standing_after()
-    assert (standing.last_sequence, standing.attempts, standing.newest) == (0, 0, None)
-    assert standing.next_reason == "fresh"
-    assert not standing.held_by("n1")
-    assert not standing.is_poison(1)
+    episode_state = standing_after()
+    assert (episode_state.last_sequence, episode_state.attempts, episode_state.newest) == (0, 0, None)
+    assert episode_state.next_reason == "fresh"
+    assert not episode_state.is_held_by("n1")
+    assert not episode_state.is_poison(1)
 
 
 def test_the_newest_claim_holds_the_episode_and_fences_the_older_one() -> None:
-    standing = standing_after(claim(1), claim(2, worker="b"))
-    assert standing.newest == claim(2, worker="b")
-    assert standing.held_by("n2")
-    assert not standing.held_by("n1")
-    assert (standing.claim_sequence, standing.last_sequence) == (20, 20)
-    assert standing.next_reason == "taken_over"
+    episode_state = standing_after(claim(1), claim(2, worker="b"))
+    assert episode_state.newest == claim(2, worker="b")
+    assert episode_state.is_held_by("n2")
+    assert not episode_state.is_held_by("n1")
+    assert (episode_state.claim_sequence, episode_state.last_sequence) == (20, 20)
+    assert episode_state.next_reason == "taken_over"
 
 
 def test_a_goodbye_releases_the_episode_without_counting_as_a_loss() -> None:
-    standing = standing_after(claim(1), goodbye(1))
-    assert not standing.held_by("n1")
-    assert standing.next_reason == "handed_back"
-    assert (standing.losses, standing.last_sequence, standing.claim_sequence) == (0, 20, 10)
+    episode_state = standing_after(claim(1), goodbye(1))
+    assert not episode_state.is_held_by("n1")
+    assert episode_state.next_reason == "handed_back"
+    assert (episode_state.losses, episode_state.last_sequence, episode_state.claim_sequence) == (0, 20, 10)
 
 
 def test_a_claim_after_a_goodbye_is_held_again() -> None:
-    standing = standing_after(claim(1), goodbye(1), claim(2))
-    assert standing.held_by("n2")
-    assert standing.losses == 1
-    assert standing.next_reason == "taken_over"
+    episode_state = standing_after(claim(1), goodbye(1), claim(2))
+    assert episode_state.is_held_by("n2")
+    assert episode_state.losses == 1
+    assert episode_state.next_reason == "taken_over"
 
 
 def test_an_episode_that_was_lost_three_times_is_poison() -> None:
@@ -63,11 +63,11 @@ def test_an_episode_that_was_lost_three_times_is_poison() -> None:
 
 
 def test_an_episode_has_its_last_chance_when_one_more_loss_would_make_it_poison() -> None:
-    chances = [standing_after(*(claim(attempt + 1) for attempt in range(losses))).has_last_chance(3) for losses in range(4)]
+    chances = [standing_after(*(claim(attempt + 1) for attempt in range(losses))).is_on_last_attempt(3) for losses in range(4)]
     assert chances == [False, False, True, False]
-    assert not standing_after().has_last_chance(1)
-    assert not standing_after(claim(1), claim(2), goodbye(2)).has_last_chance(3)
-    assert not standing_after(claim(1), claim(2), result(2)).has_last_chance(3)
+    assert not standing_after().is_on_last_attempt(1)
+    assert not standing_after(claim(1), claim(2), goodbye(2)).is_on_last_attempt(3)
+    assert not standing_after(claim(1), claim(2), result(2)).is_on_last_attempt(3)
 
 
 def test_hand_backs_never_make_an_episode_poison() -> None:
@@ -76,35 +76,35 @@ def test_hand_backs_never_make_an_episode_poison() -> None:
 
 
 def test_hand_backs_between_losses_do_not_reset_the_count() -> None:
-    standing = standing_after(claim(1), claim(2), goodbye(2), claim(3), claim(4))
-    assert standing.losses == 3
-    assert standing.is_poison(3)
+    episode_state = standing_after(claim(1), claim(2), goodbye(2), claim(3), claim(4))
+    assert episode_state.losses == 3
+    assert episode_state.is_poison(3)
 
 
 def test_the_first_result_is_final() -> None:
-    standing = standing_after(claim(1), result(1, 1.0), claim(2), result(2, 0.0), goodbye(2))
-    assert standing.result == result(1, 1.0)
-    assert standing.last_sequence == 20
-    assert standing.attempts == 1
+    episode_state = standing_after(claim(1), result(1, 1.0), claim(2), result(2, 0.0), goodbye(2))
+    assert episode_state.result == result(1, 1.0)
+    assert episode_state.last_sequence == 20
+    assert episode_state.attempts == 1
 
 
 def test_a_finished_episode_is_held_by_nobody_and_never_poison() -> None:
-    standing = standing_after(claim(1), claim(2), claim(3), result(3))
-    assert not standing.held_by("n3")
-    assert not standing.is_poison(1)
+    episode_state = standing_after(claim(1), claim(2), claim(3), result(3))
+    assert not episode_state.is_held_by("n3")
+    assert not episode_state.is_poison(1)
 
 
 def test_a_result_without_any_claim_ends_the_episode() -> None:
-    standing = standing_after(result(0))
-    assert standing.result == result(0)
-    assert standing.attempts == 0
+    episode_state = standing_after(result(0))
+    assert episode_state.result == result(0)
+    assert episode_state.attempts == 0
 
 
 def test_an_unreadable_entry_says_nothing_but_is_what_the_next_one_expects() -> None:
-    standing = standing_after(claim(1), None)
-    assert standing.last_sequence == 20
-    assert standing.claim_sequence == 10
-    assert standing.held_by("n1")
+    episode_state = standing_after(claim(1), None)
+    assert episode_state.last_sequence == 20
+    assert episode_state.claim_sequence == 10
+    assert episode_state.is_held_by("n1")
 
 
 def naive(kinds: list[str]) -> tuple[int, bool, bool]:
@@ -137,5 +137,9 @@ def test_the_fold_agrees_with_a_naive_reading(kinds: list[str]) -> None:
         attempt += kind == "claim"
         held = kind == "claim"
         entries.append(claim(attempt) if kind == "claim" else goodbye(attempt) if kind == "goodbye" else result(attempt))
-    standing = standing_after(*entries)
-    assert (standing.losses, standing.held_by(f"n{standing.attempts}"), standing.result is not None) == naive(kept)
+    episode_state = standing_after(*entries)
+    assert (
+        episode_state.losses,
+        episode_state.is_held_by(f"n{episode_state.attempts}"),
+        episode_state.result is not None,
+    ) == naive(kept)

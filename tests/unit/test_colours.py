@@ -10,11 +10,11 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Image, Task, Text
-from fleetbus_workers.environment.colours import COLOURS, PLACES, SIZE, ColoursEnvironment, draw
-from fleetbus_workers.environment.pictures import Picture
-from fleetbus_workers.environment.specs import environment_factory
-from tests.support.seeing import name_of
-from tests.support.tool_use import NoGrader
+from fleetbus_workers.environment.adapters.colours import COLOURS, PLACES, SIZE, ColoursEnvironment, draw
+from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.tool_calls import NoGrader
+from tests.support.vision_models import hash_name
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ class Kept:
     """Pictures that were shown, in order."""
 
     def __init__(self) -> None:
-        self.pictures: list[Picture] = []
+        self.pictures: list[EncodedImage] = []
 
-    async def __call__(self, picture: Picture) -> Image:
+    async def __call__(self, picture: EncodedImage) -> Image:
         self.pictures.append(picture)
-        return Image(object=name_of(picture.data))
+        return Image(object=hash_name(picture.data))
 
 
 def said(text: str) -> Action:
@@ -54,10 +54,12 @@ async def test_the_same_task_shows_the_same_pictures_and_another_seed_others() -
     shown = []
     for seed in (1, 1, 2):
         kept = Kept()
-        messages, _ = await play(ColoursEnvironment(3, keep=kept), Task(key="t", prompt="Which?", seed=seed), rightly=True)
+        messages, _ = await play(
+            ColoursEnvironment(3, store_image=kept), Task(key="t", prompt="Which?", seed=seed), rightly=True
+        )
         shown.append([picture.data for picture in kept.pictures])
         assert [message.content for message in messages] == [
-            (Image(object=name_of(data), width=SIZE, height=SIZE), Text(text=" Which?")) for data in shown[-1]
+            (Image(object=hash_name(data), width=SIZE, height=SIZE), Text(text=" Which?")) for data in shown[-1]
         ]
     assert shown[0] == shown[1] != shown[2]
 
@@ -65,8 +67,8 @@ async def test_the_same_task_shows_the_same_pictures_and_another_seed_others() -
 async def test_the_first_word_is_the_answer_and_the_reward_the_share_of_right_ones() -> None:
     for config in ({}, {"ask": "place"}, {"turns": 4}):
         task = Task(key="t", seed=3, config=config)
-        assert (await play(ColoursEnvironment(keep=Kept()), task, rightly=True))[1] == 1.0
-        assert (await play(ColoursEnvironment(keep=Kept()), task, rightly=False))[1] == 0.0
+        assert (await play(ColoursEnvironment(store_image=Kept()), task, rightly=True))[1] == 1.0
+        assert (await play(ColoursEnvironment(store_image=Kept()), task, rightly=False))[1] == 0.0
 
 
 async def test_without_a_bucket_words_stand_for_pictures() -> None:
@@ -86,6 +88,6 @@ def test_a_picture_shows_its_colour_in_its_corner(colour: str, place: str) -> No
 
 
 def test_a_number_of_turns_is_a_number() -> None:
-    environment_factory("colours:3", verifier=NoGrader())
+    build_environment_factory("colours:3", verifier=NoGrader())
     with pytest.raises(UserError, match="number of turns must be 1 or more"):
-        environment_factory("colours:many", verifier=NoGrader())
+        build_environment_factory("colours:many", verifier=NoGrader())

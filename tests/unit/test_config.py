@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.config.fields import all_settings, tables
-from fleetbus.config.load import default_file, dump_configuration, load_configuration, read_tables, without_credentials
+from fleetbus.config.fields import list_settings, tables
+from fleetbus.config.load import dump_configuration, find_default_file, load_configuration, read_tables, strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
@@ -57,13 +57,13 @@ def test_flags_beat_variables_beat_the_file_beat_the_runs_earlier_configuration(
         ("[lerner]\nsteps = 5", ["unknown table [lerner]", "did you mean [learner]?"]),
         ("steps = 5", ["fleetbus.toml", "did you mean steps in [learner]?"]),
         ('"a\\nb" = 5', ["unknown table", "the tables are run, nats"]),
-        ("[learner]\nbatch = 5", ["unknown key batch in [learner]", "inference.batch"]),
+        ("[learner]\nmax_num_seqs = 5", ["unknown key max_num_seqs in [learner]", "inference.max_num_seqs"]),
         ("learner = 3", ["learner is a table", "[learner]"]),
         ("[learner]\nsteps = 0", ["fleetbus.toml: learner.steps = 0", "a whole number, at least 1"]),
         ('[learner]\nsteps = "5"', ["learner.steps = 5", "a whole number"]),
         ("[learner]\nsteps = 2.5", ["learner.steps = 2.5", "a whole number"]),
         ("[learner]\nsteps = true", ["learner.steps = True", "a whole number"]),
-        ('[learner]\nlate = "sometimes"', ["learner.late", "one of drop, keep"]),
+        ('[learner]\nstale_groups = "sometimes"', ["learner.stale_groups", "one of drop, keep"]),
         ("[episode]\ntop_p = 1.5", ["episode.top_p = 1.5", "a number, above 0, at most 1"]),
         ("[limits]\nopen = inf", ["limits.open = inf", "a number, above 0"]),
         ("[limits]\nopen = nan", ["limits.open = nan", "a number, above 0"]),
@@ -72,7 +72,7 @@ def test_flags_beat_variables_beat_the_file_beat_the_runs_earlier_configuration(
         ("[run]\nname = 'a.b'", ["run.name", "letters, digits"]),
         ("[learner]\ngroup_size = 4\nmin_group_size = 5", ["learner.min_group_size = 5", "learner.group_size = 4"]),
         ("[environment]\nworkers = 17", ["environment.workers = 17", "nats.lanes = 16"]),
-        ("[episode]\nmax_episode_tokens = 4096", ["episode.max_episode_tokens = 4096", "inference.max_length = 1024"]),
+        ("[episode]\nmax_episode_tokens = 4096", ["episode.max_episode_tokens = 4096", "inference.max_model_len = 1024"]),
     ],
 )
 def test_a_wrong_file_is_refused_by_one_line_that_names_key_value_and_what_is_right(
@@ -119,9 +119,9 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_default_file_is_the_one_in_the_folder_if_any(tmp_path: Path) -> None:
-    assert default_file(tmp_path) is None
-    assert default_file(tmp_path.parent / "missing") is None
-    assert default_file(write(tmp_path, "").parent) == tmp_path / "fleetbus.toml"
+    assert find_default_file(tmp_path) is None
+    assert find_default_file(tmp_path.parent / "missing") is None
+    assert find_default_file(write(tmp_path, "").parent) == tmp_path / "fleetbus.toml"
 
 
 def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_no_password_is_ever_written_or_shown(tmp_path: Path) -> None:
     ],
 )
 def test_urls_without_credentials_stay_as_they_are(url: str) -> None:
-    assert without_credentials(url) == url
+    assert strip_credentials(url) == url
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_urls_without_credentials_stay_as_they_are(url: str) -> None:
     ],
 )
 def test_no_password_is_shown_whatever_characters_it_has(url: str, shown: str) -> None:
-    assert without_credentials(url) == shown
+    assert strip_credentials(url) == shown
 
 
 def test_every_setting_has_help_and_a_default_that_it_allows() -> None:
-    for setting in all_settings():
+    for setting in list_settings():
         assert setting.limits.description, setting.name
         assert setting.convert(setting.default, text=False) == setting.default
         assert re.fullmatch(r"--[a-z-]+", setting.flag)
@@ -186,12 +186,12 @@ def test_every_setting_has_help_and_a_default_that_it_allows() -> None:
 
 
 def test_no_two_settings_share_a_flag_or_a_variable() -> None:
-    settings = all_settings()
+    settings = list_settings()
     assert len({setting.flag for setting in settings}) == len(settings)
     assert len({setting.variable for setting in settings}) == len(settings)
 
 
-_any_setting = st.sampled_from(all_settings())
+_any_setting = st.sampled_from(list_settings())
 
 
 @given(setting=_any_setting, value=st.one_of(st.text(max_size=20), st.integers(), st.floats(), st.booleans(), st.none()))

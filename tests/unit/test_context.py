@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.context import LINE_CHARACTERS, page_of, search_lines, search_messages, status_line
-from fleetbus_workers.environment.context_tools import NAMES, ContextTools
+from fleetbus.core.context import LINE_CHARACTERS, format_status_line, read_page, search_lines, search_messages
+from fleetbus_workers.environment.adapters.mcp.context_tools import NAMES, ContextTools
 
 OUTPUT = "\n".join(f"row {number} of the table" for number in range(1, 1001))
 
 
 def test_a_budget_is_one_line() -> None:
-    line = status_line(tokens=12_345, max_tokens=72_000, turn=3, max_turns=50)
+    line = format_status_line(tokens=12_345, max_tokens=72_000, turn=3, max_turns=50)
     assert line == "[Context: 12,345/72,000 tokens (17%), Turn 3/50]"
 
 
 def test_a_short_output_stays_as_it_is_and_a_long_one_says_where_the_rest_is() -> None:
     tools = ContextTools(500)
-    assert tools.shortened("short") == "short"
-    cut = tools.shortened(OUTPUT)
+    assert tools.shorten("short") == "short"
+    cut = tools.shorten(OUTPUT)
     assert len(cut) <= 500
     assert cut.startswith("row 1 of the table\n")
     assert f"[TRUNCATED - {len(OUTPUT)} chars total. This is output 1: read on with view_tool_output" in cut
@@ -31,9 +31,9 @@ def test_a_short_output_stays_as_it_is_and_a_long_one_says_where_the_rest_is() -
 
 def test_every_output_that_was_cut_stays_retrievable_after_later_ones() -> None:
     tools = ContextTools(500)
-    tools.shortened(OUTPUT)
-    tools.shortened("x" * 5000)
-    tools.shortened("short")
+    tools.shorten(OUTPUT)
+    tools.shorten("x" * 5000)
+    tools.shorten("short")
     assert "500: row 500 of the table" in str(
         tools.call("search_tool_output", {"pattern": "ROW 500 ", "output": 1}, ()).content
     )
@@ -46,7 +46,7 @@ def test_the_pages_together_are_the_whole_output(text: str, page_size: int) -> N
     shown: list[str] = []
     page, pages = 1, 1
     while page <= pages:
-        head, _, body = page_of(text, page=page, page_size=page_size, limit=1 << 30).partition("\n")
+        head, _, body = read_page(text, page=page, page_size=page_size, limit=1 << 30).partition("\n")
         found = re.match(r"\[Page (\d+)/(\d+), (\d+) lines\]", head)
         assert found is not None
         pages = int(found[2])
@@ -59,7 +59,7 @@ def test_the_pages_together_are_the_whole_output(text: str, page_size: int) -> N
 
 
 def test_a_page_that_is_too_long_is_cut_and_says_so() -> None:
-    page = page_of(OUTPUT, page=2, page_size=500, limit=300)
+    page = read_page(OUTPUT, page=2, page_size=500, limit=300)
     assert len(page) <= 300
     assert page.endswith("[This page is cut: ask for smaller ones.]")
 
@@ -99,7 +99,7 @@ def test_a_mistake_is_told(name: str, arguments: dict[str, object], words: str) 
 )
 def test_a_page_that_is_not_there_is_told(arguments: dict[str, object], words: str) -> None:
     tools = ContextTools(500)
-    tools.shortened(OUTPUT)
+    tools.shorten(OUTPUT)
     assert words in tools.call("view_tool_output", arguments, ()).content
 
 
@@ -110,5 +110,5 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["pattern", "page", "output", "page_
 @given(st.sampled_from(sorted(NAMES)), ARGUMENTS)
 def test_no_arguments_make_it_raise_or_say_too_much(name: str, arguments: dict[str, object]) -> None:
     tools = ContextTools(500)
-    tools.shortened(OUTPUT)
+    tools.shorten(OUTPUT)
     assert len(tools.call(name, arguments, [("user", OUTPUT)]).content) <= 500

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from fleetbus.datasets import read_files, shown, split_version
+from fleetbus.datasets import read_dataset_files, redact_location, split_version
 from fleetbus.errors import UserError
-from fleetbus.tasks import check_dataset, check_verifiers, dump_tasks, load_dataset, load_tasks, task_entry
+from fleetbus.tasks import build_task_entry, check_dataset, check_verifiers, dump_tasks, load_dataset, load_tasks
 from fleetbus.tasks_output import write_split
 from fleetbus_schemas import Task
 
@@ -137,7 +137,7 @@ def test_credentials_of_a_url_are_in_no_error(web: str) -> None:
     with pytest.raises(UserError) as caught:
         load_dataset(f"http://ada:s3cret@{web}/absent.json?token=s3cret")
     assert "s3cret" not in str(caught.value) and "absent.json" in str(caught.value)
-    assert shown("https://ada:s3cret@host/x.json?token=s3cret") == "https://host/x.json"
+    assert redact_location("https://ada:s3cret@host/x.json?token=s3cret") == "https://host/x.json"
 
 
 @pytest.mark.slow
@@ -188,9 +188,9 @@ def test_parquet_is_written_and_read_back_without_loss(tmp_path: Path) -> None:
     second = Task(key="b", prompt="q", env="e")
     write_split(tmp_path, [first, second], [], formats=("parquet", "json"))
     assert load_tasks(tmp_path / "train.json") == [first, second]
-    assert [task_entry(task) for task in load_dataset(str(tmp_path / "train.parquet"))] == [
-        task_entry(first),
-        task_entry(second),
+    assert [build_task_entry(task) for task in load_dataset(str(tmp_path / "train.parquet"))] == [
+        build_task_entry(first),
+        build_task_entry(second),
     ]
     rows = parquet.read_table(tmp_path / "train.parquet").to_pylist()
     assert rows[0]["prompt"] == [{"role": "user", "content": "p"}]
@@ -239,4 +239,4 @@ def test_a_split_replaces_what_an_earlier_one_left(tmp_path: Path) -> None:
     written = write_split(tmp_path, tasks("c"), [], formats=("json",))
     assert written == [tmp_path / "train.json"]
     assert {path.name for path in tmp_path.iterdir()} == {"train.json"}
-    assert read_files(str(tmp_path)).sources[0].data == (tmp_path / "train.json").read_bytes()
+    assert read_dataset_files(str(tmp_path)).sources[0].data == (tmp_path / "train.json").read_bytes()

@@ -14,7 +14,7 @@ from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSe
 from fleetbus.errors import UserError
 from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.up.checks import check_engine
-from fleetbus_workers.up.plans import with_python
+from fleetbus_workers.up.process_plans import replace_interpreter
 
 
 def configured(trainer: str = "torch", **inference: Any) -> Configuration:
@@ -52,6 +52,6 @@ def test_a_missing_engine_is_told_with_its_extra() -> None:
 
 
 def test_another_python_runs_the_same_command_line() -> None:
-    assert with_python("/venv/python", lambda role, name: ["/this/python", "-m", role, name])("inference", "i") == [
+    assert replace_interpreter("/venv/python", lambda role, name: ["/this/python", "-m", role, name])("inference", "i") == [
         "/venv/python", "-m", "inference", "i",
     ]  # fmt: skip

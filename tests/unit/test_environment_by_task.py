@@ -11,20 +11,25 @@ from fleetbus.config.load import load_configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.environment.base import EnvironmentFailed, MakesByTask
-from fleetbus_workers.environment.by_task import EnvironmentsByTask, check_tasks_served, environments_by_task, specs_by_key
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
-from fleetbus_workers.environment.specs import EnvironmentFactory, environment_factory
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.base import EnvironmentFailed, TaskEnvironmentFactory
+from fleetbus_workers.environment.keyed_specs import (
+    KeyedEnvironments,
+    build_keyed_factory,
+    check_tasks_are_served,
+    parse_keyed_specs,
+)
+from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
 from fleetbus_workers.up.checks import check_environment
 
 
 def make_factory(spec: str) -> EnvironmentFactory:
-    return environment_factory(spec, verifier=None)  # type: ignore[arg-type]
+    return build_environment_factory(spec, verifier=None)  # type: ignore[arg-type]
 
 
 def test_a_spec_with_a_key_is_told_from_one_without() -> None:
     text = "lakes=gym:FrozenLake-v1\n\n  stdio:python -m server --port=1 \nhttp-env=openenv:http://h:1?x=1"
-    assert specs_by_key(text) == {
+    assert parse_keyed_specs(text) == {
         "lakes": "gym:FrozenLake-v1",
         "": "stdio:python -m server --port=1",
         "http-env": "openenv:http://h:1?x=1",
@@ -41,14 +46,14 @@ def test_a_spec_with_a_key_is_told_from_one_without() -> None:
 )
 def test_an_unclear_choice_is_one_line(text: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        specs_by_key(text)
+        parse_keyed_specs(text)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 async def test_each_task_gets_the_environment_of_its_key_and_others_the_default() -> None:
-    factory = environments_by_task("one=scripted:1\nscripted:2", make_factory)
-    assert isinstance(factory, MakesByTask)
+    factory = build_keyed_factory("one=scripted:1\nscripted:2", make_factory)
+    assert isinstance(factory, TaskEnvironmentFactory)
     async with factory.running():
         for env, turns in (("one", 1), ("two", 2), ("", 2)):
             environment = factory.for_task(Task(key="t", env=env))
@@ -58,20 +63,20 @@ async def test_each_task_gets_the_environment_of_its_key_and_others_the_default(
 
 
 def test_without_a_default_an_unknown_key_is_named() -> None:
-    factory = EnvironmentsByTask({"one": make_factory("scripted"), "two": make_factory("scripted")})
+    factory = KeyedEnvironments({"one": make_factory("scripted"), "two": make_factory("scripted")})
     with pytest.raises(EnvironmentFailed, match="no environment for the key 'three' of task t; this worker serves one, two"):
         factory.for_task(Task(key="t", env="three"))
 
 
 def test_a_single_spec_is_its_own_factory() -> None:
-    assert not isinstance(environments_by_task("scripted", make_factory), EnvironmentsByTask)
+    assert not isinstance(build_keyed_factory("scripted", make_factory), KeyedEnvironments)
 
 
 def test_tasks_that_nobody_serves_are_refused_before_the_start(tmp_path: Path) -> None:
     tasks = [Task(key=f"t{number}", env="moon") for number in range(5)]
     with pytest.raises(UserError, match=r"no environment for the key 'moon' \(5 tasks: t0, t1, t2 \.\.\.\)"):
-        check_tasks_served({"one": "scripted"}, tasks)
-    check_tasks_served({"one": "scripted", "": "scripted"}, tasks)
+        check_tasks_are_served({"one": "scripted"}, tasks)
+    check_tasks_are_served({"one": "scripted", "": "scripted"}, tasks)
     file = tmp_path / "tasks.json"
     file.write_text(json.dumps([{"key": "t", "prompt": "p", "env_key": "moon"}]))
     with pytest.raises(UserError, match="add --environment moon=SPEC"):

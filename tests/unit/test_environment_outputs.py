@@ -8,30 +8,30 @@ import numpy as np
 import pytest
 
 from fleetbus_schemas import ChatMessage
-from fleetbus_workers.environment.outputs import checked_messages, clipped, plain_number, plain_values
+from fleetbus_workers.environment.episode.normalization import check_messages, clip_messages, to_plain_number, to_plain_values
 
 
 def test_numbers_and_arrays_of_other_libraries_become_plain_values() -> None:
     told = {"a": np.float32(0.5), "b": np.array([[1, 2]]), 3: np.bool_(True), "d": (1, {"e": {2}}), "f": b"x", "g": None}
-    assert plain_values(told) == {"a": 0.5, "b": [[1, 2]], "3": True, "d": [1, {"e": [2]}], "f": "b'x'", "g": None}
+    assert to_plain_values(told) == {"a": 0.5, "b": [[1, 2]], "3": True, "d": [1, {"e": [2]}], "f": "b'x'", "g": None}
 
 
 def test_what_json_cannot_say_becomes_a_word_and_neither_an_error_nor_nothing() -> None:
     told = {"a": math.nan, "b": [math.inf, np.float64("nan")], "c": np.float32("-inf")}
-    assert plain_values(told) == {"a": "NaN", "b": ["Infinity", "NaN"], "c": "-Infinity"}
+    assert to_plain_values(told) == {"a": "NaN", "b": ["Infinity", "NaN"], "c": "-Infinity"}
 
 
 def test_a_text_that_spells_a_number_is_no_number() -> None:
-    assert plain_number(np.float32(0.25)) == 0.25
+    assert to_plain_number(np.float32(0.25)) == 0.25
     with pytest.raises(TypeError):
-        plain_number("0.25")  # type: ignore[arg-type]
+        to_plain_number("0.25")  # type: ignore[arg-type]
 
 
 def test_messages_of_another_type_are_refused() -> None:
     with pytest.raises(TypeError, match="ChatMessage"):
-        checked_messages(["hello"])  # type: ignore[list-item]
+        check_messages(["hello"])  # type: ignore[list-item]
 
 
 def test_a_long_text_is_cut_between_characters_and_says_how_much_is_missing() -> None:
-    (cut,) = clipped([ChatMessage(role="user", content="é" * 10)], 5)
+    (cut,) = clip_messages([ChatMessage(role="user", content="é" * 10)], 5)
     assert cut.content == "éé\n[cut: 16 more bytes]"

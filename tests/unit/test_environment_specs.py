@@ -10,14 +10,14 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
-from fleetbus_workers.environment.specs import environment_factory
-from tests.support.tool_use import NoGrader
+from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.tool_calls import NoGrader
 
 MODULE = """
-from fleetbus_workers.environment.scripted import ScriptedEnvironment
-from fleetbus_workers.environment.warehouse.server import make_server
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.adapters.warehouse.server import make_server
 
 class Mine(ScriptedEnvironment):
     pass
@@ -49,13 +49,13 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("warehouse", True),
         ("scripted", True),
         ("mcp:spec_module:serve", True),
-        ("mcp:fleetbus_workers.environment.warehouse.server:serve_task", False),
+        ("mcp:fleetbus_workers.environment.adapters.warehouse.server:serve_task", False),
         (f"stdio:{sys.executable} -m mcp_server_time", False),
         ("spec_module:Mine", True),
     ],
 )
 async def test_every_form_makes_a_new_environment_each_time(spec: str, replayable: bool) -> None:
-    factory = environment_factory(spec, verifier=NoGrader())
+    factory = build_environment_factory(spec, verifier=NoGrader())
     async with factory.running():
         first, second = factory(), factory()
         assert first is not second
@@ -63,7 +63,7 @@ async def test_every_form_makes_a_new_environment_each_time(spec: str, replayabl
 
 
 async def test_a_user_s_server_factory_is_played() -> None:
-    factory = environment_factory("mcp:spec_module:serve", verifier=NoGrader())
+    factory = build_environment_factory("mcp:spec_module:serve", verifier=NoGrader())
     environment = factory()
     await environment.open(Task(key="t", prompt="p", seed=3))
     assert "find_item" in str((await environment.reset()).messages[0].content)
@@ -72,7 +72,7 @@ async def test_a_user_s_server_factory_is_played() -> None:
 
 async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
     for spec, config, turns in (("scripted", {}, 3), ("scripted:5", {}, 5), ("scripted:5", {"turns": 2}, 2)):
-        environment = environment_factory(spec, verifier=NoGrader())()
+        environment = build_environment_factory(spec, verifier=NoGrader())()
         assert isinstance(environment, ScriptedEnvironment)
         await environment.open(Task(key="t", prompt="p", config=config))
         assert (await environment.reset()).messages[0].content == "p"
@@ -105,14 +105,15 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
 )
 def test_a_mistake_gets_one_line(spec: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        environment_factory(spec, verifier=NoGrader())
+        build_environment_factory(spec, verifier=NoGrader())
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_scripted_environment_needs_no_mcp_and_nothing_here_needs_torch() -> None:
     code = (
-        "import sys; from fleetbus_workers.environment.specs import environment_factory as f; f('scripted', verifier=None); "
+        "import sys; from fleetbus_workers.environment.specs import build_environment_factory as f; "
+        "f('scripted', verifier=None); "
         "assert 'mcp' not in sys.modules; f('warehouse', verifier=None); assert 'mcp' in sys.modules; "
         "assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
     )

@@ -13,7 +13,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from fleetbus.recording.export import END_SECONDS, Export
-from fleetbus.recording.format import RecordingHeader, message_schema
+from fleetbus.recording.format import RecordingHeader, compute_message_schema
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import Subjects
 
@@ -37,7 +37,7 @@ async def followed(server: MemoryServer, file: Path, *, killed: bool = False) ->
         stop.set()
         if killed:
             server.kill()
-        with create_recording(file, RecordingHeader(run=RUN, messages=message_schema())) as writer:
+        with create_recording(file, RecordingHeader(run=RUN, messages=compute_message_schema())) as writer:
             await Export(writer, redactor=None).follow(bus, SUBJECTS, stop, start=1)
     return len(load_recording(file).entries)
 

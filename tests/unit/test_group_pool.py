@@ -9,16 +9,18 @@ import pytest
 from fleetbus.core.ledger import Ledger
 from fleetbus_schemas import MAX_MESSAGE_BYTES, ActionReference, EpisodeFinished, Exclusion, Outcome, StepTrained, encode
 from fleetbus_workers.learner import pool
-from fleetbus_workers.learner.measures import measure_groups
+from fleetbus_workers.learner.batch_metrics import compute_group_metrics
 from fleetbus_workers.learner.pool import GroupPool
 
 
 class World:
     """A pool whose groups are of two episodes, and who asked for them when."""
 
-    def __init__(self, late: Literal["drop", "keep", "wait"], *, max_staleness: int = 1, replace_flat: int = 0) -> None:
-        self.pool = GroupPool(Ledger(), minimum=2, max_staleness=max_staleness, late=late, replace_flat=replace_flat)
-        self.pool.published(0, 0)
+    def __init__(self, stale_groups: Literal["drop", "keep", "wait"], *, max_staleness: int = 1, replace_flat: int = 0) -> None:
+        self.pool = GroupPool(
+            Ledger(), minimum=2, max_staleness=max_staleness, stale_groups=stale_groups, replace_flat=replace_flat
+        )
+        self.pool.record_version(0, 0)
         self._position = 0
 
     def ask(self, *groups: str) -> None:
@@ -38,7 +40,7 @@ class World:
         outcome: Outcome = "completed",
     ) -> None:
         for index, reward in enumerate(rewards):
-            self.pool.finished(
+            self.pool.add_result(
                 EpisodeFinished(
                     episode_id=f"{group}-{index}",
                     group_id=group,
@@ -57,7 +59,7 @@ class World:
         groups = self.pool.take(count, step)
         if groups:
             self.pool.settle(groups)
-            self.pool.published(step + 1, step + 1)
+            self.pool.record_version(step + 1, step + 1)
         return [group.group_id for group in groups]
 
 
@@ -83,7 +85,7 @@ def test_keeping_trains_it_and_the_measures_say_how_late_it_was() -> None:
     world.finish("slow")
     (slow,) = world.pool.take(1, 2)
 
-    measured = measure_groups([slow], [world.pool.lag(slow, 2)], [world.pool.queued(slow, 2)], max_staleness=1)
+    measured = compute_group_metrics([slow], [world.pool.lag(slow, 2)], [world.pool.steps_queued(slow, 2)], max_staleness=1)
 
     assert measured["staleness_max"] == 2
     assert measured["groups_late"] == 1
@@ -123,7 +125,7 @@ def test_waiting_never_lets_anything_be_late_whatever_the_order_of_arrival() -> 
 
 def test_a_group_taken_over_counts_from_the_version_that_it_began_with() -> None:
     world = World("wait")
-    world.pool.published(1, 1)
+    world.pool.record_version(1, 1)
     world.pool.admit("old", 2, version=0)
     world.ask("new")
     world.finish("new", versions=(1,))
@@ -169,24 +171,26 @@ def test_without_dynamic_sampling_such_groups_are_trained() -> None:
 def test_staleness_is_split_into_what_passed_in_flight_and_what_passed_in_the_queue() -> None:
     world = World("keep")
     world.ask("a")
-    world.pool.published(1, 1)
-    world.pool.published(2, 2)
+    world.pool.record_version(1, 1)
+    world.pool.record_version(2, 2)
     world.finish("a", versions=(0, 1))
-    world.pool.published(3, 3)
+    world.pool.record_version(3, 3)
     (group,) = world.pool.take(1, 3)
 
-    measured = measure_groups([group], [world.pool.lag(group, 3)], [world.pool.queued(group, 3)])
+    measured = compute_group_metrics([group], [world.pool.lag(group, 3)], [world.pool.steps_queued(group, 3)])
 
     assert measured["staleness_mean"] == 3
     assert measured["staleness_in_flight_mean"] == 2
     assert measured["staleness_in_queue_mean"] == 1
 
 
-@pytest.mark.parametrize("late", ["drop", "keep", "wait"])
-def test_groups_that_are_in_time_are_trained_oldest_first_whatever_the_policy(late: Literal["drop", "keep", "wait"]) -> None:
-    world = World(late)
+@pytest.mark.parametrize("stale_groups", ["drop", "keep", "wait"])
+def test_groups_that_are_in_time_are_trained_oldest_first_whatever_the_policy(
+    stale_groups: Literal["drop", "keep", "wait"],
+) -> None:
+    world = World(stale_groups)
     world.ask("a")
-    world.pool.published(1, 1)
+    world.pool.record_version(1, 1)
     world.ask("b")
     world.finish("b", versions=(1,))
     world.finish("a", versions=(0,))
@@ -240,7 +244,7 @@ def test_a_group_that_lost_all_its_episodes_before_training_is_discarded_for_the
     taken = world.pool.take(2, 0)
     for name in ("a-0", "a-1", "b-0"):
         next(group for group in taken if name in group.results).unusable[name] = "image_missing"
-    left = world.pool.trainable(taken)
+    left = world.pool.discard_ungraded(taken)
     assert [group.group_id for group in left] == ["b"]
     trained, excluded = world.pool.settle(left)
     assert trained == ["b-1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.history import Turn, fold_history, history_hash, history_ids, history_images, loss_mask
+from fleetbus.core.history import Turn, collect_images, collect_token_ids, fold_history, history_hash, loss_mask
 from fleetbus_schemas import Action, ActionReference, AttemptStarted, ShownImage
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 
@@ -100,14 +100,14 @@ def test_actions_of_unknown_attempts_are_left_out() -> None:
 
 def test_ids_and_mask_alternate_between_prompt_and_sampled() -> None:
     history = [turn(1, 0, delta=(1, 2), sampled=(3,)), turn(1, 1, delta=(4,), sampled=(5, 6))]
-    assert history_ids(history) == [1, 2, 3, 4, 5, 6]
+    assert collect_token_ids(history) == [1, 2, 3, 4, 5, 6]
     assert loss_mask(history) == [False, False, True, False, True, True]
 
 
 def test_images_of_later_turns_stand_where_their_tokens_stand_in_the_whole_history() -> None:
     first, second = (ShownImage(object=name * 64, start=1, stop=3) for name in "ab")
     history = [turn(1, 0, delta=(1, 2, 2), sampled=(3,), images=(first,)), turn(1, 1, delta=(4, 2, 2), images=(second,))]
-    assert history_images(history) == [first, ShownImage(object="b" * 64, start=5, stop=7)]
+    assert collect_images(history) == [first, ShownImage(object="b" * 64, start=5, stop=7)]
 
 
 def test_two_histories_of_the_same_ids_and_other_images_differ_in_their_hash() -> None:
@@ -135,7 +135,7 @@ def test_the_hash_carried_from_turn_to_turn_is_the_hash_rebuilt_from_the_log(
         turns.append(turn(1, number, delta=delta, sampled=sampled))
     rebuilt = fold_history([claim(1)], reversed(turns))
     assert history_hash(rebuilt) == carried
-    assert history_ids(rebuilt) == [one for delta, sampled in tokens for one in (*delta, *sampled)]
+    assert collect_token_ids(rebuilt) == [one for delta, sampled in tokens for one in (*delta, *sampled)]
     assert loss_mask(rebuilt) == [flag for delta, sampled in tokens for flag in [False] * len(delta) + [True] * len(sampled)]
 
 

@@ -15,7 +15,13 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, ShownImage, Subjects, encode
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
-from fleetbus_workers.inference.histories import REBUILD_PAUSE_SECONDS, Histories, History, HistoryMismatch, StaleObservation
+from fleetbus_workers.inference.history_cache import (
+    REBUILD_PAUSE_SECONDS,
+    History,
+    HistoryCache,
+    HistoryMismatch,
+    StaleObservation,
+)
 
 RUN = "h"
 SUBJECTS = Subjects(RUN)
@@ -78,16 +84,16 @@ class Log:
 
 
 @asynccontextmanager
-async def log_and_histories(limit: int = 4096) -> AsyncIterator[tuple[Log, Histories]]:
+async def log_and_histories(limit: int = 4096) -> AsyncIterator[tuple[Log, HistoryCache]]:
     server = MemoryServer()
     async with server.connect(RUN, worker="w") as bus:
         await bus.declare(plan_run(RUN, lanes=4))
-        yield Log(bus), Histories(bus, SUBJECTS, limit=limit)
+        yield Log(bus), HistoryCache(bus, SUBJECTS, limit=limit)
 
 
 async def test_the_first_turn_needs_no_log() -> None:
     async with log_and_histories() as (log, histories):
-        history = await histories.before(log.observation(1, 0))
+        history = await histories.take_or_rebuild(log.observation(1, 0))
         assert (history.digest, history.ids, histories.rebuilt) == (EMPTY_HISTORY, [], 0)
 
 
@@ -96,9 +102,9 @@ async def test_what_is_kept_under_the_right_hash_is_given_away_once_and_then_reb
         await log.claim(1)
         await log.act(1, 0, [1, 2], [3])
         observation = log.observation(1, 1)
-        histories.keep("e", History(digest=observation.history_hash, ids=[1, 2, 3]))
-        kept = await histories.before(observation)
-        rebuilt = await histories.before(observation)
+        histories.put("e", History(digest=observation.history_hash, ids=[1, 2, 3]))
+        kept = await histories.take_or_rebuild(observation)
+        rebuilt = await histories.take_or_rebuild(observation)
         assert kept == rebuilt == History(digest=observation.history_hash, ids=[1, 2, 3])
         assert histories.rebuilt == 1
 
@@ -108,8 +114,8 @@ async def test_what_is_kept_under_another_hash_is_dropped_and_rebuilt_from_the_l
         await log.claim(1)
         await log.act(1, 0, [1, 2], [3])
         await log.act(1, 1, [4], [5, 6])
-        histories.keep("e", History(digest=b"what I thought", ids=[9, 9, 9]))
-        assert (await histories.before(log.observation(1, 2))).ids == [1, 2, 3, 4, 5, 6]
+        histories.put("e", History(digest=b"what I thought", ids=[9, 9, 9]))
+        assert (await histories.take_or_rebuild(log.observation(1, 2))).ids == [1, 2, 3, 4, 5, 6]
         assert histories.rebuilt == 1
 
 
@@ -118,7 +124,7 @@ async def test_a_repeated_observation_stands_on_less_than_the_log_holds_by_now()
         await log.claim(1)
         await log.act(1, 0, [1], [2])
         await log.act(1, 1, [3], [4])
-        assert (await histories.before(log.observation(1, 1))).ids == [1, 2]
+        assert (await histories.take_or_rebuild(log.observation(1, 1))).ids == [1, 2]
 
 
 async def test_turns_of_several_attempts_are_rebuilt_as_the_claims_say() -> None:
@@ -129,7 +135,7 @@ async def test_turns_of_several_attempts_are_rebuilt_as_the_claims_say() -> None
         await log.claim(2, resumed_at=1)
         await log.act(1, 2, [99], [99])  # of the attempt before, which does not know yet
         await log.act(2, 1, [5], [6])
-        assert (await histories.before(log.observation(2, 2))).ids == [1, 2, 5, 6]
+        assert (await histories.take_or_rebuild(log.observation(2, 2))).ids == [1, 2, 5, 6]
 
 
 async def test_the_images_of_a_history_are_rebuilt_with_their_places() -> None:
@@ -138,7 +144,7 @@ async def test_the_images_of_a_history_are_rebuilt_with_their_places() -> None:
         await log.claim(1)
         await log.act(1, 0, [1, 9, 9], [2], first)
         await log.act(1, 1, [3, 9, 9, 4], [5], second)
-        rebuilt = await histories.before(log.observation(1, 2))
+        rebuilt = await histories.take_or_rebuild(log.observation(1, 2))
         assert rebuilt.images == (first, ShownImage(object="b" * 64, start=5, stop=7))
         assert rebuilt.ids == [1, 9, 9, 2, 3, 9, 9, 4, 5]
 
@@ -149,7 +155,7 @@ async def test_a_history_that_the_log_does_not_contain_is_refused_after_two_look
         await log.act(1, 0, [1], [2])
         started = anyio.current_time()
         with pytest.raises(HistoryMismatch, match="turn 1 of e"):
-            await histories.before(log.observation(1, 1, history_hash=b"somewhere else"))
+            await histories.take_or_rebuild(log.observation(1, 1, history_hash=b"somewhere else"))
         assert anyio.current_time() - started == pytest.approx(REBUILD_PAUSE_SECONDS)
 
 
@@ -164,7 +170,7 @@ async def test_an_action_that_the_log_shows_a_moment_later_is_waited_for() -> No
 
         async with anyio.create_task_group() as group:
             group.start_soon(act_later)
-            assert (await histories.before(log.observation(1, 1, history_hash=digest))).ids == [1, 2]
+            assert (await histories.take_or_rebuild(log.observation(1, 1, history_hash=digest))).ids == [1, 2]
 
 
 @pytest.mark.parametrize("what", ["a newer claim", "a result", "no claim at all"])
@@ -178,7 +184,7 @@ async def test_an_observation_that_nobody_waits_for_is_stale(what: str) -> None:
         if what == "a result":
             await log.finish()
         with pytest.raises(StaleObservation):
-            await histories.before(log.observation(1, 1, history_hash=b"some history"))
+            await histories.take_or_rebuild(log.observation(1, 1, history_hash=b"some history"))
 
 
 async def test_the_least_recently_used_history_is_dropped_first() -> None:
@@ -186,10 +192,10 @@ async def test_the_least_recently_used_history_is_dropped_first() -> None:
         await log.claim(1)
         await log.act(1, 0, [1], [2])
         observation = log.observation(1, 1)
-        histories.keep("e", History(digest=observation.history_hash, ids=[1, 2]))
-        histories.keep("f", History(digest=b"f", ids=[]))
-        histories.keep("g", History(digest=b"g", ids=[]))
-        await histories.before(observation)
+        histories.put("e", History(digest=observation.history_hash, ids=[1, 2]))
+        histories.put("f", History(digest=b"f", ids=[]))
+        histories.put("g", History(digest=b"g", ids=[]))
+        await histories.take_or_rebuild(observation)
         assert histories.rebuilt == 1, "it was still kept"
 
 
@@ -198,20 +204,20 @@ async def test_a_forgotten_history_is_rebuilt() -> None:
         await log.claim(1)
         await log.act(1, 0, [1], [2])
         observation = log.observation(1, 1)
-        histories.keep("e", History(digest=observation.history_hash, ids=[1, 2]))
+        histories.put("e", History(digest=observation.history_hash, ids=[1, 2]))
         histories.forget("e")
-        assert (await histories.before(observation)).ids == [1, 2]
+        assert (await histories.take_or_rebuild(observation)).ids == [1, 2]
         assert histories.rebuilt == 1
 
 
 async def test_few_long_histories_are_kept_where_many_short_ones_would_be() -> None:
     """The bound that matters for memory is token ids: 4,096 episodes of 32,768 would take 5 GB."""
     async with log_and_histories() as (log, _):
-        histories = Histories(log.bus, SUBJECTS, limit=4, limit_ids=100)
+        histories = HistoryCache(log.bus, SUBJECTS, limit=4, limit_ids=100)
         for episode, count in (("a", 10), ("b", 60), ("c", 50), ("d", 1)):
-            histories.keep(episode, History(digest=b"", ids=[7] * count))
+            histories.put(episode, History(digest=b"", ids=[7] * count))
         assert [histories.forget(episode) is not None for episode in "abcd"] == [False, False, True, True]
-        histories.keep("long", History(digest=b"", ids=[7] * 200))
-        histories.keep("long", History(digest=b"", ids=[7] * 300))
+        histories.put("long", History(digest=b"", ids=[7] * 200))
+        histories.put("long", History(digest=b"", ids=[7] * 300))
         assert histories.forget("long") is not None
-        assert histories._kept_ids == 0
+        assert histories._entry_id_count == 0

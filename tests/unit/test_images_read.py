@@ -11,7 +11,7 @@ from fleetbus.core.groups import Group
 from fleetbus.errors import BusError
 from fleetbus_schemas import Action, ActionReference, EpisodeFinished, ShownImage
 from fleetbus_schemas.tokens import pack_ids
-from fleetbus_workers.images.reading import ImageMissing, ImageReader, ImageUnread
+from fleetbus_workers.images.reader import ImageMissing, ImageNotFetched, ImageReader
 from fleetbus_workers.learner import images as learner_images
 from fleetbus_workers.learner.images import read_images, shown_images
 from tests.support.bucket import Bucket
@@ -31,7 +31,7 @@ async def test_an_image_is_fetched_once_and_kept() -> None:
 
 
 async def test_what_is_kept_is_bounded_and_the_longest_unused_goes_first() -> None:
-    reader = ImageReader(objects := bucket(), kept_bytes=250)
+    reader = ImageReader(objects := bucket(), cache_bytes=250)
     for number in (0, 1, 0, 2, 0):
         await reader.read(NAMES[number])
     assert objects.gets == 3
@@ -59,14 +59,14 @@ async def test_an_image_that_is_gone_or_is_another_one_is_missing_for_ever() -> 
 
 async def test_a_bucket_that_does_not_answer_is_given_up_at_the_deadline() -> None:
     (objects := bucket()).wait = anyio.sleep_forever
-    with pytest.raises(ImageUnread, match=r"not fetched within 0\.01 s"):
+    with pytest.raises(ImageNotFetched, match=r"not fetched within 0\.01 s"):
         await ImageReader(objects, fetch_seconds=0.01).read(NAMES[0])
 
 
 async def test_a_bus_that_fails_leaves_the_image_to_a_later_try() -> None:
     reader = ImageReader(objects := bucket())
     objects.failure = BusError("cut\noff")
-    with pytest.raises(ImageUnread, match="cut off"):
+    with pytest.raises(ImageNotFetched, match="cut off"):
         await reader.read(NAMES[0])
     objects.failure = None
     assert await reader.read(NAMES[0]) == DATA[0]

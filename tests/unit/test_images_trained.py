@@ -12,17 +12,17 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished
-from fleetbus_workers.images.placed import PlacedImage
+from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.images.processing import ImageProcessor
 from fleetbus_workers.inference.base import RequestRefused
 from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.torch.batches import cut
-from fleetbus_workers.learner.torch.images import TrainedImages
+from fleetbus_workers.learner.torch.batches import truncate_sequence
+from fleetbus_workers.learner.torch.images import TrainingImages
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
-from fleetbus_workers.starter.build import starter_folder
-from tests.support.seeing import FAMILIES, Opened, ask, opened_families, picture, play, show
+from fleetbus_workers.starter.build import find_starter_folder
+from tests.support.vision_models import FAMILIES, Opened, ask, make_picture, open_families, play, show
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,7 +38,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    return opened_families(tmp_path_factory.mktemp)
+    return open_families(tmp_path_factory.mktemp)
 
 
 async def play_all(sampler: TorchSampler, processor: ImageProcessor) -> list[TrainingSequence]:
@@ -85,7 +85,7 @@ async def test_sampler_and_trainer_agree_over_turns_with_images(family: str, ope
 async def test_training_changes_the_vision_tower_and_the_engine_takes_it_over(opened: Opened, tmp_path: Path) -> None:
     folder, processor = opened("idefics3")
     sampler = TorchSampler(folder, slots=8, processor=processor)
-    learning = trainer(folder, learning_rate=0.01, warmup_updates=1)
+    learning = trainer(folder, learning_rate=0.01, warmup_steps=1)
     before = {name: tensor.clone() for name, tensor in learning._model.state_dict().items()}
     async with sampler.running():
         learning.train(await play_all(sampler, processor), version=0, progress=0.0)
@@ -99,7 +99,7 @@ async def test_training_changes_the_vision_tower_and_the_engine_takes_it_over(op
         ]
     assert learning.train(again, version=1, progress=0.0)["logprob_difference_max"] < CLOSE
     learning.save_model(tmp_path / "saved")
-    assert ImageProcessor(tmp_path / "saved").see("0" * 64, picture(1)).ids == processor.see("0" * 64, picture(1)).ids
+    assert ImageProcessor(tmp_path / "saved").see("0" * 64, make_picture(1)).ids == processor.see("0" * 64, make_picture(1)).ids
     assert trainer(tmp_path / "saved")._model.state_dict().keys() == before.keys()
 
 
@@ -122,7 +122,7 @@ async def test_equal_ids_with_other_images_share_nothing(opened: Opened) -> None
 
     def asked(seed: int) -> tuple[list[int], tuple[PlacedImage, ...]]:
         ids = list(range(40, 70))
-        placed = show(processor, ids, picture(seed))
+        placed = show(processor, ids, make_picture(seed))
         return [*ids, *range(70, 100)], (placed,)
 
     async def answered(*seeds: int) -> list[Any]:
@@ -141,7 +141,7 @@ async def test_the_same_image_in_many_prompts_is_computed_once(opened: Opened) -
     folder, processor = opened("idefics3")
     sampler = TorchSampler(folder, slots=4, processor=processor)
     ids = list(range(40, 70))
-    placed = show(processor, ids, picture(1))
+    placed = show(processor, ids, make_picture(1))
     async with sampler.running():
         for number in range(3):
             await sampler.generate(ask([*ids, *range(100, 120), 120 + number], (placed,), key=f"e{number}"))
@@ -150,8 +150,8 @@ async def test_the_same_image_in_many_prompts_is_computed_once(opened: Opened) -
 
 async def test_an_image_that_cannot_be_shown_is_refused_and_ends_no_engine(opened: Opened) -> None:
     folder, processor = opened("idefics3")
-    sampler, blind = TorchSampler(folder, processor=processor), TorchSampler(starter_folder())
-    placed = show(processor, ids := [40, 41], picture(1))
+    sampler, blind = TorchSampler(folder, processor=processor), TorchSampler(find_starter_folder())
+    placed = show(processor, ids := [40, 41], make_picture(1))
     ids.append(42)
     wrong = msgspec.structs.replace(placed, start=placed.start - 1, stop=placed.stop - 1)
     async with sampler.running(), blind.running():
@@ -175,9 +175,9 @@ async def test_a_cut_never_goes_through_an_image(opened: Opened) -> None:
     folder, processor = opened("idefics3")
     (sequence, *_) = await sequences(folder, processor)
     second = sequence.images[1]
-    shorter = cut(sequence, second.start + 3)
+    shorter = truncate_sequence(sequence, second.start + 3)
     assert (len(shorter.ids), shorter.images) == (second.start, sequence.images[:1])
-    assert len(cut(sequence, second.stop).images) == 2
+    assert len(truncate_sequence(sequence, second.stop).images) == 2
     metrics = trainer(folder, max_tokens=second.start + 3).train([sequence], version=0, progress=0.0)
     assert metrics["logprob_difference_max"] < CLOSE
 
@@ -185,13 +185,13 @@ async def test_a_cut_never_goes_through_an_image(opened: Opened) -> None:
 async def test_a_trainer_that_sees_nothing_does_not_train_blindly(opened: Opened) -> None:
     batch = await sequences(*opened("idefics3"))
     with pytest.raises(UserError, match="this trainer sees none"):
-        TorchTrainer(starter_folder()).train(batch, version=0, progress=0.0)
+        TorchTrainer(find_starter_folder()).train(batch, version=0, progress=0.0)
 
 
 def test_several_processes_are_refused_by_name(opened: Opened) -> None:
     folder, _ = opened("llava")
     with pytest.raises(UserError, match="images are trained in one process"):
-        TrainedImages(folder, None, processes=2)
+        TrainingImages(folder, None, processes=2)
 
 
 def test_a_model_that_sees_says_how_it_is_trained(opened: Opened) -> None:

@@ -11,7 +11,7 @@ import pytest
 import trio.testing
 
 from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, JetStreamApi
-from fleetbus.bus.nats.exchange import Answer, Exchanges
+from fleetbus.bus.nats.request_mux import Answer, RequestMux
 from fleetbus.errors import BusError, RequestUnanswered
 
 NOBODY: Answer = (b"", b"NATS/1.0 503\r\n\r\n")
@@ -29,10 +29,10 @@ def refusal(code: int) -> Answer:
 
 
 class Server:
-    """Answers what ``told`` says at that time, in seconds from the beginning of the test."""
+    """Answers what ``answers`` says at that time, in seconds from the beginning of the test."""
 
-    def __init__(self, told: Callable[[float], Answer]) -> None:
-        self._told = told
+    def __init__(self, answers: Callable[[float], Answer]) -> None:
+        self._answers = answers
         self._count = 0
         self._began = anyio.current_time()
 
@@ -42,11 +42,11 @@ class Server:
 
     async def ask(self, reply: str, command: bytes, **options: float) -> Answer:
         await anyio.sleep(0.001)
-        return self._told(anyio.current_time() - self._began)
+        return self._answers(anyio.current_time() - self._began)
 
 
-def api(told: Callable[[float], Answer]) -> JetStreamApi:
-    return JetStreamApi(cast(Exchanges, Server(told)))
+def api(answers: Callable[[float], Answer]) -> JetStreamApi:
+    return JetStreamApi(cast(RequestMux, Server(answers)))
 
 
 @pytest.mark.parametrize("trouble", [refusal(NO_QUORUM), refusal(OFFLINE), NOBODY], ids=["no quorum", "offline", "nobody"])

@@ -13,7 +13,7 @@ from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, claim_lane
-from fleetbus.presence import Presence, present
+from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
 
 SUBJECTS = Subjects("r")
@@ -27,14 +27,14 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 class LostAnswers(Faults):
     lost = False
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         return PublishFault(lost="answer") if self.lost else NO_PUBLISH_FAULT
 
 
 class LostFirstAnswer(Faults):
     first = True
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         self.first, lost = False, self.first
         return PublishFault(lost="answer") if lost else NO_PUBLISH_FAULT
 
@@ -107,7 +107,7 @@ async def test_a_worker_that_is_ended_while_it_says_hello_leaves_its_lane_free()
     async with server.connect("r") as bus, server.connect("r", worker="other") as other:
         await bus.declare(plan_run("r", lanes=1))
         lane = await claimed(bus)
-        presence = Presence(
+        lifecycle = WorkerLifecycle(
             bus, SUBJECTS, role="environment", worker="w", beat=lambda: Heartbeat(role="environment", worker="w"), lane=lane
         )
         greeted = anyio.Event()
@@ -116,11 +116,11 @@ async def test_a_worker_that_is_ended_while_it_says_hello_leaves_its_lane_free()
             greeted.set()
             await anyio.sleep_forever()
 
-        presence.started = hello  # type: ignore[method-assign]
+        lifecycle.publish_started = hello  # type: ignore[method-assign]
         async with anyio.create_task_group() as group:
 
             async def work() -> None:
-                async with present(presence, bus, lane, slots=1):
+                async with run_lifecycle(lifecycle, bus, lane, slots=1):
                     raise AssertionError("it never got so far")
 
             group.start_soon(work)

@@ -16,7 +16,7 @@ from fleetbus.config.settings import (
 from fleetbus.core.groups import Group
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
-from fleetbus_workers.learner.batches import CreditPlan, _sequence, advantages_by_turn
+from fleetbus_workers.learner.batches import CreditPlan, _build_sequence, compute_episode_advantages
 
 
 def finished(
@@ -49,29 +49,32 @@ def grouped(*results: EpisodeFinished) -> list[Group]:
 def test_credit_per_episode_tells_all_turns_the_same() -> None:
     groups = grouped(finished("a", 1.0, turns=3), finished("b", 0.0, turns=1))
 
-    assert advantages_by_turn(groups, CreditPlan(advantage="dr_grpo")) == [[0.5] * 3, [-0.5]]
+    assert compute_episode_advantages(groups, CreditPlan(advantage_estimator="dr_grpo")) == [[0.5] * 3, [-0.5]]
 
 
 def test_credit_per_turn_adds_what_the_verdict_has_beyond_the_turns_to_the_last_one() -> None:
     """Both earned 1 in all: the first at once, the second by its verdict at the end."""
     groups = grouped(finished("a", 1.0, turn_rewards=(1.0, 0.0)), finished("b", 1.0, turn_rewards=(0.0, 0.0)))
 
-    assert advantages_by_turn(groups, CreditPlan(advantage="dr_grpo", credit="turn")) == [[0.0, -0.5], [0.0, 0.5]]
+    assert compute_episode_advantages(groups, CreditPlan(advantage_estimator="dr_grpo", credit_assignment="turn")) == [
+        [0.0, -0.5],
+        [0.0, 0.5],
+    ]
 
 
 def test_a_discount_makes_late_rewards_worth_less_at_the_first_turn() -> None:
     groups = grouped(finished("a", 1.0), finished("b", 0.0))
 
-    plan = CreditPlan(advantage="dr_grpo", credit="turn", turn_discount=0.5)
+    plan = CreditPlan(advantage_estimator="dr_grpo", credit_assignment="turn", turn_discount=0.5)
 
-    assert advantages_by_turn(groups, plan) == [[0.25, 0.5], [-0.25, -0.5]]
+    assert compute_episode_advantages(groups, plan) == [[0.25, 0.5], [-0.25, -0.5]]
 
 
 def test_the_soft_punishment_of_overlong_episodes_enters_the_mean() -> None:
     groups = grouped(finished("a", 1.0, tokens=95), finished("b", 1.0, tokens=50))
-    plan = CreditPlan(advantage="dr_grpo", overlong_limit=100, overlong_buffer=10, overlong_factor=1.0)
+    plan = CreditPlan(advantage_estimator="dr_grpo", overlong_limit=100, overlong_buffer=10, overlong_penalty_factor=1.0)
 
-    assert advantages_by_turn(groups, plan) == [[-0.25] * 2, [0.25] * 2]
+    assert compute_episode_advantages(groups, plan) == [[-0.25] * 2, [0.25] * 2]
 
 
 def turn(index: int) -> Action:
@@ -86,7 +89,7 @@ def turn(index: int) -> Action:
 def test_overlong_filtering_takes_truncated_episodes_out_of_the_loss(outcome: Outcome, trained: int) -> None:
     result = finished("a", 1.0, outcome=outcome)
 
-    sequence = _sequence(result, [turn(0), turn(1)], [0.5, -0.5], CreditPlan(overlong="mask"), 1.0)
+    sequence = _build_sequence(result, [turn(0), turn(1)], [0.5, -0.5], CreditPlan(mask_truncated_completions=True), 1.0)
 
     assert int(sequence.loss_mask.sum()) == trained
     assert (sequence.versions == 3).sum() == trained
@@ -98,26 +101,34 @@ def test_overlong_filtering_takes_truncated_episodes_out_of_the_loss(outcome: Ou
 
 def test_the_plan_is_read_off_the_configuration() -> None:
     configuration = Configuration(
-        learner=LearnerSettings(advantage="rloo", min_group_size=3),
+        learner=LearnerSettings(advantage_estimator="rloo", min_group_size=3),
         episode=EpisodeSettings(max_episode_tokens=500),
-        algorithm=AlgorithmSettings(overlong="mask", overlong_buffer=50),
+        algorithm=AlgorithmSettings(mask_truncated_completions=True, overlong_buffer=50),
     )
 
-    plan = CreditPlan.of(configuration)
+    plan = CreditPlan.from_configuration(configuration)
 
-    assert (plan.advantage, plan.minimum, plan.overlong, plan.overlong_limit, plan.overlong_buffer) == (
+    assert (
+        plan.advantage_estimator,
+        plan.minimum,
+        plan.mask_truncated_completions,
+        plan.overlong_limit,
+        plan.overlong_buffer,
+    ) == (
         "rloo",
         3,
-        "mask",
+        True,
         500,
         50,
     )
 
 
 def test_credit_per_turn_refuses_estimators_that_have_no_form_for_it() -> None:
-    configuration = Configuration(learner=LearnerSettings(advantage="maxrl"), algorithm=AlgorithmSettings(credit="turn"))
+    configuration = Configuration(
+        learner=LearnerSettings(advantage_estimator="maxrl"), algorithm=AlgorithmSettings(credit_assignment="turn")
+    )
 
-    with pytest.raises(UserError, match=r"algorithm\.credit = turn .* choose grpo or dr_grpo"):
+    with pytest.raises(UserError, match=r"algorithm\.credit_assignment = turn .* choose grpo or dr_grpo"):
         check_configuration(configuration)
 
 
@@ -125,7 +136,10 @@ def test_credit_per_turn_refuses_estimators_that_have_no_form_for_it() -> None:
     ("configuration", "named"),
     [
         (Configuration(trainer=TrainerSettings(packing=True)), r"trainer\.token_budget"),
-        (Configuration(algorithm=AlgorithmSettings(correction_low=3.0)), r"algorithm\.correction_low = 3\.0 exceeds"),
+        (
+            Configuration(algorithm=AlgorithmSettings(rollout_correction_low=3.0)),
+            r"algorithm\.rollout_correction_low = 3\.0 exceeds",
+        ),
         (Configuration(weights=WeightsSettings(store="bucket")), r"weights\.store = bucket: it takes folder, nats, or a URL"),
     ],
 )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fleetbus.core.learning_signal import MANY_GROUPS, Judgement, LearningSignal
+from fleetbus.core.learning_signal import MANY_GROUPS, LearningSignal, SignalDiagnosis
 from fleetbus_schemas import LineageStarted, StepTrained
 from fleetbus_schemas.training import Exclusion
 
@@ -40,7 +40,7 @@ class Book:
         groups: int = GROUPS,
         replaced: int = 0,
         reward: float | None = None,
-    ) -> Judgement | None:
+    ) -> SignalDiagnosis | None:
         self.step += 1
         self.seconds += 1
         metrics = {"success": success, "reward": success if reward is None else reward, "groups_without_signal": float(flat)}
@@ -71,7 +71,7 @@ def test_a_policy_that_fell_is_told_with_how_far_how_fast_and_that_nothing_is_le
     assert last is not None and last.kind == "no_signal"
     assert "success fell from 0.80 to 0.00 within 2 steps of step 6" in last.reason
     assert "no signal since step 8: the last 80 groups had equal rewards each (success 0.00, reward 0.00)" in last.reason
-    assert "learner.gradient_clip" in last.advice and last.since_ns == 8 * SECOND
+    assert "learner.max_grad_norm" in last.advice and last.since_ns == 8 * SECOND
 
 
 def test_a_fall_is_told_while_there_is_still_some_signal() -> None:
@@ -187,8 +187,8 @@ def test_patience_counts_from_the_first_step_without_a_signal() -> None:
     book = Book()
     for _ in range(4):
         book.train(0.0)
-    assert book.signal.judge(60 * SECOND, patience_seconds=60) is None
-    assert book.signal.judge(61 * SECOND, patience_seconds=60) is not None
+    assert book.signal.diagnose(60 * SECOND, patience_seconds=60) is None
+    assert book.signal.diagnose(61 * SECOND, patience_seconds=60) is not None
 
 
 def test_a_fall_right_at_the_beginning_is_told_from_where_it_began() -> None:

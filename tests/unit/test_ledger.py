@@ -18,7 +18,7 @@ def test_an_empty_ledger_begins_at_its_floor() -> None:
 def test_the_floor_is_the_lowest_open_request() -> None:
     ledger = Ledger()
     for episode, sequence in (("b", 20), ("a", 10), ("c", 30)):
-        assert ledger.requested(episode, sequence)
+        assert ledger.register(episode, sequence)
     assert ledger.floor == 10
     ledger.settle("a")
     assert ledger.floor == 20
@@ -30,7 +30,7 @@ def test_the_floor_is_the_lowest_open_request() -> None:
 def test_settled_requests_above_an_open_one_are_named() -> None:
     ledger = Ledger()
     for episode, sequence in (("a", 10), ("b", 20), ("c", 30)):
-        ledger.requested(episode, sequence)
+        ledger.register(episode, sequence)
     ledger.settle("c")
     ledger.settle("a")
     assert ledger.floor == 20
@@ -39,7 +39,7 @@ def test_settled_requests_above_an_open_one_are_named() -> None:
 
 def test_with_nothing_open_the_floor_is_past_the_last_request() -> None:
     ledger = Ledger()
-    ledger.requested("a", 10)
+    ledger.register("a", 10)
     ledger.settle("a")
     assert ledger.floor == 11
     assert ledger.settled_above == ()
@@ -47,16 +47,16 @@ def test_with_nothing_open_the_floor_is_past_the_last_request() -> None:
 
 def test_a_request_is_entered_once() -> None:
     ledger = Ledger()
-    assert ledger.requested("a", 10)
-    assert not ledger.requested("a", 10)
+    assert ledger.register("a", 10)
+    assert not ledger.register("a", 10)
     ledger.settle("a")
-    assert not ledger.requested("a", 10)
+    assert not ledger.register("a", 10)
 
 
 def test_a_request_that_a_checkpoint_settled_stays_settled() -> None:
     ledger = Ledger(10, ["b"])
-    assert ledger.requested("a", 10)
-    assert not ledger.requested("b", 20)
+    assert ledger.register("a", 10)
+    assert not ledger.register("b", 20)
     assert ledger.settled_above == ("b",)
     with pytest.raises(ValueError, match="settled already"):
         ledger.settle("b")
@@ -64,7 +64,7 @@ def test_a_request_that_a_checkpoint_settled_stays_settled() -> None:
 
 def test_settling_twice_or_the_unknown_is_refused() -> None:
     ledger = Ledger()
-    ledger.requested("a", 10)
+    ledger.register("a", 10)
     ledger.settle("a")
     for episode in ("a", "never requested"):
         with pytest.raises(ValueError, match=episode):
@@ -74,15 +74,15 @@ def test_settling_twice_or_the_unknown_is_refused() -> None:
 def test_the_floor_does_not_pass_a_request_whose_answer_is_late() -> None:
     """It may stand in the log already, before requests that are settled by now."""
     ledger = Ledger()
-    ledger.requested("a", 10)
-    ledger.asking("late")
+    ledger.register("a", 10)
+    ledger.register_pending("late")
     for episode, sequence in (("b", 20), ("c", 30)):
-        ledger.requested(episode, sequence)
+        ledger.register(episode, sequence)
     for episode in ("a", "b", "c"):
         ledger.settle(episode)
     assert ledger.floor == 11
     assert ledger.settled_above == ("b", "c")
-    ledger.requested("late", 15)
+    ledger.register("late", 15)
     assert ledger.floor == 15
     ledger.settle("late")
     assert ledger.floor == 31
@@ -91,20 +91,20 @@ def test_the_floor_does_not_pass_a_request_whose_answer_is_late() -> None:
 def test_a_month_of_settled_requests_is_forgotten_and_none_of_them_comes_back() -> None:
     ledger = Ledger()
     for sequence in range(1, 2_001, 2):
-        ledger.requested(f"e{sequence}", sequence)
+        ledger.register(f"e{sequence}", sequence)
         ledger.settle(f"e{sequence}")
         ledger.forget_settled()
         assert len(ledger) == 0
-    ledger.requested("open", 2_000)
+    ledger.register("open", 2_000)
     assert ledger.floor == 2_000
-    assert not ledger.requested("e1", 1)
+    assert not ledger.register("e1", 1)
     assert ledger.open_ids == ("open",)
 
 
 def test_what_is_settled_above_the_floor_is_not_forgotten() -> None:
     ledger = Ledger()
     for episode, sequence in (("a", 10), ("b", 20), ("c", 30)):
-        ledger.requested(episode, sequence)
+        ledger.register(episode, sequence)
     ledger.settle("a")
     ledger.settle("c")
     ledger.forget_settled()
@@ -134,20 +134,20 @@ class Resumes(RuleBasedStateMachine):
         self.end += gap
         episode = f"e{self.end}"
         self.log[episode] = self.unanswered[episode] = self.end
-        self.ledger.asking(episode)
+        self.ledger.register_pending(episode)
 
     @precondition(lambda self: self.unanswered)
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
         episode = data.draw(st.sampled_from(sorted(self.unanswered)))
-        assert self.ledger.requested(episode, self.unanswered.pop(episode))
+        assert self.ledger.register(episode, self.unanswered.pop(episode))
 
     @rule(gap=st.integers(1, 3))
     def request(self, gap: int) -> None:
         self.end += gap
         episode = f"e{self.end}"
         self.log[episode] = self.end
-        assert self.ledger.requested(episode, self.end)
+        assert self.ledger.register(episode, self.end)
 
     @precondition(lambda self: set(self.log) - self.settled - set(self.unanswered))
     @rule(data=st.data())
@@ -167,7 +167,7 @@ class Resumes(RuleBasedStateMachine):
         self.unanswered.clear()
         for episode, sequence in self.log.items():
             if sequence >= floor:
-                assert self.ledger.requested(episode, sequence) == (episode not in self.settled)
+                assert self.ledger.register(episode, sequence) == (episode not in self.settled)
 
     @invariant()
     def open_is_what_was_never_settled(self) -> None:
@@ -190,7 +190,7 @@ TestResumes.settings = settings(deadline=None, max_examples=40, stateful_step_co
 def test_the_floor_never_goes_back(sequences: list[int], data: st.DataObject) -> None:
     ledger = Ledger()
     for sequence in sequences:
-        ledger.requested(f"e{sequence}", sequence)
+        ledger.register(f"e{sequence}", sequence)
     floors = [ledger.floor]
     for sequence in data.draw(st.permutations(sequences)):
         ledger.settle(f"e{sequence}")

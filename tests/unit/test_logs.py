@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from fleetbus.config.settings import LogSettings
-from fleetbus.logs import bound, configure_logs, redact_secrets
+from fleetbus.logs import bind_log_context, configure_logs, redact_event
 
 SEED = "S" + "UAB" * 19
 
@@ -42,7 +42,7 @@ def json_stream(**values: Any) -> io.StringIO:
 
 def test_json_lines_carry_what_is_bound() -> None:
     stream = json_stream(run="r", role="environment", worker="environment-0")
-    with bound(episode="e1", attempt=2, turn=3):
+    with bind_log_context(episode="e1", attempt=2, turn=3):
         structlog.get_logger().info("stepped", seconds=0.5)
     structlog.get_logger().info("idle")
     first, second = json_lines(stream)
@@ -57,7 +57,7 @@ async def test_what_one_task_binds_does_not_show_in_another() -> None:
     stream = json_stream()
 
     async def session(episode: str, mine: anyio.Event, theirs: anyio.Event) -> None:
-        with bound(episode=episode):
+        with bind_log_context(episode=episode):
             mine.set()
             await theirs.wait()
             structlog.get_logger().info("stepped", of=episode)
@@ -75,12 +75,12 @@ async def test_what_one_task_binds_does_not_show_in_another() -> None:
 @pytest.mark.parametrize("name", ["api_key", "API-Key", "authorization", "password", "token", "access_token", "nkey_seed"])
 def test_values_of_secret_keys_are_redacted_at_any_depth(name: str) -> None:
     event = {"event": "x", "headers": [{name: "hunter2"}], name: "hunter2"}
-    assert "hunter2" not in repr(redact_secrets(None, "info", event))
+    assert "hunter2" not in repr(redact_event(None, "info", event))
 
 
 def test_numbers_that_sound_secret_stay() -> None:
     event = {"event": "x", "seed": 7, "tokens": 12, "max_tokens": "64"}
-    assert redact_secrets(None, "info", event) == event
+    assert redact_event(None, "info", event) == event
 
 
 def test_credentials_in_urls_and_nkey_seeds_in_texts_are_redacted() -> None:

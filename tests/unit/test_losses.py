@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, masked_sequence, plain
-from fleetbus.core.losses import REDUCTIONS, LossPlan, reduce_losses, token_losses
+from fleetbus.core.losses import REDUCTIONS, LossPlan, compute_token_losses, reduce_losses
 from fleetbus.core.objectives import OBJECTIVES, Clip, dppo_tv, ppo_clip, sequence_sum
 
 
@@ -69,9 +69,9 @@ def test_the_geometric_mask_does_not_depend_on_the_length_of_a_sequence() -> Non
 
 def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_its_ratio_to_the_sampler() -> None:
     given = drawn()
-    plan = LossPlan(correction="decoupled", clip_low=0.2, clip_high=0.2)
+    plan = LossPlan(rollout_correction="decoupled", clip_ratio_low=0.2, clip_ratio_high=0.2)
 
-    losses = token_losses(plan, **given)
+    losses = compute_token_losses(plan, **given)
 
     ratio = np.exp(given["logprobs"] - given["proximal"])
     weight = np.exp(given["proximal"] - given["sampler"])
@@ -82,16 +82,16 @@ def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_its_ratio_
 def test_without_a_clip_decoupled_ppo_is_importance_sampling_from_the_sampler() -> None:
     given = drawn(1)
 
-    losses = token_losses(LossPlan(correction="decoupled", clip_low=1.0, clip_high=1e9), **given)
+    losses = compute_token_losses(LossPlan(rollout_correction="decoupled", clip_ratio_low=1.0, clip_ratio_high=1e9), **given)
 
     np.testing.assert_allclose(losses, -np.exp(given["logprobs"] - given["sampler"]) * given["advantages"])
 
 
-@pytest.mark.parametrize(("ratio_to", "base"), [("auto", "sampler"), ("sampler", "sampler"), ("trainer", "proximal")])
-def test_without_a_correction_the_ratio_is_taken_to_the_sampler_unless_told_otherwise(ratio_to: str, base: str) -> None:
+@pytest.mark.parametrize(("old_policy", "base"), [("auto", "sampler"), ("sampler", "sampler"), ("trainer", "proximal")])
+def test_without_a_correction_the_ratio_is_taken_to_the_sampler_unless_told_otherwise(old_policy: str, base: str) -> None:
     given = drawn(2)
 
-    losses = token_losses(LossPlan(ratio_to=ratio_to, clip_low=0.2, clip_high=0.28), **given)  # type: ignore[arg-type]
+    losses = compute_token_losses(LossPlan(old_policy=old_policy, clip_ratio_low=0.2, clip_ratio_high=0.28), **given)  # type: ignore[arg-type]
 
     expected = ppo_clip(given["logprobs"], given[base], given["advantages"], given["mask"], Clip(low=0.2, high=0.28))
     np.testing.assert_allclose(losses, expected)
@@ -99,9 +99,9 @@ def test_without_a_correction_the_ratio_is_taken_to_the_sampler_unless_told_othe
 
 def test_a_dropped_token_still_counts_in_the_mean() -> None:
     ones = np.ones((1, 2))
-    plan = LossPlan(correction="icepop", correction_low=0.5, correction_high=2.0)
+    plan = LossPlan(rollout_correction="icepop", rollout_correction_low=0.5, rollout_correction_high=2.0)
 
-    losses = token_losses(
+    losses = compute_token_losses(
         plan, logprobs=0 * ones, sampler=np.array([[0.0, 3.0]]), proximal=0 * ones, advantages=ones, mask=ones
     )
 
@@ -111,11 +111,11 @@ def test_a_dropped_token_still_counts_in_the_mean() -> None:
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_the_kl_is_added_to_every_token_and_pulls_to_the_reference_where_there_is_one(estimator: str) -> None:
     given = drawn(3)
-    bare = token_losses(LossPlan(), **given)
+    bare = compute_token_losses(LossPlan(), **given)
     plan = LossPlan(kl_coefficient=0.1, kl_estimator=estimator)
 
-    to_reference = token_losses(plan, **given)
-    to_sampler = token_losses(plan, **{**given, "reference": None})
+    to_reference = compute_token_losses(plan, **given)
+    to_sampler = compute_token_losses(plan, **{**given, "reference": None})
 
     estimate = KL_ESTIMATORS[estimator]
     np.testing.assert_allclose(to_reference - bare, 0.1 * estimate(given["logprobs"], given["reference"]))
@@ -126,7 +126,8 @@ def test_a_kl_in_the_reward_leaves_the_loss_alone() -> None:
     given = drawn(4)
 
     np.testing.assert_array_equal(
-        token_losses(LossPlan(kl_coefficient=0.1, kl_place="reward"), **given), token_losses(LossPlan(), **given)
+        compute_token_losses(LossPlan(kl_coefficient=0.1, kl_place="reward"), **given),
+        compute_token_losses(LossPlan(), **given),
     )
 
 
@@ -155,13 +156,13 @@ def test_the_kl_penalty_has_the_gradient_of_the_kl_itself() -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("rollout_correction", CORRECTIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_numpy_and_torch_agree_on_every_combination(objective: str, correction: str, reduction: str) -> None:
+def test_numpy_and_torch_agree_on_every_combination(objective: str, rollout_correction: str, reduction: str) -> None:
     given = drawn(5)
     plan = LossPlan(
         objective=objective,
-        correction=correction,
+        rollout_correction=rollout_correction,
         reduction=reduction,  # type: ignore[arg-type]
         dual_clip=3.0,
         kl_coefficient=0.01,
@@ -169,8 +170,8 @@ def test_numpy_and_torch_agree_on_every_combination(objective: str, correction: 
     tensors = {name: torch.tensor(array) for name, array in given.items()}
     numbers = {"tokens": float(given["mask"].sum()), "sequences": 4.0}
 
-    from_numpy = reduce_losses(plan, token_losses(plan, **given), given["mask"], **numbers)
-    from_torch = reduce_losses(plan, token_losses(plan, **tensors), tensors["mask"], **numbers)
+    from_numpy = reduce_losses(plan, compute_token_losses(plan, **given), given["mask"], **numbers)
+    from_torch = reduce_losses(plan, compute_token_losses(plan, **tensors), tensors["mask"], **numbers)
 
     assert from_torch.item() == pytest.approx(float(from_numpy), rel=1e-12)
 

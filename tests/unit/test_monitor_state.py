@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus_schemas import (
     Action,
     AttemptStarted,
@@ -26,9 +26,9 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
 from fleetbus_workers.monitor.timeline import timeline
-from fleetbus_workers.monitor.words import load_words
-from fleetbus_workers.overview.roster import KEPT_SECONDS, SILENT_AFTER_SECONDS, Roster
-from fleetbus_workers.overview.state import KEPT_EPISODES, FleetState
+from fleetbus_workers.monitor.token_decoder import load_token_decoder
+from fleetbus_workers.overview.state import KEPT_EPISODES, RunState
+from fleetbus_workers.overview.worker_registry import RETENTION_SECONDS, SILENCE_TIMEOUT_SECONDS, WorkerRegistry
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000
@@ -38,11 +38,11 @@ class Log:
     """Entries with times, and a fold of them."""
 
     def __init__(self) -> None:
-        self.state = FleetState(steps=10)
-        self.entries: list[Stored] = []
+        self.state = RunState(steps=10)
+        self.entries: list[StreamEntry] = []
 
     def add(self, subject: str, message: Message, seconds: float = 0.0) -> None:
-        entry = Stored(
+        entry = StreamEntry(
             subject=subject, payload=encode(message), sequence=len(self.entries) + 1, time_ns=int(seconds * SECOND) + SECOND
         )
         self.entries.append(entry)
@@ -77,39 +77,43 @@ def beat(worker: str = "w", **fields: object) -> Heartbeat:
 
 
 def test_a_worker_that_stops_beating_is_silent_in_less_than_five_seconds_and_stays_in_the_table() -> None:
-    roster = Roster()
-    roster.heard(beat(), now=100.0)
-    assert SILENT_AFTER_SECONDS + 0.5 < 5.0  # half a second is how often the page is told
-    assert [row.state for row in roster.rows(100.0 + SILENT_AFTER_SECONDS)] == ["working"]
-    assert [row.state for row in roster.rows(100.1 + SILENT_AFTER_SECONDS)] == ["silent"]
-    assert [row.state for row in roster.rows(400.0)] == ["silent"]
-    roster.heard(beat(), now=401.0)
-    assert [row.state for row in roster.rows(401.0)] == ["working"]
+    worker_registry = WorkerRegistry()
+    worker_registry.record_heartbeat(beat(), now=100.0)
+    assert SILENCE_TIMEOUT_SECONDS + 0.5 < 5.0  # half a second is how often the page is told
+    assert [row.state for row in worker_registry.rows(100.0 + SILENCE_TIMEOUT_SECONDS)] == ["working"]
+    assert [row.state for row in worker_registry.rows(100.1 + SILENCE_TIMEOUT_SECONDS)] == ["silent"]
+    assert [row.state for row in worker_registry.rows(400.0)] == ["silent"]
+    worker_registry.record_heartbeat(beat(), now=401.0)
+    assert [row.state for row in worker_registry.rows(401.0)] == ["working"]
 
 
 def test_workers_say_goodbye_or_why_they_failed() -> None:
-    roster = Roster()
+    worker_registry = WorkerRegistry()
     for worker in ("stops", "fails", "starts"):
-        roster.happened(WorkerStarted(role="inference", worker=worker), age_seconds=0, now=10.0)
-    roster.happened(WorkerStopped(role="inference", worker="stops"), age_seconds=0, now=11.0)
-    roster.happened(WorkerFailed(role="inference", worker="fails", error_class="E", error="why"), age_seconds=0, now=11.0)
-    states = {row.worker: (row.state, row.note) for row in roster.rows(12.0)}
+        worker_registry.record_life_event(WorkerStarted(role="inference", worker=worker), age_seconds=0, now=10.0)
+    worker_registry.record_life_event(WorkerStopped(role="inference", worker="stops"), age_seconds=0, now=11.0)
+    worker_registry.record_life_event(
+        WorkerFailed(role="inference", worker="fails", error_class="E", error="why"), age_seconds=0, now=11.0
+    )
+    states = {row.worker: (row.state, row.note) for row in worker_registry.rows(12.0)}
     assert states == {"stops": ("stopped", ""), "fails": ("failed", "E: why"), "starts": ("starting", "")}
 
 
 def test_workers_of_long_ago_are_not_shown() -> None:
-    roster = Roster()
-    roster.happened(WorkerStarted(role="inference", worker="old"), age_seconds=86_400, now=10.0)
-    assert roster.rows(10.0) == []
+    worker_registry = WorkerRegistry()
+    worker_registry.record_life_event(WorkerStarted(role="inference", worker="old"), age_seconds=86_400, now=10.0)
+    assert worker_registry.rows(10.0) == []
 
 
 def test_of_workers_that_are_shown_no_more_nothing_is_kept() -> None:
-    roster = Roster()
+    worker_registry = WorkerRegistry()
     for number in range(100):  # a worker that is started again and again, as under Kubernetes
-        roster.heard(Heartbeat(role="environment", worker=f"pod-{number}", counters={"episodes": 1.0}), now=float(number))
-    assert len(roster.rows(now=99.0)) == len(roster.beats()) == 100
-    assert [row.worker for row in roster.rows(now=98.5 + KEPT_SECONDS)] == ["pod-99"]
-    assert [beat.worker for beat in roster.beats()] == ["pod-99"]
+        worker_registry.record_heartbeat(
+            Heartbeat(role="environment", worker=f"pod-{number}", counters={"episodes": 1.0}), now=float(number)
+        )
+    assert len(worker_registry.rows(now=99.0)) == len(worker_registry.list_heartbeats()) == 100
+    assert [row.worker for row in worker_registry.rows(now=98.5 + RETENTION_SECONDS)] == ["pod-99"]
+    assert [beat.worker for beat in worker_registry.list_heartbeats()] == ["pod-99"]
 
 
 def test_episodes_wait_run_and_end() -> None:
@@ -120,7 +124,7 @@ def test_episodes_wait_run_and_end() -> None:
     log.claim("c")
     log.finish("c", 1.0)
     rows = log.state.episodes.rows
-    assert [log.state.state_of(rows[episode]) for episode in ("a", "b", "c")] == ["waiting", "running", "completed"]
+    assert [log.state.describe_state(rows[episode]) for episode in ("a", "b", "c")] == ["waiting", "running", "completed"]
     numbers = log.state.numbers(now_ns=5 * SECOND)
     assert (numbers["requested"], numbers["waiting"], numbers["running"]) == (3, 1, 1)
     assert (numbers["oldest_open_seconds"], numbers["reward"]) == (4.0, 1.0)
@@ -168,7 +172,7 @@ def test_only_so_many_episodes_are_kept() -> None:
     log = Log()
     extra = 1_001
     for index in range(KEPT_EPISODES + extra):
-        log.state.episodes._row(f"e{index}", Stored(subject="s", payload=b"", sequence=index, time_ns=0))
+        log.state.episodes._row(f"e{index}", StreamEntry(subject="s", payload=b"", sequence=index, time_ns=0))
     log.request("newest")
     assert len(log.state.episodes.rows) == KEPT_EPISODES
     assert "newest" in log.state.episodes.rows
@@ -226,7 +230,7 @@ def test_without_a_request_there_is_no_timeline() -> None:
 
 def test_without_a_tokenizer_that_can_be_read_ids_are_shown(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    assert load_words(tmp_path).of([1]) is None
+    assert load_token_decoder(tmp_path).decode([1]) is None
     for content in ("", "{", '{"model": {}}'):
         (tmp_path / "tokenizer.json").write_text(content)
-        assert load_words(tmp_path).of([1]) is None
+        assert load_token_decoder(tmp_path).decode([1]) is None

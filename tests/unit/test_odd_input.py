@@ -10,8 +10,8 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.exit_status import REFUSED
-from fleetbus_workers.serving.listening import bind
-from fleetbus_workers.up.checks import check_answers
+from fleetbus_workers.serving.listeners import bind
+from fleetbus_workers.up.checks import check_server_answers
 
 Refused = Callable[..., str]
 
@@ -63,7 +63,7 @@ def test_what_can_be_no_host_is_refused(host: str, refused: Refused) -> None:
     with pytest.raises(UserError, match="no address of this machine"):
         bind(host, 0)
     with pytest.raises(UserError, match="no NATS server at"):
-        check_answers(f"nats://{host}:4222")
+        check_server_answers(f"nats://{host}:4222")
     assert "no NATS server answers at" in refused("init", "--nats", f"nats://{host}:4222")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleetbus_workers.inference.openai.dialects import Completions, Dialect, Generate, Unreadable
+from fleetbus_workers.inference.openai.dialects import CompletionsDialect, Dialect, GenerateDialect, MalformedResponse
 
 
 def answered(dialect: Dialect, logprob: str) -> dict[str, Any]:
@@ -20,9 +20,9 @@ def answered(dialect: Dialect, logprob: str) -> dict[str, Any]:
     return chunk
 
 
-@pytest.mark.parametrize("dialect", [Generate(), Completions()], ids=lambda dialect: str(dialect.name))
+@pytest.mark.parametrize("dialect", [GenerateDialect(), CompletionsDialect()], ids=lambda dialect: str(dialect.name))
 @pytest.mark.parametrize("logprob", ["NaN", "-Infinity", "Infinity", "-1e999", "null", '"-1.0"'])
 def test_a_log_probability_that_is_no_finite_number_is_refused(dialect: Dialect, logprob: str) -> None:
-    assert dialect.piece(answered(dialect, "-0.5")).logprobs == [-0.5]
-    with pytest.raises(Unreadable, match="not a number"):
-        dialect.piece(answered(dialect, logprob))
+    assert dialect.parse_chunk(answered(dialect, "-0.5")).logprobs == [-0.5]
+    with pytest.raises(MalformedResponse, match="not a number"):
+        dialect.parse_chunk(answered(dialect, logprob))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.pass_at import by_environment, pass_at, summarise
+from fleetbus.core.evaluation_summary import pass_at, summarise_by_environment, summarise_results
 from fleetbus_schemas import EpisodeFinished, Outcome
 
 
@@ -42,7 +42,7 @@ def played(
 def test_a_summary_is_the_mean_over_tasks_of_pass_at_k() -> None:
     results = [played("a", 1.0), played("a", 0.0), played("b", 0.0), played("b", 0.2)]
 
-    summary = summarise(results, [1, 2])
+    summary = summarise_results(results, [1, 2])
 
     assert (summary.tasks, summary.episodes, summary.graded) == (2, 4, 4)
     assert summary.pass_at == {"1": 0.25, "2": 0.5}
@@ -54,7 +54,7 @@ def test_a_summary_is_the_mean_over_tasks_of_pass_at_k() -> None:
 def test_episodes_without_a_verdict_are_counted_beside_and_change_no_rate() -> None:
     results = [played("a", 1.0), played("a", None, outcome="env_failed"), played("b", None, outcome="timeout", version=9)]
 
-    summary = summarise(results, [1, 2])
+    summary = summarise_results(results, [1, 2])
 
     assert summary.pass_at == {"1": 1.0}, "no task has two graded episodes"
     assert summary.not_graded == {"env_failed": 1, "timeout": 1}
@@ -62,17 +62,17 @@ def test_episodes_without_a_verdict_are_counted_beside_and_change_no_rate() -> N
 
 
 def test_truncated_episodes_are_the_policys_own_failures() -> None:
-    assert summarise([played("a", 0.0, outcome="truncated")], [1]).pass_at == {"1": 0.0}
+    assert summarise_results([played("a", 0.0, outcome="truncated")], [1]).pass_at == {"1": 0.0}
 
 
 def test_environments_are_told_apart() -> None:
-    found = by_environment([played("a", 1.0, env="x"), played("b", 0.0, env="y")], [1])
+    found = summarise_by_environment([played("a", 1.0, env="x"), played("b", 0.0, env="y")], [1])
 
     assert {env: summary.success for env, summary in found.items()} == {"x": 1.0, "y": 0.0}
 
 
 def test_nothing_graded_is_zero_and_not_an_error() -> None:
-    summary = summarise([], [1])
+    summary = summarise_results([], [1])
 
     assert (summary.success, summary.mean_reward, summary.pass_at) == (0.0, 0.0, {})
     assert math.isfinite(summary.success)

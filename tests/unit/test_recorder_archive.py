@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.archive import archived_entries, read_archive
-from fleetbus.archive_format import ArchiveDamaged, segment_files
+from fleetbus.archive import read_archive, read_archived_entries
+from fleetbus.archive_format import ArchiveDamaged, list_segments
 from fleetbus.archive_writer import open_archive
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 
 
-def entries(first: int, last: int, size: int = 20) -> list[Stored]:
+def entries(first: int, last: int, size: int = 20) -> list[StreamEntry]:
     return [
-        Stored(subject=f"fb.run.task.default.e{number}", payload=bytes([number % 256]) * size, sequence=number, time_ns=number)
+        StreamEntry(
+            subject=f"fb.run.task.default.e{number}", payload=bytes([number % 256]) * size, sequence=number, time_ns=number
+        )
         for number in range(first, last + 1)
     ]
 
@@ -36,23 +38,23 @@ def test_what_is_archived_is_read_back_in_order_and_from_any_start(tmp_path: Pat
 def test_long_archives_are_cut_into_segments_and_read_as_one(tmp_path: Path) -> None:
     written(tmp_path, 1, 500, segment_bytes=2000)
     written(tmp_path, 501, 600, segment_bytes=2000)
-    assert len(segment_files(tmp_path)) >= 5
+    assert len(list_segments(tmp_path)) >= 5
     assert list(read_archive(tmp_path)) == entries(1, 600)
     assert list(read_archive(tmp_path, start=555)) == entries(555, 600)
 
 
 def test_single_entries_are_found_by_their_positions(tmp_path: Path) -> None:
     written(tmp_path, 1, 100, segment_bytes=500)
-    found = archived_entries(tmp_path, {7, 55, 90, 400}, run="run")
+    found = read_archived_entries(tmp_path, {7, 55, 90, 400}, run="run")
     assert sorted(found) == [7, 55, 90]
     assert [found[55]] == entries(55, 55)
-    assert archived_entries(tmp_path, set()) == {}
+    assert read_archived_entries(tmp_path, set()) == {}
 
 
 @pytest.mark.parametrize("torn_bytes", range(1, 30, 4))
 def test_a_torn_tail_is_cut_when_the_archive_is_opened_again(tmp_path: Path, torn_bytes: int) -> None:
     written(tmp_path, 1, 9)
-    (segment,) = segment_files(tmp_path)
+    (segment,) = list_segments(tmp_path)
     segment.write_bytes(segment.read_bytes()[:-torn_bytes])
     assert list(read_archive(tmp_path)) == entries(1, 8)
     with open_archive(tmp_path, "run") as archive:
@@ -63,7 +65,7 @@ def test_a_torn_tail_is_cut_when_the_archive_is_opened_again(tmp_path: Path, tor
 
 def test_garbage_after_the_last_record_is_cut(tmp_path: Path) -> None:
     written(tmp_path, 1, 9)
-    (segment,) = segment_files(tmp_path)
+    (segment,) = list_segments(tmp_path)
     with segment.open("ab") as file:
         file.write(bytes(4096))
     written(tmp_path, 10, 12)
@@ -73,7 +75,7 @@ def test_garbage_after_the_last_record_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left_bytes", [0, 5, 20])
 def test_a_segment_that_was_only_begun_is_begun_again(tmp_path: Path, left_bytes: int) -> None:
     written(tmp_path, 1, 9, segment_bytes=1)
-    newest = segment_files(tmp_path)[-1]
+    newest = list_segments(tmp_path)[-1]
     newest.write_bytes(newest.read_bytes()[:left_bytes])
     with open_archive(tmp_path, "run", segment_bytes=1) as archive:
         assert archive.last_sequence == 8
@@ -85,7 +87,7 @@ def test_an_archive_that_lost_what_the_log_no_longer_has_is_damaged_and_left_alo
     written(tmp_path, 1, 9)
     with open_archive(tmp_path, "run") as archive:
         archive.guard(7)
-    (segment,) = segment_files(tmp_path)
+    (segment,) = list_segments(tmp_path)
     torn = segment.read_bytes()[:-200]
     segment.write_bytes(torn)
     with (
@@ -100,7 +102,7 @@ def test_a_segment_that_lost_all_that_was_trimmed_is_not_removed(tmp_path: Path)
     written(tmp_path, 1, 9, segment_bytes=1)
     with open_archive(tmp_path, "run") as archive:
         archive.guard(9)
-    newest = segment_files(tmp_path)[-1]
+    newest = list_segments(tmp_path)[-1]
     newest.write_bytes(b"")
     with pytest.raises(ArchiveDamaged), open_archive(tmp_path, "run"):
         pass
@@ -109,7 +111,7 @@ def test_a_segment_that_lost_all_that_was_trimmed_is_not_removed(tmp_path: Path)
 
 def test_damage_before_the_newest_segment_is_an_error_and_not_an_end(tmp_path: Path) -> None:
     written(tmp_path, 1, 100, segment_bytes=1000)
-    first = segment_files(tmp_path)[0]
+    first = list_segments(tmp_path)[0]
     data = bytearray(first.read_bytes())
     data[len(data) // 2] ^= 1
     first.write_bytes(bytes(data))

@@ -149,7 +149,7 @@ def test_without_the_content_of_before_everything_after_the_request_of_an_open_e
     )  # fmt: skip
     requested = log.enter(S.task("default", "open"), request)
     log.last += 2  # an observation and an action of it
-    log.retention.content_was_left_out()
+    log.retention.mark_content_skipped()
     assert log.limit == requested - 1
     log.enter(S.observation("p", "any", "open"))
     assert log.limit == requested - 1

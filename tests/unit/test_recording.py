@@ -9,30 +9,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleetbus.archive_format import MAX_RECORD_BYTES, frame
-from fleetbus.bus.base import Stored
+from fleetbus.archive_format import MAX_RECORD_BYTES, encode_frame
+from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus.recording import RecordingDamaged, RecordingHeader, RecordingReader, load_recording
 from fleetbus.recording.export import Export, is_selected, restore_files
-from fleetbus.recording.format import MAGIC, encode_start, message_schema
-from fleetbus.recording.redaction import Redactor, environment_secrets, is_wiped
+from fleetbus.recording.format import MAGIC, compute_message_schema, encode_start
+from fleetbus.recording.redaction import Redactor, find_environment_secrets, is_wiped
 from fleetbus.recording.writer import FRAME_ENTRIES, create_recording
 from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, EpisodeRequested, Message, Observation, Task, decode, encode
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
 
-HEADER = RecordingHeader(run="r", messages=message_schema(), configuration={"learner": {"steps": 3}})
+HEADER = RecordingHeader(run="r", messages=compute_message_schema(), configuration={"learner": {"steps": 3}})
 
 
-def entries(count: int, *, start: int = 1, size: int = 40) -> list[Stored]:
+def entries(count: int, *, start: int = 1, size: int = 40) -> list[StreamEntry]:
     return [
-        Stored(
+        StreamEntry(
             subject=f"fb.r.act.e0.ep{number % 7}", payload=bytes([number % 256]) * size, sequence=number, time_ns=number * 10
         )
         for number in range(start, start + count)
     ]
 
 
-def written(path: Path, content: list[Stored]) -> Path:
+def written(path: Path, content: list[StreamEntry]) -> Path:
     with create_recording(path, HEADER) as writer:
         writer.add(content)
     return path
@@ -103,7 +103,7 @@ def test_a_flipped_bit_ends_the_recording_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"short", b"x" * 100, MAGIC, MAGIC + b"\1\2", MAGIC + frame(b"\xc1"), MAGIC + frame(b"\x80")]
+    "content", [b"", b"short", b"x" * 100, MAGIC, MAGIC + b"\1\2", MAGIC + encode_frame(b"\xc1"), MAGIC + encode_frame(b"\x80")]
 )
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.fbrec"
@@ -124,7 +124,7 @@ def test_a_frame_that_unpacks_to_too_much_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "a.fbrec"
     bomb = b"E" + zlib.compress(bytes(80 << 20), 9)
     assert len(bomb) < MAX_RECORD_BYTES
-    path.write_bytes(encode_start(HEADER) + frame(bomb))
+    path.write_bytes(encode_start(HEADER) + encode_frame(bomb))
     assert "is damaged" in load_recording(path).torn
 
 
@@ -157,7 +157,7 @@ SEED = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
 
 
 def cleaned(message: Message, redactor: Redactor | None = None) -> Any:
-    entry = Stored(subject="fb.r.x", payload=encode(message), sequence=1, time_ns=1)
+    entry = StreamEntry(subject="fb.r.x", payload=encode(message), sequence=1, time_ns=1)
     return decode(type(message), (redactor or Redactor()).clean(entry).payload)
 
 
@@ -205,7 +205,7 @@ def action(text: str = "fine", *, turn: int = 0) -> Action:
 )
 def test_secrets_in_text_do_not_reach_the_file(tmp_path: Path, text: str, secret: str) -> None:
     path = tmp_path / "a.fbrec"
-    entry = Stored(subject="fb.r.obs.p.any.e", payload=encode(observation(text)), sequence=1, time_ns=1)
+    entry = StreamEntry(subject="fb.r.obs.p.any.e", payload=encode(observation(text)), sequence=1, time_ns=1)
     redactor = Redactor()
     with create_recording(path, HEADER) as writer:
         Export(writer, redactor=redactor).write([entry])
@@ -226,7 +226,7 @@ def test_secrets_in_text_do_not_reach_the_file(tmp_path: Path, text: str, secret
     ],
 )
 def test_innocent_text_stays(text: str) -> None:
-    entry = Stored(subject="fb.r.x", payload=encode(observation(text)), sequence=1, time_ns=1)
+    entry = StreamEntry(subject="fb.r.x", payload=encode(observation(text)), sequence=1, time_ns=1)
     assert Redactor().clean(entry) is entry
 
 
@@ -253,13 +253,13 @@ def test_token_ids_of_a_text_that_lost_a_secret_are_wiped() -> None:
 
 
 def test_values_of_secret_variables_are_known() -> None:
-    known = environment_secrets({"OPENAI_API_KEY": "my-private-value", "HOME": "/root", "NKEY_SEED": "/run/secret"})
+    known = find_environment_secrets({"OPENAI_API_KEY": "my-private-value", "HOME": "/root", "NKEY_SEED": "/run/secret"})
     assert known == ["my-private-value"]
     assert Redactor(known).clean_text("a my-private-value b") == "a [redacted] b"
 
 
 def test_what_is_no_message_is_left_out_when_it_looks_like_a_secret() -> None:
-    entry = Stored(subject="fb.r.x", payload=b"\xc1password=q8w7e6r5t4", sequence=1, time_ns=1)
+    entry = StreamEntry(subject="fb.r.x", payload=b"\xc1password=q8w7e6r5t4", sequence=1, time_ns=1)
     assert b"q8w7" not in Redactor().clean(entry).payload
 
 

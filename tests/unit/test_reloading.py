@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fleetbus_schemas import PolicyPublished
-from fleetbus_workers.inference.reloading import Reloadable
+from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.file import WeightsRejected, write_weights
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -40,7 +40,7 @@ def good() -> dict[str, torch.Tensor]:
 
 def test_a_version_becomes_a_folder_with_the_model_s_files_around_the_same_bytes(model: Path, tmp_path: Path) -> None:
     policy = published(tmp_path, good())
-    folder = Reloadable(model, tmp_path / "served").prepare(policy)
+    folder = WeightFolders(model, tmp_path / "served").prepare(policy)
     assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
     assert (folder / "model.safetensors").samefile(tmp_path / "v1.safetensors")
     (tmp_path / "v1.safetensors").unlink()
@@ -48,21 +48,21 @@ def test_a_version_becomes_a_folder_with_the_model_s_files_around_the_same_bytes
 
 
 def test_the_head_of_a_tied_model_is_told_apart_on_request(model: Path, tmp_path: Path) -> None:
-    reloadable = Reloadable(model, tmp_path / "served", untie=True)
-    base, version = reloadable.base(), reloadable.prepare(published(tmp_path, good()))
+    reloadable = WeightFolders(model, tmp_path / "served", untie=True)
+    base, version = reloadable.prepare_base(), reloadable.prepare(published(tmp_path, good()))
     for folder, value in ((base, 1.0), (version, 3.0)):
         assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
         assert load_file(folder / "lm_head.safetensors")["lm_head.weight"].unique().tolist() == [value]
     assert json.loads((model / "config.json").read_text())["tie_word_embeddings"] is True
-    reloadable.keep_only(version)
+    reloadable.remove_others(version)
     assert base.exists() and version.exists()
-    reloadable.keep_only(None)
+    reloadable.remove_others(None)
     assert base.exists() and not version.exists()
 
 
 def test_an_untied_model_is_served_from_its_own_folder(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
-    assert Reloadable(model, tmp_path / "served", untie=True).base() == model
+    assert WeightFolders(model, tmp_path / "served", untie=True).prepare_base() == model
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_what_does_not_fit_the_model_is_rejected_and_leaves_no_folder(
     tensors = good()
     spoil(tensors)  # type: ignore[operator]
     with pytest.raises(WeightsRejected, match=reason):
-        Reloadable(model, tmp_path / "served").prepare(published(tmp_path, tensors))
+        WeightFolders(model, tmp_path / "served").prepare(published(tmp_path, tensors))
     assert not (tmp_path / "served").exists()

@@ -15,7 +15,7 @@ from fleetbus.bus.memory import Faults, MemoryBus, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
-from fleetbus.episodes import read_standing
+from fleetbus.episodes import read_episode_state
 from fleetbus.requests import Requests
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 
@@ -33,7 +33,7 @@ class LostAnswer(Faults):
 
     told = False
 
-    def publishing(self, worker: str, subject: str) -> PublishFault:
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         lost = subject.startswith(SUBJECTS.task("default", "e")) and not self.told
         self.told = self.told or lost
         return PublishFault(lost="answer") if lost else NO_PUBLISH_FAULT
@@ -47,7 +47,7 @@ class World:
         self.requests = Requests(bus, SUBJECTS, configuration=configuration, worker="learner")
 
     def request(self, episode_id: str = "e") -> EpisodeRequested:
-        return self.requests.make(
+        return self.requests.build_request(
             Task(key="t", prompt="play"), episode_id=episode_id, group_id="g", sample_index=0, group_size=1, split="train",
             lineage="l1", version=0,
         )  # fmt: skip
@@ -76,7 +76,7 @@ async def test_a_request_that_is_answered_before_its_author_knows_that_it_is_sto
         async with anyio.create_task_group() as group:
             group.start_soon(here.requests.publish, request)
             await anyio.sleep(1)
-            here.requests.answered(request.episode_id)
+            here.requests.mark_answered(request.episode_id)
         assert here.remembered == 0
 
 
@@ -85,7 +85,7 @@ async def test_a_request_is_remembered_until_it_is_answered() -> None:
         request = here.request()
         await here.requests.publish(request)
         assert here.remembered == 1
-        here.requests.answered(request.episode_id)
+        here.requests.mark_answered(request.episode_id)
         assert here.remembered == 0
 
 
@@ -100,9 +100,9 @@ async def test_what_expired_gets_a_result_once_and_is_forgotten(answered: bool) 
             group.start_soon(here.requests.close_expired)
             await anyio.sleep(300)
             group.cancel_scope.cancel()
-        standing = await read_standing(here.bus, SUBJECTS, "e")
-        assert standing.result is not None
-        assert standing.result.outcome == ("completed" if answered else "timeout")
+        episode_state = await read_episode_state(here.bus, SUBJECTS, "e")
+        assert episode_state.result is not None
+        assert episode_state.result.outcome == ("completed" if answered else "timeout")
         assert here.remembered == 0
 
 
@@ -116,9 +116,9 @@ async def test_a_server_that_is_away_when_requests_expire_ends_nobody() -> None:
             here.server.restart()
             await anyio.sleep(120)
             group.cancel_scope.cancel()
-        standing = await read_standing(here.bus, SUBJECTS, "e")
-        assert standing.result is not None
-        assert standing.result.outcome == "timeout"
+        episode_state = await read_episode_state(here.bus, SUBJECTS, "e")
+        assert episode_state.result is not None
+        assert episode_state.result.outcome == "timeout"
 
 
 async def test_a_server_that_is_away_while_the_log_is_full_ends_nobody_and_one_line_says_that_it_is_full() -> None:
@@ -136,7 +136,7 @@ async def test_a_server_that_is_away_while_the_log_is_full_ends_nobody_and_one_l
                 await anyio.sleep(60)
                 await here.bus.purge(SUBJECTS.life("learner", "*"), below=9)
         assert not here.requests.full
-        assert [line["event"] for line in lines].count("admission waits: the log is full") == 1
+        assert [line["event"] for line in lines].count("log is full; admission waits for room") == 1
 
 
 async def test_a_server_that_is_away_when_a_request_was_there_before_ends_nobody() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fleetbus.archive_writer import open_archive
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.up.identity import check_identity, identity_of, write_identity
+from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 
 
 def test_a_run_whose_identity_cannot_be_read_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_run_whose_identity_cannot_be_read_is_refused_and_says_what_to_do(tmp_
     for content in (b"", b'{"model": "', b"[]", b"{}"):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"run\.json .*--run"):
-            check_identity(file, identity_of(Configuration()), {})
+            check_identity(file, build_identity(Configuration()), {})
 
 
 def test_an_identity_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,10 +30,10 @@ def test_an_identity_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_identity(file, identity_of(Configuration()))
+            write_identity(file, build_identity(Configuration()))
     assert list(tmp_path.iterdir()) == []
-    write_identity(file, identity_of(Configuration()))
-    check_identity(file, identity_of(Configuration()), {})
+    write_identity(file, build_identity(Configuration()))
+    check_identity(file, build_identity(Configuration()), {})
     assert list(tmp_path.iterdir()) == [file]
 
 

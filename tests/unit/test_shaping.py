@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.core.advantages import dr_grpo, grpo
-from fleetbus.core.shaping import overlong_penalty, says_nothing
-from fleetbus.core.turn_credit import turn_advantages, turn_returns
+from fleetbus.core.shaping import has_zero_variance, overlong_penalty
+from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns
 
 np = pytest.importorskip("numpy")
 
@@ -26,25 +26,27 @@ def test_without_a_buffer_nothing_is_punished() -> None:
 
 
 def test_a_group_says_nothing_when_all_its_rewards_are_equal() -> None:
-    assert says_nothing([0.3, 0.3 + 1e-9])
-    assert says_nothing([])
-    assert not says_nothing([0.0, 1.0])
+    assert has_zero_variance([0.3, 0.3 + 1e-9])
+    assert has_zero_variance([])
+    assert not has_zero_variance([0.0, 1.0])
 
 
 def test_returns_are_discounted_per_turn_and_the_outcome_comes_with_the_last_turn() -> None:
-    assert turn_returns([1.0, 0.0, 2.0], 1.0, turns=3, discount=0.5) == pytest.approx([1 + 0.5 * 0 + 0.25 * 3, 1.5, 3.0])
-    assert turn_returns([], 4.0, turns=2, discount=1.0) == [4.0, 4.0]
-    assert turn_returns([1.0], 0.0, turns=3, discount=1.0) == [1.0, 0.0, 0.0]
+    assert compute_turn_returns([1.0, 0.0, 2.0], 1.0, turns=3, discount=0.5) == pytest.approx(
+        [1 + 0.5 * 0 + 0.25 * 3, 1.5, 3.0]
+    )
+    assert compute_turn_returns([], 4.0, turns=2, discount=1.0) == [4.0, 4.0]
+    assert compute_turn_returns([1.0], 0.0, turns=3, discount=1.0) == [1.0, 0.0, 0.0]
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-2, 2), min_size=2, max_size=6), st.integers(1, 4))
 def test_without_rewards_of_turns_every_turn_has_the_advantage_of_the_episode(rewards: list[float], turns: int) -> None:
-    returns = [turn_returns([], reward, turns=turns, discount=1.0) for reward in rewards]
+    returns = [compute_turn_returns([], reward, turns=turns, discount=1.0) for reward in rewards]
     groups = np.zeros(len(rewards), np.int64)
 
-    plain = turn_advantages(returns, groups.tolist())
-    normalised = turn_advantages(returns, groups.tolist(), normalise=True)
+    plain = compute_turn_advantages(returns, groups.tolist())
+    normalised = compute_turn_advantages(returns, groups.tolist(), normalise=True)
 
     for episode, values in enumerate(dr_grpo(np.array(rewards), groups)):
         assert plain[episode] == pytest.approx([values] * turns, abs=1e-9)
@@ -54,27 +56,27 @@ def test_without_rewards_of_turns_every_turn_has_the_advantage_of_the_episode(re
 
 def test_a_turn_answers_for_what_came_after_it_only() -> None:
     """Both got 1 in total, one at once and one at the end: the second turn of the second was the better one."""
-    returns = [turn_returns(rewards, 0.0, turns=2, discount=1.0) for rewards in ([1.0, 0.0], [0.0, 1.0])]
+    returns = [compute_turn_returns(rewards, 0.0, turns=2, discount=1.0) for rewards in ([1.0, 0.0], [0.0, 1.0])]
 
-    assert turn_advantages(returns, [0, 0]) == [[0.0, -0.5], [0.0, 0.5]]
+    assert compute_turn_advantages(returns, [0, 0]) == [[0.0, -0.5], [0.0, 0.5]]
 
 
 def test_groups_are_not_compared_with_each_other() -> None:
-    assert turn_advantages([[1.0], [9.0], [3.0], [11.0]], [0, 1, 0, 1]) == [[-1.0], [-1.0], [1.0], [1.0]]
+    assert compute_turn_advantages([[1.0], [9.0], [3.0], [11.0]], [0, 1, 0, 1]) == [[-1.0], [-1.0], [1.0], [1.0]]
 
 
 def test_a_turn_that_only_one_reached_is_compared_with_the_last_turn_that_enough_reached() -> None:
-    advantages = turn_advantages([[1.0, 4.0, 6.0], [3.0, 2.0], [2.0]], [0, 0, 0])
+    advantages = compute_turn_advantages([[1.0, 4.0, 6.0], [3.0, 2.0], [2.0]], [0, 0, 0])
 
     assert advantages[0] == pytest.approx([-1.0, 1.0, 3.0])
 
 
 def test_a_lonely_episode_has_no_advantage() -> None:
-    assert turn_advantages([[1.0, 5.0]], [0]) == [[0.0, 0.0]]
-    assert turn_advantages([[1.0], [2.0]], [0, 0], minimum=3) == [[0.0], [0.0]]
+    assert compute_turn_advantages([[1.0, 5.0]], [0]) == [[0.0, 0.0]]
+    assert compute_turn_advantages([[1.0], [2.0]], [0, 0], minimum=3) == [[0.0], [0.0]]
 
 
 def test_the_deviation_is_unbiased() -> None:
-    (low,), (high,) = turn_advantages([[0.0], [1.0]], [0, 0], normalise=True)
+    (low,), (high,) = compute_turn_advantages([[0.0], [1.0]], [0, 0], normalise=True)
 
     assert high == -low == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fleetbus_workers.simulation.scenario import ROLES, HappeningKind, Mischief, NoiseRates, draw_scenario
+from fleetbus_workers.simulation.scenario import ROLES, FaultKind, FaultProfile, NetworkFaultRates, draw_scenario
 
 SEEDS = range(200)
 
@@ -15,14 +15,14 @@ def test_a_seed_draws_the_same_scenario_every_time() -> None:
 
 
 def test_every_kind_of_fault_happens_to_every_role() -> None:
-    happened = {(happening.kind, happening.role) for seed in SEEDS for happening in draw_scenario(seed).happenings}
+    happened = {(happening.kind, happening.role) for seed in SEEDS for happening in draw_scenario(seed).fault_schedule}
     assert happened >= {(kind, role) for kind in ("crash", "pause", "cut", "drain") for role in ROLES}
-    assert {kind for kind, _ in happened} == set(get_args(HappeningKind))
+    assert {kind for kind, _ in happened} == set(get_args(FaultKind))
 
 
 def test_every_rate_is_zero_in_some_seeds_and_not_in_others() -> None:
     scenarios = [draw_scenario(seed) for seed in SEEDS]
-    for part in ("noise", "mischief"):
+    for part in ("network_faults", "fault_profile"):
         for rate in set(getattr(scenarios[0], part).__struct_fields__) - {"tool_error"}:
             values = {getattr(getattr(scenario, part), rate) for scenario in scenarios}
             assert len(values) > 1, f"{part}.{rate} never changes"
@@ -31,6 +31,6 @@ def test_every_rate_is_zero_in_some_seeds_and_not_in_others() -> None:
 def test_some_seeds_have_no_duplicate_window_and_some_have_no_faults_at_all() -> None:
     scenarios = [draw_scenario(seed) for seed in SEEDS]
     assert any(scenario.duplicate_window_seconds == 0 for scenario in scenarios)
-    quiet = [each for each in scenarios if each.noise == NoiseRates() and each.mischief == Mischief()]
-    assert any(not scenario.happenings for scenario in quiet)
-    assert all(happening.at >= 0 for scenario in scenarios for happening in scenario.happenings)
+    quiet = [each for each in scenarios if each.network_faults == NetworkFaultRates() and each.fault_profile == FaultProfile()]
+    assert any(not scenario.fault_schedule for scenario in quiet)
+    assert all(happening.at >= 0 for scenario in scenarios for happening in scenario.fault_schedule)

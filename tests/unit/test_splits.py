@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.splits import key_hash, split_tasks
+from fleetbus.core.splits import hash_key, split_tasks
 from fleetbus_schemas import Task
 
 
@@ -33,7 +33,7 @@ def test_ratios_are_not_bitten_by_floating_point() -> None:
 
 
 def test_the_hash_is_the_one_of_fleets_data_preparation() -> None:
-    assert key_hash("task-001") == 0x9FD0C6AFB396CB2C / 2**64
+    assert hash_key("task-001") == 0x9FD0C6AFB396CB2C / 2**64
 
 
 @settings(deadline=None)

@@ -8,7 +8,7 @@ import anyio
 import pytest
 import trio.testing
 
-from fleetbus_workers.environment.stages import EpisodeEnded, Stages, Superseded, printable, root_cause
+from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded, find_root_cause, to_printable
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 async def test_a_stage_within_its_limit_is_timed() -> None:
     stages = Stages()
-    with stages.within("open", 5):
+    with stages.time_limit("open", 5):
         await anyio.sleep(2)
     assert stages.timings == {"open": pytest.approx(2)}
 
@@ -26,37 +26,37 @@ async def test_a_stage_within_its_limit_is_timed() -> None:
 async def test_times_of_a_repeated_stage_add_up() -> None:
     stages = Stages()
     for seconds in (1, 2, 3):
-        with stages.within("step", 5):
+        with stages.time_limit("step", 5):
             await anyio.sleep(seconds)
     assert stages.timings == {"step": pytest.approx(6)}
 
 
 async def test_a_stage_that_takes_too_long_is_a_timeout_named_after_it() -> None:
     stages = Stages()
-    with pytest.raises(EpisodeEnded) as ended, stages.within("reset", 5):
+    with pytest.raises(EpisodeEnded) as ended, stages.time_limit("reset", 5):
         await anyio.sleep_forever()
     assert (ended.value.outcome, ended.value.error_class) == ("timeout", "reset_timeout")
     assert stages.timings == {"reset": pytest.approx(5)}
 
 
 async def test_a_stage_that_raises_is_a_failure_of_the_environment_with_its_cause() -> None:
-    with pytest.raises(EpisodeEnded) as ended, Stages().within("step", 5):
+    with pytest.raises(EpisodeEnded) as ended, Stages().time_limit("step", 5):
         raise ZeroDivisionError("nothing there")
     assert (ended.value.outcome, ended.value.error_class) == ("env_failed", "ZeroDivisionError")
     assert ended.value.error == "step: nothing there"
 
 
 async def test_of_a_group_of_exceptions_the_first_leaf_is_told() -> None:
-    with pytest.raises(EpisodeEnded) as ended, Stages().within("step", 5):
+    with pytest.raises(EpisodeEnded) as ended, Stages().time_limit("step", 5):
         async with anyio.create_task_group():
             raise OSError("the socket is gone")
     assert ended.value.error_class == "OSError"
     nested = ExceptionGroup("a", [ExceptionGroup("b", [KeyError("c"), ValueError("d")])])
-    assert isinstance(root_cause(nested), KeyError)
+    assert isinstance(find_root_cause(nested), KeyError)
 
 
 async def test_what_an_environment_raises_because_its_time_was_up_is_still_a_timeout() -> None:
-    with pytest.raises(EpisodeEnded) as ended, Stages().within("step", 5):
+    with pytest.raises(EpisodeEnded) as ended, Stages().time_limit("step", 5):
         try:
             await anyio.sleep_forever()
         finally:
@@ -66,14 +66,14 @@ async def test_what_an_environment_raises_because_its_time_was_up_is_still_a_tim
 
 @pytest.mark.parametrize("passed_on", [EpisodeEnded("lost", "diverged"), Superseded("attempt 1 is over")], ids=type)
 async def test_what_the_session_itself_decides_passes_through(passed_on: Exception) -> None:
-    with pytest.raises(type(passed_on)) as raised, Stages().within("action", 5):
+    with pytest.raises(type(passed_on)) as raised, Stages().time_limit("action", 5):
         raise passed_on
     assert raised.value is passed_on
 
 
 async def test_cancellation_from_outside_is_no_timeout_and_still_timed() -> None:
     stages = Stages()
-    with anyio.move_on_after(1) as scope, stages.within("open", 5):
+    with anyio.move_on_after(1) as scope, stages.time_limit("open", 5):
         await anyio.sleep_forever()
     assert scope.cancelled_caught
     assert stages.timings == {"open": pytest.approx(1)}
@@ -83,9 +83,9 @@ async def test_a_shielded_stage_is_finished_despite_a_cancellation_but_not_witho
     with anyio.CancelScope() as scope:
         scope.cancel()
         stages = Stages()
-        with stages.within("close", 5, shield=True):
+        with stages.time_limit("close", 5, shield=True):
             await anyio.sleep(1)
-        with pytest.raises(EpisodeEnded), stages.within("verify", 5, shield=True):
+        with pytest.raises(EpisodeEnded), stages.time_limit("verify", 5, shield=True):
             await anyio.sleep_forever()
     assert stages.timings == {"close": pytest.approx(1), "verify": pytest.approx(5)}
 
@@ -93,4 +93,4 @@ async def test_a_shielded_stage_is_finished_despite_a_cancellation_but_not_witho
 async def test_an_error_that_has_no_bytes_is_made_printable() -> None:
     ended = EpisodeEnded("env_failed", "OSError", "no file \udcff" + "x" * 2000)
     assert ended.error.encode() == b"no file ?" + b"x" * 991
-    assert printable("plain ß") == "plain ß"
+    assert to_printable("plain ß") == "plain ß"

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fleetbus_workers.environment.warehouse.items import draw_warehouse
-from fleetbus_workers.environment.warehouse.tasks import HELD_OUT_BASE, held_out_tasks
-from fleetbus_workers.inference.template import ChatTemplate
-from fleetbus_workers.learner.torch.forward import can_share, head_is_plain
-from fleetbus_workers.starter.build import TEST_SEED, StarterSettings, build_starter, starter_folder
+from fleetbus_workers.environment.adapters.warehouse.items import draw_warehouse
+from fleetbus_workers.environment.adapters.warehouse.tasks import HELD_OUT_BASE, build_held_out_tasks
+from fleetbus_workers.inference.chat_template import ChatTemplate
+from fleetbus_workers.learner.torch.forward import can_share_prefix, has_plain_head
+from fleetbus_workers.starter.build import TEST_SEED, StarterSettings, build_starter, find_starter_folder
 from fleetbus_workers.starter.conversation import TURN_LIMIT, play, play_many
-from fleetbus_workers.starter.rehearsal import react, rehearse, success
+from fleetbus_workers.starter.local_rollout import compute_success_rate, run_rollouts, step_environment
 from fleetbus_workers.starter.tokenizer import encode_with_mask, render, train_tokenizer
-from fleetbus_workers.starter.warm_start import COPY_LENGTH, copy_sequences
+from fleetbus_workers.starter.warm_start import COPY_LENGTH, generate_copy_sequences
 
 FILES = {
     "config.json",
@@ -39,54 +39,54 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(starter_folder(), local_files_only=True)
+    return AutoTokenizer.from_pretrained(find_starter_folder(), local_files_only=True)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(starter_folder(), local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(find_starter_folder(), local_files_only=True).eval()
 
 
 def test_the_shipped_folder_is_whole_and_small():
-    assert {file.name for file in starter_folder().iterdir()} == FILES
-    assert (starter_folder() / "model.safetensors").stat().st_size <= 2 << 20
-    config = json.loads((starter_folder() / "config.json").read_text())
+    assert {file.name for file in find_starter_folder().iterdir()} == FILES
+    assert (find_starter_folder() / "model.safetensors").stat().st_size <= 2 << 20
+    config = json.loads((find_starter_folder() / "config.json").read_text())
     assert config["vocab_size"] % 16 == 0
     assert config["head_dim"] == 64
 
 
 def test_the_shipped_policy_solves_about_a_third_of_unseen_tasks(model, tokenizer):
-    warehouses = [draw_warehouse(task.seed) for task in held_out_tasks(128)]
+    warehouses = [draw_warehouse(task.seed) for task in build_held_out_tasks(128)]
 
-    assert 0.2 <= success(rehearse(model, tokenizer, warehouses, seed=3)) <= 0.42
+    assert 0.2 <= compute_success_rate(run_rollouts(model, tokenizer, warehouses, seed=3)) <= 0.42
 
 
 def test_the_shipped_model_has_the_fast_path_of_the_trainer(model):
-    assert can_share(model)
-    assert head_is_plain(model)
+    assert can_share_prefix(model)
+    assert has_plain_head(model)
 
 
 def test_conversations_are_tokenised_turn_by_turn_as_the_inference_worker_does(tokenizer):
-    template = ChatTemplate(starter_folder())
+    template = ChatTemplate(find_starter_folder())
     for conversation in play_many(20, seed=4):
         expected, mask = encode_with_mask(tokenizer, conversation.messages)
-        ids = template.begin(conversation.messages[:2], ())
+        ids = template.encode_prompt(conversation.messages[:2], ())
         for index in range(2, len(conversation.messages), 2):
             sampled = expected[len(ids) :]
             sampled = sampled[: sampled.index(tokenizer.eos_token_id) + 1]
             assert all(mask[len(ids) : len(ids) + len(sampled)])
-            assert template.text(sampled) == conversation.messages[index].content
+            assert template.decode_text(sampled) == conversation.messages[index].content
             ids += sampled
             if index + 1 < len(conversation.messages):
-                ids += template.proceed(sampled, conversation.messages[index + 1 : index + 2])
+                ids += template.encode_continuation(sampled, conversation.messages[index + 1 : index + 2])
         assert ids == expected[: len(ids)]
         assert not any(mask[len(ids) :])
 
 
 def test_marks_and_digits_are_tokens_of_their_own(tokenizer):
-    template = ChatTemplate(starter_folder())
+    template = ChatTemplate(find_starter_folder())
 
-    assert all(template.ids_of(token) is not None for token in ("<tool_call>", "</tool_call>", "<done>", "<|im_end|>"))
+    assert all(template.token_to_id(token) is not None for token in ("<tool_call>", "</tool_call>", "<done>", "<|im_end|>"))
     assert [tokenizer.decode([id]) for id in tokenizer.encode("47")] == ["4", "7"]
     assert tokenizer.decode(tokenizer.encode('<tool_call>{"id": 47} <done>')) == '<tool_call>{"id": 47} <done>'
 
@@ -128,14 +128,14 @@ def test_what_the_expert_sees_is_what_the_rehearsed_environment_says():
         conversation = play(warehouse, random.Random(seed), error_rate=0.5)
         turns = conversation.messages[2:]
         for said, seen in zip(turns[::2], turns[1::2], strict=False):
-            assert react(warehouse, said.content) == (seen.content, None)
-        assert react(warehouse, turns[-1].content) == ("", float(conversation.success))
+            assert step_environment(warehouse, said.content) == (seen.content, None)
+        assert step_environment(warehouse, turns[-1].content) == ("", float(conversation.success))
 
 
 def test_a_rehearsed_episode_has_the_log_probabilities_of_a_plain_forward_pass(model, tokenizer):
     warehouses = [draw_warehouse(TEST_SEED + index) for index in range(6)]
 
-    for episode in rehearse(model, tokenizer, warehouses, seed=5):
+    for episode in run_rollouts(model, tokenizer, warehouses, seed=5):
         ids = torch.tensor(episode.ids)
         with torch.no_grad():
             logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
@@ -149,7 +149,7 @@ def test_warehouses_of_the_warm_start_are_never_held_out():
 
 
 def test_copied_tokens_are_masked_exactly_where_they_can_be_predicted():
-    ids, masks = copy_sequences(50, vocabulary=range(3, 500), seed=0)
+    ids, masks = generate_copy_sequences(50, vocabulary=range(3, 500), seed=0)
 
     for sequence, mask in zip(ids, masks, strict=True):
         period = int(np.argmax(mask)) - 1

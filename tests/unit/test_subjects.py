@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.bus.streams import RunPlan, plan_run
-from fleetbus_schemas import ANY_LANE, BadName, Subjects
+from fleetbus_schemas import ANY_LANE, InvalidName, Subjects
 from fleetbus_schemas.subjects import check_name
 
 S = Subjects("r1")
@@ -131,9 +131,9 @@ BAD_NAMES = ["", "a.b", "*", ">", "a b", "a\tb", "a\n", "ä", "a/b", "$JS", "x" 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_name_that_is_no_token_is_refused_and_the_error_says_which(name: str) -> None:
-    with pytest.raises(BadName, match=r"pool .* must be 1 to 128"):
+    with pytest.raises(InvalidName, match=r"pool .* must be 1 to 128"):
         check_name("pool", name)
-    with pytest.raises(BadName, match="run "):
+    with pytest.raises(InvalidName, match="run "):
         Subjects(name)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fleetbus.errors import UserError
 from fleetbus.tasks import dump_tasks, load_tasks
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.warehouse.tasks import train_tasks
+from fleetbus_workers.environment.adapters.warehouse.tasks import build_train_tasks
 
 ENTRY = {"key": "t1", "prompt": "Do it."}
 
@@ -67,7 +67,7 @@ def test_other_names_of_the_same_fields_are_understood(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     tasks = [
-        *train_tasks(3, seed=1),
+        *build_train_tasks(3, seed=1),
         Task(key="é", prompt="p", config={"key": "clash", "config": {"a": 1}, "b": None}, env_variables={"X": 1}),
     ]
     dump_tasks(tasks, tmp_path / "tasks.json")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage
-from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.inference.chat_template import ChatTemplate
 
 _QWEN3_TURNS = """
 {%- set ns = namespace(last=-1) %}
@@ -123,11 +123,11 @@ def test_without_thoughts_the_appended_turns_are_the_template_s_own_rendering(
 ) -> None:
     template = templates[name]
     messages = ([("system", system)] if system and not template._joins_system else []) + [("user", opening)]
-    ids = template.begin([ChatMessage(role=role, content=content) for role, content in messages], [])  # type: ignore[arg-type]
+    ids = template.encode_prompt([ChatMessage(role=role, content=content) for role, content in messages], [])  # type: ignore[arg-type]
     mark, space = opener(template), " " if name.startswith("mistral") else ""
     for answer, observation in turns:
         ids += [*template.encode(space + answer), template.turn_end]
-        ids += template.proceed(ids, [ChatMessage(role="user", content=observation)])
+        ids += template.encode_continuation(ids, [ChatMessage(role="user", content=observation)])
         messages += [("assistant", answer), ("user", observation)]
     text, whole = template.decode(ids), rendered(template, messages)
     assert (text.replace(mark, "") if mark else text) == (whole.replace(mark, "") if mark else whole)
@@ -143,7 +143,7 @@ def test_every_sampled_token_stays_where_it_was_sampled(
 ) -> None:
     """Thoughts included, which some templates drop: what a turn was sampled after is what it is trained after."""
     template = templates[name]
-    ids = template.begin([ChatMessage(role="user", content="Begin.")], [])
+    ids = template.encode_prompt([ChatMessage(role="user", content="Begin.")], [])
     sampled: list[tuple[int, list[int]]] = []
     for thought, answer, observation, cut in turns:
         said = template.encode(f"<think>\n{thought}\n</think>\n\n{answer}" if thought else answer)
@@ -152,7 +152,7 @@ def test_every_sampled_token_stays_where_it_was_sampled(
         before = list(ids)
         ids += said
         role = "tool" if name in WITH_TOOLS else "user"
-        delta = template.proceed(ids, [ChatMessage(role=role, content=observation)])  # type: ignore[arg-type]
+        delta = template.encode_continuation(ids, [ChatMessage(role=role, content=observation)])  # type: ignore[arg-type]
         assert delta.count(template.turn_end) == int(cut) + (0 if name.startswith("mistral") else 1)
         ids += delta
         assert ids[: len(before)] == before
@@ -178,17 +178,17 @@ def test_a_system_message_that_the_template_would_move_is_said_with_the_first_qu
 ) -> None:
     template = templates["mistral"]
     messages = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Who?")]
-    ids = template.begin(messages, [])
+    ids = template.encode_prompt(messages, [])
     assert template.decode(ids) == rendered(template, [("system", "Be brief."), ("user", "Who?")])
     ids += [*template.encode(" Me."), template.turn_end]
-    ids += template.proceed(ids, [ChatMessage(role="user", content="Why?")])
+    ids += template.encode_continuation(ids, [ChatMessage(role="user", content="Why?")])
     assert template.decode(ids) == "<s>[INST] Be brief.\n\nWho?[/INST] Me.</s>[INST] Why?[/INST]"
 
 
 def test_several_tool_results_become_one_user_turn(templates: dict[str, ChatTemplate]) -> None:
     template = templates["qwen3"]
     results = [ChatMessage(role="tool", content="1"), ChatMessage(role="tool", content="2")]
-    delta = template.decode(template.proceed([template.turn_end], results))
+    delta = template.decode(template.encode_continuation([template.turn_end], results))
     assert delta == (
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -197,8 +197,8 @@ def test_several_tool_results_become_one_user_turn(templates: dict[str, ChatTemp
 
 def test_thinking_can_be_switched_off_where_the_template_knows_how(tmp_path: Path) -> None:
     template = opened(tmp_path, "qwen3", thinking=False)
-    ids = template.begin([ChatMessage(role="user", content="a")], [])
+    ids = template.encode_prompt([ChatMessage(role="user", content="a")], [])
     assert template.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     ids += [*template.encode("b"), template.turn_end]
-    ids += template.proceed(ids, [ChatMessage(role="user", content="c")])
+    ids += template.encode_continuation(ids, [ChatMessage(role="user", content="c")])
     assert template.decode(ids).count("<think>\n\n</think>\n\n") == 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.tinker_batches import Measured, datum_arrays
+from fleetbus_workers.learner.tinker_batches import TinkerMetrics, build_datum_arrays
 
 
 def sequence(advantage: float = 2.0, *, version: int = 4) -> TrainingSequence:
@@ -25,7 +25,7 @@ def sequence(advantage: float = 2.0, *, version: int = 4) -> TrainingSequence:
 
 
 def test_targets_are_the_next_tokens_and_only_sampled_ones_have_an_advantage() -> None:
-    arrays = datum_arrays(sequence(), tokens=8)
+    arrays = build_datum_arrays(sequence(), tokens=8)
     assert arrays.inputs == [10, 11, 12, 13, 14]
     assert arrays.loss_inputs["target_tokens"].tolist() == [11, 12, 13, 14, 15]
     assert arrays.loss_inputs["advantages"].tolist() == [0, 0.25, 0.25, 0, 0.25]
@@ -33,7 +33,7 @@ def test_targets_are_the_next_tokens_and_only_sampled_ones_have_an_advantage() -
 
 
 def test_metrics_follow_from_ratios_over_sampled_tokens_alone() -> None:
-    measured = Measured(0.2, 0.28)
+    measured = TinkerMetrics(0.2, 0.28)
     answered = np.array([9.0, -1 + math.log(1.5), -1.0, 9.0, -1 + math.log(0.5)], np.float32)
     measured.add(sequence(), answered, fresh=4)
     metrics = measured.metrics()
@@ -45,7 +45,7 @@ def test_metrics_follow_from_ratios_over_sampled_tokens_alone() -> None:
 
 
 def test_differences_are_told_of_the_weights_that_sampled_only() -> None:
-    measured = Measured(0.2, 0.28)
+    measured = TinkerMetrics(0.2, 0.28)
     measured.add(sequence(version=3), np.zeros(5, np.float32), fresh=4)
     assert math.isnan(measured.metrics()["logprob_difference_max"])
-    assert math.isnan(Measured(0.2, 0.2).metrics()["loss"])
+    assert math.isnan(TinkerMetrics(0.2, 0.2).metrics()["loss"])

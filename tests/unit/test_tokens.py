@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from fleetbus_schemas.tokens import (
     EMPTY_HISTORY,
     TOKEN_BYTES,
+    count_tokens,
     extend_history,
     pack_ids,
     pack_logprobs,
     pack_mask,
-    token_count,
     unpack_ids,
     unpack_logprobs,
     unpack_mask,
@@ -36,7 +36,7 @@ def test_ids_are_little_endian_u4_as_numpy_reads_them(ids: list[int]) -> None:
     assert packed == np.asarray(ids, dtype="<u4").tobytes()
     assert np.frombuffer(packed, "<u4").tolist() == ids
     assert unpack_ids(packed) == ids
-    assert token_count(packed) == len(ids)
+    assert count_tokens(packed) == len(ids)
 
 
 @relaxed
@@ -45,7 +45,7 @@ def test_logprobs_are_little_endian_f4_as_numpy_reads_them(logprobs: list[float]
     packed = pack_logprobs(logprobs)
     np.testing.assert_array_equal(np.frombuffer(packed, "<f4"), np.asarray(logprobs, dtype="<f4"))
     np.testing.assert_array_equal(unpack_logprobs(packed), logprobs)
-    assert token_count(packed) == len(logprobs)
+    assert count_tokens(packed) == len(logprobs)
 
 
 @relaxed

@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from fleetbus_schemas import Heartbeat, WorkerRole
-from fleetbus_workers.overview.ending import Ending
-from fleetbus_workers.overview.follow import LogHealth
 from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
-from fleetbus_workers.overview.nats_http import Client, Cut
-from fleetbus_workers.overview.state import FleetState
-from fleetbus_workers.top.view import SLOW_BYTES, facts, screen, size
+from fleetbus_workers.overview.nats_http import Client, SlowClientDisconnect
+from fleetbus_workers.overview.run_observer import LogHealth
+from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.overview.termination import Termination
+from fleetbus_workers.top.view import SLOW_BYTES, build_facts, format_bytes, screen
 from fleetbus_workers.watchdog import Stall
 
 NOW = 1_000.0
@@ -27,32 +27,32 @@ SERVER = ServerView(
     version="2.15.1",
     uptime="12d3h22m11s",
     clients=(Client(worker="environment-17-a-long-name", pending_bytes=12_345_678), Client(worker="quick", pending_bytes=9)),
-    cut=(Cut(worker="inference-9-a-long-name", reason="Slow Consumer", at="2026-11-21T12:34:56Z"),),
+    cut=(SlowClientDisconnect(worker="inference-9-a-long-name", reason="Slow Consumer", at="2026-11-21T12:34:56Z"),),
 )
 STALL = Stall(where="learner", reason="nothing is admitted", seconds=70.0, advice="see its log")
 
 
-def drawn(state: FleetState, server: ServerView = SERVER, *, width: int = 80, height: int = 24, run: str = "r") -> list[str]:
+def render(state: RunState, server: ServerView = SERVER, *, width: int = 80, height: int = 24, run: str = "r") -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO())
     health = LogHealth()
-    health.looked(2_900_000_000, 1 << 32, 12_345, NOW)
-    shown = facts(state, health, server, [STALL], run=run, now=NOW, now_ns=int(NOW * 1e9))
+    health.record_usage(2_900_000_000, 1 << 32, 12_345, NOW)
+    shown = build_facts(state, health, server, [STALL], run=run, now=NOW, now_ns=int(NOW * 1e9))
     console.print(screen(shown, console))
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
 
-def fleet(workers: int, *, silent: int = -1) -> FleetState:
-    state = FleetState(steps=100)
+def fleet(workers: int, *, silent: int = -1) -> RunState:
+    state = RunState(steps=100)
     roles: tuple[WorkerRole, ...] = ("environment", "inference")
     for number in range(workers):
         beat = Heartbeat(role=roles[number % 2], worker=f"w{number:03}", slots=64, in_flight=7, policy_version=150)
-        state.heard(beat, NOW - (9.0 if number == silent else 0.5))
-    state.heard(Heartbeat(role="learner", worker="lea", slots=8, in_flight=8), NOW)
+        state.record_heartbeat(beat, NOW - (9.0 if number == silent else 0.5))
+    state.record_heartbeat(Heartbeat(role="learner", worker="lea", slots=8, in_flight=8), NOW)
     return state
 
 
 def test_a_silent_worker_is_shown_however_many_work_and_however_low_the_terminal_is() -> None:
-    lines = drawn(fleet(60, silent=41))
+    lines = render(fleet(60, silent=41))
     assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
     (line,) = [line for line in lines if line.startswith("w041")]
     assert "silent" in line and "9 s ago" in line
@@ -65,7 +65,7 @@ def test_a_silent_worker_is_shown_however_many_work_and_however_low_the_terminal
 @pytest.mark.parametrize("workers", [0, 3, 60])
 @pytest.mark.parametrize("server", [SERVER, ServerView(), ServerView(hint="no server monitoring: how to turn it on")])
 def test_nothing_is_wider_than_80_columns_or_broken_within_a_number(workers: int, server: ServerView) -> None:
-    lines = drawn(fleet(workers), server, run="the-run-of-somebody-who-likes-long-names-and-has-many")
+    lines = render(fleet(workers), server, run="the-run-of-somebody-who-likes-long-names-and-has-many")
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
     assert "0.0 episodes/s" in text and "0 tokens/s" in text, "the name of the run leaves room for what it does"
@@ -73,7 +73,7 @@ def test_nothing_is_wider_than_80_columns_or_broken_within_a_number(workers: int
 
 
 def test_the_server_is_a_line_and_who_does_not_read_another() -> None:
-    text = "\n".join(drawn(fleet(2)))
+    text = "\n".join(render(fleet(2)))
     assert "nats 2.15.1 up 12d3h22m11s · 612 connections · 123.5 MB of memory" in text
     assert "environment-17-a-long-name has 12.3 MB unread" in text and "quick" not in text
     assert "inference-9-a-long-name was cut off at 12:34:56" in text
@@ -84,30 +84,32 @@ def test_episodes_that_ended_otherwise_are_told_apart_from_those_that_were_not_t
     state = fleet(2)
     state.errors.update({"turns": 7, "ServerGone": 2})
     state.progress.excluded.update({"stale": 8})
-    lines = drawn(state)
+    lines = render(state)
     assert "cut short or failed: turns 7 · ServerGone 2 · not trained: stale 8" in lines
     assert any(line.startswith("lea") and "8 groups" in line for line in lines)
 
 
 def test_without_workers_a_line_says_so() -> None:
-    assert drawn(FleetState(1))[-1] == "no worker has been heard of yet"
+    assert render(RunState(1))[-1] == "no heartbeat received yet"
 
 
 @pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (1_500, "1.5 kB"), (2e6, "2.0 MB"), (3.21e9, "3.2 GB")])
 def test_bytes_have_units(count: float, text: str) -> None:
-    assert size(count) == text
+    assert format_bytes(count) == text
 
 
 def test_a_run_that_is_over_is_no_trouble_though_its_server_is_gone() -> None:
     health = LogHealth()
-    health.looked(6_500_000, 1 << 32, 12_345, NOW)
-    health.failed("the NATS server does not answer", NOW)
-    ending = Ending(how="stopped", since_ns=1, seconds=60.0, line="over: it was stopped in order; `fleetbus up` resumes it")
-    shown = facts(FleetState(steps=9), health, SERVER, [], run="r", now=NOW, now_ns=int(NOW * 1e9), ending=ending)
+    health.record_usage(6_500_000, 1 << 32, 12_345, NOW)
+    health.record_failure("the NATS server does not answer", NOW)
+    ending = Termination(
+        how="stopped", since_ns=1, seconds=60.0, line="over: it was stopped normally; `fleetbus up` resumes it"
+    )
+    shown = build_facts(RunState(steps=9), health, SERVER, [], run="r", now=NOW, now_ns=int(NOW * 1e9), ending=ending)
     console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True)
     console.print(screen(shown, console))
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
-    assert "over, step 0" in text and "stopped in order; `fleetbus up` resumes it" in text
+    assert "over, step 0" in text and "it was stopped normally; `fleetbus up` resumes it" in text
     assert "log 6.5 MB · not served any more" in text and "does not answer" not in text
     assert "\x1b[1;31m" not in text, "nothing is red"
     assert "unread" not in text, "what was known of the server is old"

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig, L
 
 from fleetbus.errors import UserError
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.torch.batches import micro_batches, shared_prefix
-from fleetbus_workers.learner.torch.forward import can_share, head_is_plain
+from fleetbus_workers.learner.torch.batches import find_shared_prefix, split_micro_batches
+from fleetbus_workers.learner.torch.forward import can_share_prefix, has_plain_head
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import (
@@ -18,12 +18,12 @@ from tests.support.trainable_model import (
     LAYERS,
     SIZES,
     VOCABULARY,
-    distance,
-    gradient,
+    compute_distance,
+    compute_gradient,
+    compute_logprobs,
+    limit_to_one_thread,
     make_model,
     make_sequence,
-    model_logprobs,
-    one_thread,
 )
 
 PREFIX = 24
@@ -31,7 +31,7 @@ PREFIX = 24
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
-    with one_thread():
+    with limit_to_one_thread():
         yield
 
 
@@ -55,7 +55,7 @@ def make_batch(folder, *, count=10, seed=0, off_policy=0.0, temperature=1.0, ver
         ids = np.concatenate([prefix, draw.integers(3, VOCABULARY, length)]).astype(np.int32)
         mask = np.zeros(len(ids), np.bool_)
         mask[PREFIX + 4 : PREFIX + 9] = mask[PREFIX + 12 :] = True
-        logprobs = np.concatenate([[0.0], model_logprobs(model, ids, temperature)])
+        logprobs = np.concatenate([[0.0], compute_logprobs(model, ids, temperature)])
         logprobs[1:] += off_policy * draw.normal(size=len(ids) - 1)
         advantage = draw.normal() if advantages is None else advantages[index]
         batch.append(
@@ -78,7 +78,7 @@ def weights(trainer, tmp_path, name="weights.safetensors"):
     return (tmp_path / name).read_bytes()
 
 
-SMALL = {"gradient_norm": 1e9, "micro_batch_size": 4}
+SMALL = {"max_grad_norm": 1e9, "micro_batch_size": 4}
 
 
 def plain_gradient(folder, batch):
@@ -98,9 +98,9 @@ def plain_gradient(folder, batch):
 def test_the_gradient_is_that_of_plain_forward_passes_over_whole_sequences(folder):
     batch = make_batch(folder, off_policy=0.3)
 
-    shared = gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL)), batch)
+    shared = compute_gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL)), batch)
 
-    assert distance(shared, plain_gradient(folder, batch)) <= 1e-5
+    assert compute_distance(shared, plain_gradient(folder, batch)) <= 1e-5
 
 
 MORE = {**SIZES, "bos_token_id": 1, "num_key_value_heads": 1, "head_dim": 16}
@@ -122,8 +122,8 @@ def test_other_architectures_get_their_exact_gradient_too(tmp_path, config, shar
     batch = make_batch(tmp_path, count=4, off_policy=0.3)
     trainer = TorchTrainer(tmp_path, settings=TorchTrainerSettings(**SMALL))
 
-    assert (can_share(trainer._model), head_is_plain(trainer._model)) == (shares, plain_head)
-    assert distance(gradient(trainer, batch), plain_gradient(tmp_path, batch)) <= 1e-5
+    assert (can_share_prefix(trainer._model), has_plain_head(trainer._model)) == (shares, plain_head)
+    assert compute_distance(compute_gradient(trainer, batch), plain_gradient(tmp_path, batch)) <= 1e-5
 
 
 def test_a_sequence_without_sampled_tokens_does_no_harm(folder):
@@ -139,35 +139,35 @@ def test_a_sequence_without_sampled_tokens_does_no_harm(folder):
     )
     trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL))
 
-    assert distance(gradient(trainer, [silent, *batch]), gradient(trainer, batch)) <= 1e-5
+    assert compute_distance(compute_gradient(trainer, [silent, *batch]), compute_gradient(trainer, batch)) <= 1e-5
     assert trainer.train([silent], version=3, progress=0.0)["tokens"] == 0.0
 
 
 @pytest.mark.parametrize("choice", [{"share_prefix": False}, {"micro_batch_size": 1}, {"micro_batch_size": 64}])
 def test_how_the_batch_is_cut_does_not_change_the_gradient(folder, choice):
     batch = make_batch(folder, off_policy=0.3)
-    usual = gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL)), batch)
+    usual = compute_gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL)), batch)
 
-    other = gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**{**SMALL, **choice})), batch)
+    other = compute_gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**{**SMALL, **choice})), batch)
 
-    assert distance(other, usual) <= 1e-5
+    assert compute_distance(other, usual) <= 1e-5
 
 
 def test_the_order_of_the_batch_does_not_change_the_gradient(folder):
     batch = make_batch(folder, off_policy=0.3)
     trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL))
 
-    assert distance(gradient(trainer, batch[::-1]), gradient(trainer, batch)) <= 1e-5
+    assert compute_distance(compute_gradient(trainer, batch[::-1]), compute_gradient(trainer, batch)) <= 1e-5
 
 
 def test_sequences_without_advantage_are_measured_and_have_no_gradient(folder):
     advantages = [1.0, -1.0] + [0.0] * 8
     batch = make_batch(folder, advantages=advantages)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL, reduction="constant_mean", constant_length=10))
+    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL, reduction="constant_mean", loss_scale_factor=10))
 
-    both, alone = gradient(trainer, batch), gradient(trainer, batch[:2])
+    both, alone = compute_gradient(trainer, batch), compute_gradient(trainer, batch[:2])
 
-    assert distance({name: 5 * value for name, value in both.items()}, alone) <= 1e-5
+    assert compute_distance({name: 5 * value for name, value in both.items()}, alone) <= 1e-5
     tokens = sum(sequence.loss_mask.sum() for sequence in batch)
     assert trainer.train(batch, version=3, progress=0.0)["tokens"] == tokens
 
@@ -203,7 +203,7 @@ def test_differences_to_the_sampler_are_measured_only_where_the_weights_are_the_
 
 def test_training_raises_the_likelihood_of_what_was_better(folder):
     batch = make_batch(folder, advantages=[1.0, -1.0] * 5)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(warmup_updates=0))
+    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(warmup_steps=0))
     first = trainer.train(batch, version=3, progress=0.0)
 
     second = trainer.train(batch, version=4, progress=0.0)
@@ -254,7 +254,7 @@ def test_a_saved_model_loads_and_brings_what_lay_beside_it(folder, tmp_path):
 
 
 def test_the_learning_rate_warms_up_and_decays_with_progress(folder):
-    settings = TorchTrainerSettings(learning_rate=1e-3, decayed_to=0.1, warmup_updates=2)
+    settings = TorchTrainerSettings(learning_rate=1e-3, min_lr_ratio=0.1, warmup_steps=2)
     trainer = TorchTrainer(folder, settings=settings)
     batch = make_batch(folder, count=2)
 
@@ -277,12 +277,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder, tmp_path):
 @pytest.mark.parametrize(
     "choice",
     [
-        {"objective": "gspo", "reduction": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+        {"objective": "gspo", "reduction": "sequence_mean", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
         {"objective": "cispo"},
         {"dual_clip": 3.0, "reduction": "constant_mean"},
-        {"correction": "tis", "minibatches": 3, "epochs": 2},
-        {"correction": "tis_sequence"},
-        {"correction": "icepop"},
+        {"rollout_correction": "tis", "minibatches": 3, "epochs": 2},
+        {"rollout_correction": "tis_sequence"},
+        {"rollout_correction": "icepop"},
         {"kl_coefficient": 0.1, "kl_estimator": "k2"},
     ],
 )
@@ -300,8 +300,8 @@ def test_every_algorithm_trains_with_finite_metrics(folder, choice, tmp_path):
 
 def test_corrected_ratios_are_taken_to_the_trainer_before_the_first_of_several_updates(folder):
     batch = make_batch(folder, off_policy=0.5)
-    one = TorchTrainer(folder, settings=TorchTrainerSettings(correction="tis"))
-    two = TorchTrainer(folder, settings=TorchTrainerSettings(correction="tis", epochs=2, warmup_updates=0))
+    one = TorchTrainer(folder, settings=TorchTrainerSettings(rollout_correction="tis"))
+    two = TorchTrainer(folder, settings=TorchTrainerSettings(rollout_correction="tis", epochs=2, warmup_steps=0))
 
     assert one.train(batch, version=3, progress=0.0)["ratio_max"] == 1.0
     assert two.train(batch, version=3, progress=0.0)["ratio_max"] > 1.0 + 1e-4
@@ -322,10 +322,10 @@ def test_the_shared_prefix_leaves_the_token_before_the_first_sampled_one():
     ids = [np.arange(40, dtype=np.int32)] * 2
     mask = np.arange(40) >= 30
 
-    assert shared_prefix(ids, [mask, mask]) == 29
-    assert shared_prefix(ids[:1], [mask]) == 0
-    assert shared_prefix([ids[0], ids[0] + 1], [mask, mask]) == 0
-    assert shared_prefix([ids[0], np.where(np.arange(40) == 20, 0, ids[0])], [mask, mask]) == 20
+    assert find_shared_prefix(ids, [mask, mask]) == 29
+    assert find_shared_prefix(ids[:1], [mask]) == 0
+    assert find_shared_prefix([ids[0], ids[0] + 1], [mask, mask]) == 0
+    assert find_shared_prefix([ids[0], np.where(np.arange(40) == 20, 0, ids[0])], [mask, mask]) == 20
 
 
 def test_micro_batches_hold_every_sampled_token_once_in_the_order_of_its_sequence():
@@ -334,8 +334,8 @@ def test_micro_batches_hold_every_sampled_token_once_in_the_order_of_its_sequenc
     masks = [np.arange(len(sequence)) >= 22 for sequence in ids]
 
     found = {}
-    for batch in micro_batches(ids, masks, prefix=20, size=2):
-        rows = batch.rowwise(batch.targets)
+    for batch in split_micro_batches(ids, masks, prefix=20, size=2):
+        rows = batch.to_rows(batch.targets)
         for row, index in enumerate(batch.indices):
             found[index] = rows[row, : masks[index].sum()].tolist()
 

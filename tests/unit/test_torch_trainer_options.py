@@ -15,22 +15,22 @@ from transformers import AutoModelForCausalLM
 from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
 from fleetbus.core.corrections import kl_k1, kl_penalty
 from fleetbus.errors import UserError
-from fleetbus_workers.assembly.trainers import trainer_settings
+from fleetbus_workers.assembly.trainers import build_trainer_settings
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.torch.batches import cut, micro_batches, packed, padded
+from fleetbus_workers.learner.torch.batches import group_packed, group_padded, split_micro_batches, truncate_sequence
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
-from fleetbus_workers.weights.delta import smaller
+from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.file import read_weights
 from tests.support.trainable_model import (
     CONFIGS,
     VOCABULARY,
-    distance,
-    gradient,
+    compute_distance,
+    compute_gradient,
+    compute_logprobs,
+    limit_to_one_thread,
     make_model,
     make_sequence,
-    model_logprobs,
-    one_thread,
 )
 
 PROMPT = 20
@@ -38,7 +38,7 @@ PROMPT = 20
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Any:
-    with one_thread():
+    with limit_to_one_thread():
         yield
 
 
@@ -60,14 +60,14 @@ def make_batch(
         if shared:
             ids[: PROMPT - 1] = np.arange(3, PROMPT + 2)
         mask = np.arange(len(ids)) >= PROMPT
-        logprobs = np.concatenate([[0.0], model_logprobs(model, ids)])
+        logprobs = np.concatenate([[0.0], compute_logprobs(model, ids)])
         logprobs[1:] += off_policy * draw.normal(size=len(ids) - 1)
         batch.append(make_sequence(index, ids, mask, logprobs=logprobs, advantage=draw.normal()))
     return batch
 
 
 def trainer(folder: Path, **settings: Any) -> TorchTrainer:
-    return TorchTrainer(folder, settings=TorchTrainerSettings(gradient_norm=1e9, micro_batch_size=4, **settings))
+    return TorchTrainer(folder, settings=TorchTrainerSettings(max_grad_norm=1e9, micro_batch_size=4, **settings))
 
 
 # Batches
@@ -76,7 +76,7 @@ def trainer(folder: Path, **settings: Any) -> TorchTrainer:
 def test_rows_are_packed_up_to_the_budget_and_every_sequence_comes_once() -> None:
     lengths = dict(enumerate([50, 30, 20, 60, 10, 5, 200]))
 
-    rows = list(packed(lengths, 100))
+    rows = list(group_packed(lengths, 100))
 
     assert sorted(index for row in rows for index in row) == list(range(7))
     assert all(sum(lengths[index] for index in row) <= 100 for row in rows if 6 not in row)
@@ -87,7 +87,7 @@ def test_rows_are_packed_up_to_the_budget_and_every_sequence_comes_once() -> Non
 def test_padded_micro_batches_keep_to_size_and_budget_with_padding_counted() -> None:
     lengths = dict(enumerate([10, 50, 11, 12, 49, 48, 300]))
 
-    batches = list(padded(lengths, 3, 100))
+    batches = list(group_padded(lengths, 3, 100))
 
     assert sorted(index for batch in batches for index in batch) == list(range(7))
     assert all(len(batch) <= 3 for batch in batches)
@@ -95,17 +95,17 @@ def test_padded_micro_batches_keep_to_size_and_budget_with_padding_counted() -> 
 
 
 def test_without_a_budget_micro_batches_are_full() -> None:
-    assert [len(batch) for batch in padded(dict.fromkeys(range(10), 7), 4, 0)] == [4, 4, 2]
+    assert [len(batch) for batch in group_padded(dict.fromkeys(range(10), 7), 4, 0)] == [4, 4, 2]
 
 
 def test_packed_sequences_know_their_own_positions(folder: Path) -> None:
     batch = make_batch(folder, count=4)
     ids, masks = [sequence.ids for sequence in batch], [sequence.loss_mask for sequence in batch]
 
-    for found in micro_batches(ids, masks, prefix=0, size=99, budget=120, packing=True):
+    for found in split_micro_batches(ids, masks, prefix=0, size=99, budget=120, packing=True):
         assert found.positions is not None and found.ids.shape == found.positions.shape
         assert (found.positions == 0).sum() == len(found.indices)
-        rows = found.rowwise(found.targets)
+        rows = found.to_rows(found.targets)
         for row, index in enumerate(found.indices):
             assert rows[row, : masks[index].sum()].tolist() == ids[index][masks[index]].tolist()
 
@@ -114,10 +114,10 @@ def test_packed_sequences_know_their_own_positions(folder: Path) -> None:
 def test_packing_and_budgets_do_not_change_the_gradient(tmp_path: Path, kind: str) -> None:
     folder = make_model(tmp_path, kind)
     batch = make_batch(folder)
-    plain = gradient(trainer(folder), batch)
+    plain = compute_gradient(trainer(folder), batch)
 
-    assert distance(gradient(trainer(folder, packing=True, token_budget=150), batch), plain) <= 1e-5
-    assert distance(gradient(trainer(folder, token_budget=130), batch), plain) <= 1e-5
+    assert compute_distance(compute_gradient(trainer(folder, packing=True, token_budget=150), batch), plain) <= 1e-5
+    assert compute_distance(compute_gradient(trainer(folder, token_budget=130), batch), plain) <= 1e-5
 
 
 @pytest.mark.parametrize("reduction", ["sequence_mean", "sequence_sum", "constant_mean"])
@@ -125,9 +125,9 @@ def test_packing_keeps_sequences_apart_in_every_reduction(folder: Path, reductio
     batch = make_batch(folder)
     settings = {"reduction": reduction, "objective": "gspo"}
 
-    plain = gradient(trainer(folder, **settings), batch)
+    plain = compute_gradient(trainer(folder, **settings), batch)
 
-    assert distance(gradient(trainer(folder, **settings, packing=True, token_budget=200), batch), plain) <= 1e-5
+    assert compute_distance(compute_gradient(trainer(folder, **settings, packing=True, token_budget=200), batch), plain) <= 1e-5
 
 
 def test_packing_without_a_budget_is_refused(folder: Path) -> None:
@@ -137,16 +137,16 @@ def test_packing_without_a_budget_is_refused(folder: Path) -> None:
 
 def test_a_sequence_is_cut_at_its_end_and_what_is_left_is_trained_as_it_was(folder: Path) -> None:
     batch = make_batch(folder, count=1)
-    short = cut(batch[0], 30)
+    short = truncate_sequence(batch[0], 30)
 
     assert len(short.ids) == len(short.loss_mask) == len(short.advantages) == 30
     assert (short.ids == batch[0].ids[:30]).all() and short.loss_mask[:PROMPT].sum() == 0
-    assert cut(batch[0], 0) is cut(batch[0], 1000) is batch[0]
+    assert truncate_sequence(batch[0], 0) is truncate_sequence(batch[0], 1000) is batch[0]
     metrics = trainer(folder, max_tokens=30).train(batch, version=3, progress=0.0)
     assert metrics["tokens"] == 30 - PROMPT
     assert metrics["tokens_cut"] == len(batch[0].ids) - 30
-    cut_first = gradient(trainer(folder), [short])
-    assert distance(gradient(trainer(folder, max_tokens=30), batch), cut_first) <= 1e-6
+    cut_first = compute_gradient(trainer(folder), [short])
+    assert compute_distance(compute_gradient(trainer(folder, max_tokens=30), batch), cut_first) <= 1e-6
 
 
 def test_a_cut_into_the_prompt_leaves_nothing_to_train_and_does_no_harm(folder: Path) -> None:
@@ -169,14 +169,19 @@ def test_every_minibatch_of_every_epoch_is_an_optimizer_step(folder: Path) -> No
 def test_recomputed_activations_give_the_same_gradient(folder: Path) -> None:
     batch = make_batch(folder)
 
-    assert distance(gradient(trainer(folder, gradient_checkpointing=True), batch), gradient(trainer(folder), batch)) <= 1e-5
+    assert (
+        compute_distance(
+            compute_gradient(trainer(folder, gradient_checkpointing=True), batch), compute_gradient(trainer(folder), batch)
+        )
+        <= 1e-5
+    )
 
 
 def test_bfloat16_computes_roughly_the_same_gradient_and_keeps_weights_in_float32(folder: Path) -> None:
     batch = make_batch(folder)
     lower = trainer(folder, precision="bfloat16")
 
-    found = distance(gradient(lower, batch), gradient(trainer(folder), batch))
+    found = compute_distance(compute_gradient(lower, batch), compute_gradient(trainer(folder), batch))
 
     assert 1e-5 < found < 0.1
     assert all(parameter.dtype == torch.float32 for parameter in lower._model.parameters())
@@ -187,21 +192,21 @@ def test_a_shared_prefix_is_computed_in_the_same_precision_as_what_follows_it(fo
     lower = trainer(folder, precision="bfloat16")
     assert lower._share
 
-    assert 1e-5 < distance(gradient(lower, batch), gradient(trainer(folder), batch)) < 0.1
+    assert 1e-5 < compute_distance(compute_gradient(lower, batch), compute_gradient(trainer(folder), batch)) < 0.1
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rates"), [("cosine", [1.0, 0.6, 0.2]), ("constant", [1.0] * 3), ("linear", [1.0, 0.6, 0.2])]
+    ("lr_scheduler_type", "rates"), [("cosine", [1.0, 0.6, 0.2]), ("constant", [1.0] * 3), ("linear", [1.0, 0.6, 0.2])]
 )
-def test_the_learning_rate_follows_the_schedule(folder: Path, schedule: str, rates: list[float]) -> None:
-    trained = trainer(folder, schedule=schedule, learning_rate=1.0, decayed_to=0.2, warmup_updates=0)
+def test_the_learning_rate_follows_the_schedule(folder: Path, lr_scheduler_type: str, rates: list[float]) -> None:
+    trained = trainer(folder, lr_scheduler_type=lr_scheduler_type, learning_rate=1.0, min_lr_ratio=0.2, warmup_steps=0)
 
-    assert [trained._schedule(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx(rates)
+    assert [trained._set_learning_rate(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx(rates)
 
 
 def test_weights_published_in_bfloat16_are_rounded_and_a_checkpoint_is_not(folder: Path, tmp_path: Path) -> None:
     batch = make_batch(folder)
-    settings = {"published_dtype": "bfloat16", "warmup_updates": 0}
+    settings = {"published_dtype": "bfloat16", "warmup_steps": 0}
     straight = trainer(folder, **settings)
     straight.train(batch, version=0, progress=0.0)
     manifest = straight.save_weights(tmp_path / "weights")
@@ -219,12 +224,12 @@ def test_weights_published_in_bfloat16_are_rounded_and_a_checkpoint_is_not(folde
 
 def test_a_small_step_changes_few_numbers_in_bfloat16(folder: Path, tmp_path: Path) -> None:
     """What makes differences between versions worth publishing."""
-    slow = trainer(folder, published_dtype="bfloat16", learning_rate=1e-5, warmup_updates=0)
+    slow = trainer(folder, published_dtype="bfloat16", learning_rate=1e-5, warmup_steps=0)
     slow.save_weights(tmp_path / "v0.safetensors")
     slow.train(make_batch(folder), version=0, progress=0.0)
     slow.save_weights(tmp_path / "v1.safetensors")
 
-    delta = smaller(tmp_path / "v1.safetensors", base=tmp_path / "v0.safetensors", base_uri="v0")
+    delta = write_smaller(tmp_path / "v1.safetensors", base=tmp_path / "v0.safetensors", base_uri="v0")
 
     assert delta.suffix == ".delta"
     assert delta.stat().st_size < 0.5 * (tmp_path / "v1.safetensors").stat().st_size
@@ -236,7 +241,7 @@ def test_a_small_step_changes_few_numbers_in_bfloat16(folder: Path, tmp_path: Pa
 def test_the_kl_to_the_start_is_zero_at_the_start_and_pulls_back_later(folder: Path) -> None:
     batch = make_batch(folder, off_policy=0.0)
     still = [msgspec.structs.replace(sequence, advantages=np.zeros_like(sequence.advantages)) for sequence in batch]
-    pulled = trainer(folder, kl_coefficient=1.0, kl_to="start", kl_estimator="k2", learning_rate=1e-2, warmup_updates=0)
+    pulled = trainer(folder, kl_coefficient=1.0, kl_reference="start", kl_estimator="k2", learning_rate=1e-2, warmup_steps=0)
 
     assert pulled.train(still, version=3, progress=0.0)["grad_norm"] == pytest.approx(0.0, abs=1e-6)
     pulled.train(batch, version=3, progress=0.0)
@@ -249,7 +254,7 @@ def test_the_kl_to_the_start_is_zero_at_the_start_and_pulls_back_later(folder: P
 def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(folder: Path) -> None:
     batch = make_batch(folder, count=3, off_policy=0.4)
     rewarded = trainer(folder, kl_coefficient=0.3, kl_place="reward", kl_estimator="k1")
-    policy = [logprobs.numpy() for logprobs in rewarded._logprobs(batch, rewarded._model)]
+    policy = [logprobs.numpy() for logprobs in rewarded._compute_logprobs(batch, rewarded._model)]
     width = max(map(len, policy))
     rows = np.zeros((2, 3, width))
     for row, (found, sequence) in enumerate(zip(policy, batch, strict=True)):
@@ -262,17 +267,17 @@ def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss(folder: Path
         advantages[sequence.loss_mask] += penalty[row, : len(policy[row])].astype(np.float32)
         by_hand.append(msgspec.structs.replace(sequence, advantages=advantages))
 
-    assert distance(gradient(rewarded, batch), gradient(trainer(folder), by_hand)) <= 1e-5
+    assert compute_distance(compute_gradient(rewarded, batch), compute_gradient(trainer(folder), by_hand)) <= 1e-5
 
 
 @pytest.mark.parametrize(
     "choice",
     [
-        {"objective": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": 2e-3, "kl_estimator": "k2"},
-        {"correction": "geometric", "correction_low": 0.9, "correction_high": 1.1},
-        {"correction": "mis_sequence", "reduction": "sequence_sum"},
-        {"correction": "decoupled", "minibatches": 2, "kl_coefficient": 0.1, "kl_to": "start"},
-        {"ratio_to": "trainer", "epochs": 2, "packing": True, "token_budget": 128},
+        {"objective": "dppo_tv", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "kl_coefficient": 2e-3, "kl_estimator": "k2"},
+        {"rollout_correction": "geometric", "rollout_correction_low": 0.9, "rollout_correction_high": 1.1},
+        {"rollout_correction": "mis_sequence", "reduction": "sequence_sum"},
+        {"rollout_correction": "decoupled", "minibatches": 2, "kl_coefficient": 0.1, "kl_reference": "start"},
+        {"old_policy": "trainer", "epochs": 2, "packing": True, "token_budget": 128},
     ],
 )
 def test_every_further_algorithm_trains_with_finite_metrics(folder: Path, choice: dict[str, Any]) -> None:
@@ -284,15 +289,15 @@ def test_every_further_algorithm_trains_with_finite_metrics(folder: Path, choice
 
 def test_the_configuration_reaches_the_trainer() -> None:
     configuration = Configuration(
-        algorithm=AlgorithmSettings(objective="cispo", kl_coefficient=0.5, kl_to="start", credit="turn"),
+        algorithm=AlgorithmSettings(objective="cispo", kl_coefficient=0.5, kl_reference="start", credit_assignment="turn"),
         trainer=TrainerSettings(packing=True, token_budget=4096, epochs=2, lora_rank=4, device="auto"),
     )
 
-    settings = trainer_settings(configuration)
+    settings = build_trainer_settings(configuration)
 
-    assert (settings.objective, settings.kl_coefficient, settings.kl_to) == ("cispo", 0.5, "start")
+    assert (settings.objective, settings.kl_coefficient, settings.kl_reference) == ("cispo", 0.5, "start")
     assert (settings.packing, settings.token_budget, settings.epochs, settings.lora_rank) == (True, 4096, 2, 4)
-    assert msgspec.structs.replace(trainer_settings(Configuration()), threads=0) == TorchTrainerSettings()
+    assert msgspec.structs.replace(build_trainer_settings(Configuration()), threads=0) == TorchTrainerSettings()
 
 
 # Adapters
@@ -306,7 +311,7 @@ def peft() -> Any:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapters_leave_the_model_alone_and_are_published_merged(peft: Any, tmp_path: Path, kind: str) -> None:
     folder = make_model(tmp_path / "model", kind)
-    adapted = trainer(folder, lora_rank=4, learning_rate=1e-2, warmup_updates=0)
+    adapted = trainer(folder, lora_rank=4, learning_rate=1e-2, warmup_steps=0)
     before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
     manifest = adapted.save_weights(tmp_path / "v0")
@@ -328,7 +333,7 @@ def test_adapters_leave_the_model_alone_and_are_published_merged(peft: Any, tmp_
 
 
 def test_adapters_go_on_bit_by_bit_from_a_checkpoint(peft: Any, folder: Path, tmp_path: Path) -> None:
-    settings = {"lora_rank": 2, "learning_rate": 1e-2, "warmup_updates": 0}
+    settings = {"lora_rank": 2, "learning_rate": 1e-2, "warmup_steps": 0}
     batch = make_batch(folder)
     straight = trainer(folder, **settings)
     straight.train(batch, version=0, progress=0.0)
@@ -349,18 +354,18 @@ def test_adapters_go_on_bit_by_bit_from_a_checkpoint(peft: Any, folder: Path, tm
 
 def test_the_kl_to_the_start_asks_the_model_without_its_adapters(peft: Any, folder: Path) -> None:
     batch = make_batch(folder, off_policy=0.0)
-    adapted = trainer(folder, lora_rank=2, learning_rate=1e-2, warmup_updates=0, kl_coefficient=0.1, kl_to="start")
-    plain = adapted._logprobs(batch, adapted._model)
+    adapted = trainer(folder, lora_rank=2, learning_rate=1e-2, warmup_steps=0, kl_coefficient=0.1, kl_reference="start")
+    plain = adapted._compute_logprobs(batch, adapted._model)
     adapted.train(batch, version=0, progress=0.0)
 
-    reference = adapted._before(batch).reference
+    reference = adapted._compute_initial_logprobs(batch).reference
 
     assert reference is not None
     for found, expected in zip(reference, plain, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(adapted._logprobs(batch, adapted._model)[0], plain[0], atol=1e-4)
+    assert not torch.allclose(adapted._compute_logprobs(batch, adapted._model)[0], plain[0], atol=1e-4)
 
 
 def test_targets_that_the_model_lacks_are_refused(peft: Any, folder: Path) -> None:
     with pytest.raises(UserError, match=r"trainer\.lora_targets = nowhere"):
-        trainer(folder, lora_rank=2, lora_targets="nowhere")
+        trainer(folder, lora_rank=2, lora_target_modules="nowhere")

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.trace_ids import is_sampled, span_id, trace_id, traceparent, turn_path
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.trace_ids import build_turn_path, format_traceparent, is_sampled, span_id, trace_id
 from fleetbus.recording import load_recording
 from fleetbus_schemas import (
     Action,
@@ -41,12 +41,14 @@ class Log:
     """Entries at given seconds, and the spans that they ended."""
 
     def __init__(self) -> None:
-        self.entries: list[Stored] = []
+        self.entries: list[StreamEntry] = []
         self.traces = LogTraces("r")
         self.spans: list[Span] = []
 
     def add(self, subject: str, message: Message, seconds: float) -> None:
-        entry = Stored(subject=subject, payload=encode(message), sequence=len(self.entries) + 1, time_ns=int(seconds * SECOND))
+        entry = StreamEntry(
+            subject=subject, payload=encode(message), sequence=len(self.entries) + 1, time_ns=int(seconds * SECOND)
+        )
         self.entries.append(entry)
         self.spans += self.traces.add(entry)
 
@@ -91,7 +93,7 @@ class Log:
         )  # fmt: skip
         self.add(SUBJECTS.train("default"), step, seconds)
 
-    def told(self) -> list[tuple[str, str, str, float, float]]:
+    def list_spans(self) -> list[tuple[str, str, str, float, float]]:
         """Role, parent's name, name, start and end in seconds."""
         names = {(span.trace_id, span.span_id): span.name for span in self.spans}
         return [
@@ -103,7 +105,7 @@ class Log:
         ]  # fmt: skip
 
 
-def one_episode() -> Log:
+def build_one_episode() -> Log:
     log = Log()
     log.request()
     log.claim(1.0)
@@ -116,8 +118,8 @@ def one_episode() -> Log:
 
 
 def test_an_episode_is_one_trace_whose_spans_say_who_had_it_when() -> None:
-    log = one_episode()
-    assert log.told() == [
+    log = build_one_episode()
+    assert log.list_spans() == [
         ("environment", "episode", "queue", 0.0, 1.0),
         ("environment", "attempt", "open", 1.0, 2.0),
         ("inference", "turn", "queue", 2.0, 2.25),
@@ -146,9 +148,11 @@ def test_an_episode_is_one_trace_whose_spans_say_who_had_it_when() -> None:
 
 def test_whoever_has_a_message_of_the_episode_names_the_same_trace_and_spans() -> None:
     trace = trace_id("r", "x", 77)
-    turn = next(span for span in one_episode().spans if span.name == "turn")
-    assert (turn.trace_id, turn.span_id) == (trace, span_id(trace, turn_path(1, 0)))
-    assert traceparent(trace, turn_path(1, 0)) == "00-db8f59da6d3833de431a486b2f2345e1-203dc488040e8b3f-01", "ids never change"
+    turn = next(span for span in build_one_episode().spans if span.name == "turn")
+    assert (turn.trace_id, turn.span_id) == (trace, span_id(trace, build_turn_path(1, 0)))
+    assert format_traceparent(trace, build_turn_path(1, 0)) == "00-db8f59da6d3833de431a486b2f2345e1-203dc488040e8b3f-01", (
+        "ids never change"
+    )
     assert len({trace, trace_id("r", "x", 78), trace_id("r2", "x", 77), trace_id("r", "y", 77)}) == 4
 
 
@@ -168,8 +172,8 @@ def test_what_is_repeated_makes_no_second_span() -> None:
     log.finish(9.0)
     log.finish(9.5)
     log.request(10.0)
-    once = one_episode()
-    assert [span[2:] for span in log.told()] == [span[2:] for span in once.told()]
+    once = build_one_episode()
+    assert [span[2:] for span in log.list_spans()] == [span[2:] for span in once.list_spans()]
     assert [span.span_id for span in log.spans] == [span.span_id for span in once.spans]
     turn = next(span for span in log.spans if span.name == "turn")
     assert turn.attributes["fleetbus.hops"] == 1 and turn.attributes["fleetbus.observation.sequence"] == 5
@@ -187,7 +191,7 @@ def test_a_lost_worker_leaves_a_span_that_says_how_long_nobody_had_the_episode()
     log.finish(16.0, attempt=2)
     first = next(span for span in log.spans if span.name == "attempt")
     assert first.error == "its worker was lost" and first.attributes["fleetbus.attempt.end"] == "taken over"
-    assert ("environment", "episode", "lost", 2.0, 12.0) in log.told()
+    assert ("environment", "episode", "lost", 2.0, 12.0) in log.list_spans()
     assert Counter(span.name for span in log.spans)["attempt"] == 2
     assert [span.worker for span in log.spans if span.name == "attempt"] == ["env-1", "env-2"]
     assert Counter(span.name for span in log.spans)["generate"] == 1
@@ -201,7 +205,7 @@ def test_a_handed_back_episode_queues_again_and_nothing_of_it_failed() -> None:
     log.add(SUBJECTS.episode("x"), AttemptReleased(episode_id="x", attempt=1, worker="env-1"), 3.0)
     log.claim(6.0, attempt=2)
     log.finish(8.0, attempt=2)
-    queues = [(start, end) for _, _, name, start, end in log.told() if name == "queue"]
+    queues = [(start, end) for _, _, name, start, end in log.list_spans() if name == "queue"]
     assert queues == [(0.0, 1.0), (3.0, 6.0)]
     (first, _) = [span for span in log.spans if span.name == "attempt"]
     assert first.attributes["fleetbus.attempt.end"] == "handed back" and not first.error
@@ -223,7 +227,7 @@ def test_training_is_a_trace_of_its_own_that_is_linked_with_its_episodes() -> No
         log.finish(9.0, episode=episode)
     log.spans.clear()
     log.train(20.0, "x", "y", excluded=("z",))
-    told = log.told()
+    told = log.list_spans()
     assert told.count(("learner", "", "batch", 9.0, 17.0)) == 2 and told.count(("learner", "", "train", 18.0, 20.0)) == 2
     assert ("learner", "", "batch", 9.0, 20.0) in told, "z was excluded when the step was stored"
     assert told[-4:] == [
@@ -260,16 +264,16 @@ def test_the_ratio_of_traces_is_kept_by_trace_and_not_by_span() -> None:
     assert 400 < sum(kept) < 600
     assert not is_sampled(trace_id("r", "e", 1), 0.0) and is_sampled((1 << 128) - 1, 1.0)
     traces = LogTraces("r", ratio=0.0)
-    assert [span for entry in one_episode().entries for span in traces.add(entry)] == []
+    assert [span for entry in build_one_episode().entries for span in traces.add(entry)] == []
 
 
 def test_what_was_said_in_an_episode_is_in_no_trace() -> None:
-    log = one_episode()
+    log = build_one_episode()
     assert b"a secret" not in msgspec.json.encode(otlp_request(log.spans, "r"))
 
 
 def test_only_the_wanted_episodes_have_traces() -> None:
-    entries = one_episode().entries
+    entries = build_one_episode().entries
     assert [span for entry in entries for span in LogTraces("r", episodes=["y"]).add(entry)] == []
     only = LogTraces("r", episodes=["x"])
     assert len([span for entry in entries for span in only.add(entry)]) == 14

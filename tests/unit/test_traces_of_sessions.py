@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.trace_ids import call_path, session_trace_id, span_id, trace_id, traceparent
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.trace_ids import build_call_path, compute_session_trace_id, format_traceparent, span_id, trace_id
 from fleetbus_schemas import (
     ChatMessage,
     Message,
@@ -33,7 +33,7 @@ class Journal:
     """Entries of one session at given seconds, and the spans that they ended."""
 
     def __init__(self, traces: LogTraces | None = None, session: str = "s") -> None:
-        self.entries: list[Stored] = []
+        self.entries: list[StreamEntry] = []
         self.traces = traces or LogTraces("r")
         self.spans: list[Span] = []
         self._session = session
@@ -45,7 +45,7 @@ class Journal:
     def put(self, payload: bytes, seconds: float) -> None:
         sequence = len(self.entries) + 1
         subject = SUBJECTS.session(self._session)
-        entry = Stored(subject=subject, payload=payload, sequence=sequence, time_ns=int(seconds * SECOND))
+        entry = StreamEntry(subject=subject, payload=payload, sequence=sequence, time_ns=int(seconds * SECOND))
         self.entries.append(entry)
         self.spans += self.traces.add(entry)
 
@@ -68,7 +68,7 @@ class Journal:
     def end(self, seconds: float, end: SessionEnd = "closed", worker: str = "env-1") -> None:
         self.add(SessionEnded(session=self._session, end=end, worker=worker), seconds)
 
-    def told(self) -> list[tuple[str, str, float, float]]:
+    def list_spans(self) -> list[tuple[str, str, float, float]]:
         """Parent's name, name, start and end in seconds."""
         names = {span.span_id: span.name for span in self.spans}
         return [(names.get(span.parent_id, ""), span.name, span.start_ns / SECOND, span.end_ns / SECOND) for span in self.spans]
@@ -77,7 +77,7 @@ class Journal:
         return [span for span in self.spans if span.name == name]
 
 
-def one_session() -> Journal:
+def build_one_session() -> Journal:
     journal = Journal()
     journal.claim(1.0)
     journal.call(2.0, "open")
@@ -90,8 +90,8 @@ def one_session() -> Journal:
 
 
 def test_a_session_is_one_trace_with_a_span_for_every_call() -> None:
-    journal = one_session()
-    assert journal.told() == [
+    journal = build_one_session()
+    assert journal.list_spans() == [
         ("attempt", "open", 1.5, 2.0),
         ("attempt", "reset", 2.5, 3.0),
         ("attempt", "step", 4.0, 6.0),
@@ -100,13 +100,13 @@ def test_a_session_is_one_trace_with_a_span_for_every_call() -> None:
         ("session", "attempt", 1.0, 9.0),
         ("", "session", 1.0, 9.0),
     ]
-    assert {span.trace_id for span in journal.spans} == {session_trace_id("r", "s")}
+    assert {span.trace_id for span in journal.spans} == {compute_session_trace_id("r", "s")}
     assert {span.role for span in journal.spans} == {"environment"} and not any(span.error for span in journal.spans)
     assert (journal.traces.sessions, journal.traces.open_sessions) == (1, 0)
 
 
 def test_spans_say_where_their_messages_stand_and_what_came_of_them() -> None:
-    journal = one_session()
+    journal = build_one_session()
     first, second = journal.named("step")
     said = {name: first.attributes[f"fleetbus.{name}"] for name in ("session", "attempt", "turn", "reset", "reward", "worker")}
     assert said == {"session": "s", "attempt": 1, "turn": 0, "reset": 1, "reward": 0.25, "worker": "env-1"}
@@ -121,11 +121,11 @@ def test_spans_say_where_their_messages_stand_and_what_came_of_them() -> None:
 
 
 def test_whoever_has_a_call_of_the_session_names_the_same_trace_and_span() -> None:
-    step = one_session().named("step")[0]
-    trace = session_trace_id("r", "s")
-    assert (step.trace_id, step.span_id) == (trace, span_id(trace, call_path("k2")))
-    assert traceparent(trace, call_path("k2")) == f"00-{trace:032x}-{step.span_id:016x}-01"
-    assert len({trace, session_trace_id("r2", "s"), session_trace_id("r", "t"), trace_id("r", "s", 0)}) == 4
+    step = build_one_session().named("step")[0]
+    trace = compute_session_trace_id("r", "s")
+    assert (step.trace_id, step.span_id) == (trace, span_id(trace, build_call_path("k2")))
+    assert format_traceparent(trace, build_call_path("k2")) == f"00-{trace:032x}-{step.span_id:016x}-01"
+    assert len({trace, compute_session_trace_id("r2", "s"), compute_session_trace_id("r", "t"), trace_id("r", "s", 0)}) == 4
 
 
 def test_a_second_reset_begins_to_count_turns_again() -> None:
@@ -145,7 +145,7 @@ def test_a_session_that_another_worker_took_over_has_two_attempts_and_says_how_l
     journal.claim(20.0, attempt=2)
     journal.call(25.0, "step", 1.0, attempt=2)
     journal.end(30.0, worker="env-2")
-    assert journal.told()[2:] == [
+    assert journal.list_spans()[2:] == [
         ("session", "attempt", 1.0, 3.0),
         ("attempt", "restore", 20.0, 24.0),
         ("attempt", "step", 24.0, 25.0),
@@ -190,7 +190,7 @@ def test_measured_times_never_make_a_span_begin_before_its_attempt_or_the_call_b
     journal.call(1.5, "open", 100.0)
     journal.call(2.0, "reset", -3.0)
     journal.call(2.5, "step", 100.0)
-    assert journal.told() == [("", "open", 1.0, 1.5), ("", "reset", 2.0, 2.0), ("", "step", 2.0, 2.5)]
+    assert journal.list_spans() == [("", "open", 1.0, 1.5), ("", "reset", 2.0, 2.0), ("", "step", 2.0, 2.5)]
 
 
 def test_an_entry_that_is_no_message_and_a_journal_without_a_beginning_are_passed_over() -> None:
@@ -205,7 +205,7 @@ def test_an_entry_that_is_no_message_and_a_journal_without_a_beginning_are_passe
 
 
 def test_only_the_wanted_sessions_have_traces_and_a_share_is_kept_by_trace() -> None:
-    entries = one_session().entries
+    entries = build_one_session().entries
 
     def count(**chosen: object) -> int:
         traces = LogTraces("r", **chosen)  # type: ignore[arg-type]
@@ -216,4 +216,4 @@ def test_only_the_wanted_sessions_have_traces_and_a_share_is_kept_by_trace() -> 
 
 
 def test_what_was_said_in_a_session_is_in_no_trace() -> None:
-    assert b"a secret" not in msgspec.json.encode(otlp_request(one_session().spans, "r"))
+    assert b"a secret" not in msgspec.json.encode(otlp_request(build_one_session().spans, "r"))

@@ -9,15 +9,15 @@ import pytest
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, RunSettings
-from fleetbus_workers.up.command import with_absolute_paths
-from fleetbus_workers.up.identity import identity_of
-from fleetbus_workers.up.plans import role_variables
+from fleetbus_workers.up.command import resolve_paths
+from fleetbus_workers.up.identity import build_identity
+from fleetbus_workers.up.process_plans import build_role_variables
 
 URL = "https://ada:s3cret@host/tasks.json@v0.2"
 
 
 def configured(tasks: str) -> Configuration:
-    return with_absolute_paths(Configuration(run=RunSettings(tasks=tasks, model="m")))
+    return resolve_paths(Configuration(run=RunSettings(tasks=tasks, model="m")))
 
 
 @pytest.mark.parametrize("url", [URL, "s3://bucket/{version}/tasks.json@v0.2"])
@@ -33,11 +33,11 @@ def test_paths_are_for_processes_in_any_folder(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_password_of_a_tasks_url_reaches_the_roles_and_no_file() -> None:
     configuration = configured(URL)
-    assert role_variables(configuration, "nats://h", {}, 1)["FLEETBUS_RUN_TASKS"] == URL
+    assert build_role_variables(configuration, "nats://h", {}, 1)["FLEETBUS_RUN_TASKS"] == URL
     assert b"s3cret" not in dump_configuration(configuration)
-    assert "s3cret" not in str(identity_of(configuration))
+    assert "s3cret" not in str(build_identity(configuration))
 
 
 def test_every_command_looks_for_a_run_below_the_users_home_where_up_put_it() -> None:
     configuration = Configuration(run=RunSettings(folder="~/runs"))
-    assert run_folder(configuration.run).path == run_folder(with_absolute_paths(configuration).run).path
+    assert run_folder(configuration.run).path == run_folder(resolve_paths(configuration).run).path

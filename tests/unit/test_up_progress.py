@@ -25,20 +25,20 @@ from fleetbus_schemas import (
     TrainingFinished,
     WorkerFailed,
 )
-from fleetbus_workers.overview.progress import SILENT_AFTER_SECONDS, Progress
-from fleetbus_workers.overview.wording import (
-    duration,
-    evaluation_line,
-    failures,
+from fleetbus_workers.overview.formatting import (
+    format_count,
+    format_duration,
+    format_evaluation,
+    format_failures,
+    format_step,
+    format_step_short,
     in_flight,
-    rounded,
-    short_step_line,
-    step_line,
 )
-from fleetbus_workers.up.book import Book, Summary
-from fleetbus_workers.up.display import PlainDisplay, live_picture
-from fleetbus_workers.up.picture import draw_rewards, smoothed
-from fleetbus_workers.up.summary import report_lines
+from fleetbus_workers.overview.progress import SILENT_AFTER_SECONDS, Progress
+from fleetbus_workers.up.display import PlainDisplay, render_live_view
+from fleetbus_workers.up.reward_chart import draw_reward_chart, smooth
+from fleetbus_workers.up.summary_builder import Summary, SummaryBuilder
+from fleetbus_workers.up.summary_report import format_report
 
 SECOND_NS = 1_000_000_000
 
@@ -62,7 +62,7 @@ def evaluated(name: str, success: float, step: int = 0, lineage: str = "a", temp
     )  # fmt: skip
 
 
-def summed(book: Book) -> Summary:
+def summed(book: SummaryBuilder) -> Summary:
     return book.summary(run="r", seed=3, wall_seconds=12.3456)
 
 
@@ -85,8 +85,8 @@ def test_rates_of_a_run_that_stood_still_do_not_leap_when_it_goes_on() -> None:
 
 def test_workers_that_fell_silent_are_shown_no_more() -> None:
     progress = Progress(10)
-    progress.heard(Heartbeat(role="inference", worker="i"), 0.0)
-    progress.heard(Heartbeat(role="environment", worker="e"), SILENT_AFTER_SECONDS)
+    progress.record_heartbeat(Heartbeat(role="inference", worker="i"), 0.0)
+    progress.record_heartbeat(Heartbeat(role="environment", worker="e"), SILENT_AFTER_SECONDS)
     assert [beat.worker for beat in progress.workers(SILENT_AFTER_SECONDS)] == ["e", "i"]
     assert [beat.worker for beat in progress.workers(SILENT_AFTER_SECONDS + 0.1)] == ["e"]
 
@@ -95,7 +95,7 @@ def test_a_step_line_tells_success_staleness_stages_and_what_was_not_trained() -
     progress = Progress(50)
     progress.apply(finished(0, "env_failed"), 0)
     progress.apply(trained(3, success=0.5, reward=0.25, staleness_max=1.0, seconds_train=0.512, excluded=("stale", "stale")), 0)
-    assert step_line(progress) == (
+    assert format_step(progress) == (
         "step 3/50 · success 0.50 · reward 0.25 · version 3 · staleness 1 · train 0.51 s"
         " · not trained so far: env failed 1, stale 2"
     )
@@ -104,7 +104,7 @@ def test_a_step_line_tells_success_staleness_stages_and_what_was_not_trained() -
 def test_a_step_line_copes_with_a_learner_that_measures_nothing() -> None:
     progress = Progress(50)
     progress.apply(trained(1), 0)
-    assert step_line(progress) == "step 1/50 · version 1"
+    assert format_step(progress) == "step 1/50 · version 1"
 
 
 def test_a_step_is_told_in_80_columns_where_the_rest_is_shown_below() -> None:
@@ -112,11 +112,11 @@ def test_a_step_is_told_in_80_columns_where_the_rest_is_shown_below() -> None:
     for index in range(3):
         progress.apply(finished(index), index * SECOND_NS // 2)
     progress.apply(trained(123, success=0.5, reward=0.504, staleness_max=1.0, seconds_train=0.512, excluded=("stale",)), 0)
-    assert short_step_line(progress) == "step 123/1000 · success 0.50 · version 123 · staleness 1 · 2 episodes/s"
+    assert format_step_short(progress) == "step 123/1000 · success 0.50 · version 123 · staleness 1 · 2 episodes/s"
     progress.apply(trained(124, success=0.5, reward=0.25), 0)
-    assert short_step_line(progress) == "step 124/1000 · success 0.50 · reward 0.25 · version 124 · 2 episodes/s"
+    assert format_step_short(progress) == "step 124/1000 · success 0.50 · reward 0.25 · version 124 · 2 episodes/s"
     progress.apply(trained(125), 0)
-    assert short_step_line(progress) == "step 125/1000 · version 125 · 2 episodes/s"
+    assert format_step_short(progress) == "step 125/1000 · version 125 · 2 episodes/s"
 
 
 def test_what_a_cut_lineage_left_untrained_is_not_counted_twice() -> None:
@@ -124,9 +124,9 @@ def test_what_a_cut_lineage_left_untrained_is_not_counted_twice() -> None:
     for step in (1, 2, 3):
         progress.apply(trained(step, excluded=("stale",) * step), 0)
     progress.apply(LineageStarted(lineage="b", worker="w", parent="a", parent_step=1), 0)
-    assert failures(progress) == "not trained so far: stale 1"
+    assert format_failures(progress) == "not trained so far: stale 1"
     progress.apply(trained(2, lineage="b", excluded=("stale", "late")), 0)
-    assert failures(progress) == "not trained so far: late 1, stale 2"
+    assert format_failures(progress) == "not trained so far: late 1, stale 2"
 
 
 def test_a_learner_has_groups_in_flight_and_no_slots() -> None:
@@ -139,11 +139,11 @@ def test_graded_outcomes_are_no_failures() -> None:
     progress = Progress(1)
     for index, outcome in enumerate(("completed", "truncated")):
         progress.apply(finished(index, outcome), 0)  # type: ignore[arg-type]
-    assert failures(progress) == ""
+    assert format_failures(progress) == ""
 
 
 def test_evaluations_are_told_with_what_has_no_grade() -> None:
-    line = evaluation_line(evaluated("end_greedy", 0.875, temperature=0.0))
+    line = format_evaluation(evaluated("end_greedy", 0.875, temperature=0.0))
     assert line == "held out, end greedy: success 87.5% of 8 episodes (greedy, 2 without a grade)"
 
 
@@ -160,7 +160,7 @@ def test_plain_lines_come_for_steps_evaluations_and_failures_only() -> None:
     ]
     for message in messages:
         progress.apply(message, 0)
-        display.happened(message)
+        display.show_message(message)
     assert [line.split(" ")[0] for line in lines] == ["step", "held", "i"]
     assert lines[-1] == "i failed: EngineFailed: no memory"
 
@@ -171,7 +171,7 @@ def test_the_live_picture_fits_the_terminal(width: int) -> None:
     progress.apply(trained(25, success=0.5, seconds_train=1.0, excluded=("stale",)), 0)
     beats = [Heartbeat(role="environment", worker=f"environment-{index}", slots=64, in_flight=3) for index in range(3)]
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(live_picture(progress, beats, 75.0))
+    console.print(render_live_view(progress, beats, 75.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 25/50" in text and "1 min 15 s" in " ".join(text.split()) and "environment-2" in text and "3/64" in text
     assert max(len(line) for line in text.splitlines()) <= width
@@ -181,15 +181,15 @@ def test_the_live_picture_fits_the_terminal(width: int) -> None:
     ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (101, "1 min 41 s"), (3600, "1 h"), (7320, "2 h 2 min")]
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_counts_are_rounded_to_what_fits() -> None:
-    assert [rounded(count) for count in (0.0, 999, 6512, 1_250_000, 3e9)] == ["0", "999", "6.5k", "1.2M", "3.0G"]
+    assert [format_count(count) for count in (0.0, 999, 6512, 1_250_000, 3e9)] == ["0", "999", "6.5k", "1.2M", "3.0G"]
 
 
 def test_the_summary_counts_only_the_lineage_that_survived() -> None:
-    book = Book()
+    book = SummaryBuilder()
     for message in (
         LineageStarted(lineage="a", worker="w1"),
         evaluated("start", 0.25),
@@ -211,7 +211,7 @@ def test_the_summary_counts_only_the_lineage_that_survived() -> None:
 
 
 def test_a_learner_that_starts_over_voids_everything_but_the_evaluation_of_the_start() -> None:
-    book = Book()
+    book = SummaryBuilder()
     for message in (
         LineageStarted(lineage="a", worker="w1"),
         evaluated("start", 0.25),
@@ -223,7 +223,7 @@ def test_a_learner_that_starts_over_voids_everything_but_the_evaluation_of_the_s
 
 
 def test_training_further_is_unfinished_until_it_ends_again() -> None:
-    book = Book()
+    book = SummaryBuilder()
     for message in (
         LineageStarted(lineage="a", worker="w1"),
         trained(1),
@@ -240,7 +240,7 @@ def test_training_further_is_unfinished_until_it_ends_again() -> None:
 
 
 def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
-    book = Book()
+    book = SummaryBuilder()
     book.apply(LineageStarted(lineage="a", worker="w"))
     book.apply(trained(1, logprob_difference_max=math.nan, staleness_max=2.0, reward=math.nan, seconds_wait=0.5))
     book.apply(trained(2, logprob_difference_max=1e-5, reward=0.5, seconds_wait=0.25))
@@ -255,39 +255,39 @@ def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
 
 def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    book = Book()
+    book = SummaryBuilder()
     book.apply(LineageStarted(lineage="a", worker="w"))
     for message in (evaluated("start", 0.344), trained(80, excluded=("stale",) * 232), evaluated("end", 0.934, step=80)):
         book.apply(message)
     book.apply(evaluated("end_greedy", 1.0, step=80, temperature=0.0))
     book.apply(TrainingFinished(lineage="a", step=80, version=80))
-    lines = report_lines(summed(book), RunFolder(Path(".fleetbus/runs/r")), str)
+    lines = format_report(summed(book), RunFolder(Path(".fleetbus/runs/r")), str)
     assert "34.4% → 93.4% sampled, 100.0% greedy" in lines[0] and "excluded: stale 232 · 12 s" in lines[1]
     assert "trains it further" in lines[-2] and "starts another" in lines[-1]
     assert all(len(line) <= 80 for line in lines)
-    for line in report_lines(summed(book), RunFolder(tmp_path / "mine" / "r"), str)[-2:]:
+    for line in format_report(summed(book), RunFolder(tmp_path / "mine" / "r"), str)[-2:]:
         assert "--run-folder mine" in line, "what goes on must find the run again"
 
 
 def test_an_empty_log_makes_an_empty_summary_and_no_picture(tmp_path: Path) -> None:
-    summary = summed(Book())
+    summary = summed(SummaryBuilder())
     assert summary.max_logprob_difference is None and not summary.finished
-    draw_rewards(summary, tmp_path / "reward.png")
+    draw_reward_chart(summary, tmp_path / "reward.png")
     assert not (tmp_path / "reward.png").exists()
 
 
 def test_smoothing_keeps_length_ends_and_mean() -> None:
-    assert smoothed([1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
-    assert smoothed([0.0, 5.0, 0.0, 0.0, 0.0, 0.0]) == pytest.approx([5 / 3, 5 / 4, 1.0, 1.0, 0.0, 0.0])
+    assert smooth([1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
+    assert smooth([0.0, 5.0, 0.0, 0.0, 0.0, 0.0]) == pytest.approx([5 / 3, 5 / 4, 1.0, 1.0, 0.0, 0.0])
 
 
 def test_the_picture_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
-    book = Book()
+    book = SummaryBuilder()
     started = LineageStarted(lineage="a", worker="w")
     for message in (started, evaluated("start", 0.25), *(trained(step, reward=step / 20) for step in range(1, 21))):
         book.apply(message)
     file = tmp_path / "reward.png"
-    draw_rewards(summed(book), file)
+    draw_reward_chart(summed(book), file)
     header = file.read_bytes()[:24]
     assert header.startswith(b"\x89PNG")
     assert int.from_bytes(header[16:20], "big") >= 800
@@ -295,7 +295,7 @@ def test_the_picture_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
 
 
 def test_a_book_of_many_steps_does_not_remember_which_episodes_they_trained() -> None:
-    book = Book()
+    book = SummaryBuilder()
 
     def book_steps(first: int, count: int) -> int:
         for step in range(first, first + count):

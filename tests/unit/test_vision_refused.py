@@ -16,7 +16,7 @@ from fleetbus.config.settings import (
 )
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
-from fleetbus_workers.assembly.vision import check_vision, local_tasks
+from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
 from fleetbus_workers.up.checks import check_everything, check_images
 
 CLICKS = [Task(key=f"click-{number}", modality="browser_use") for number in range(5)]
@@ -115,4 +115,4 @@ def test_up_asks_before_it_starts_anything(tmp_path: Path) -> None:
     for check in (check_images, check_everything):
         with pytest.raises(UserError, match=r"reads text only, and these tasks show images: click \(computer_use\)"):
             check(configuration)
-    assert [task.key for task in local_tasks(configuration)] == ["click"]
+    assert [task.key for task in load_local_tasks(configuration)] == ["click"]

@@ -9,15 +9,15 @@ import trio.testing
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import PolicyPublished, StepTrained, TrainingFinished, WorkerStopped, encode
-from fleetbus_workers.environment.stages import Stages
-from fleetbus_workers.overview.follow import Watch
-from fleetbus_workers.overview.state import FleetState
+from fleetbus_workers.environment.episode.stages import Stages
+from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.overview.state import RunState
 from fleetbus_workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, find_notes, find_stalls
-from tests.support.watched_run import SECOND, START, SUBJECTS, Run
+from tests.support.scripted_run import SECOND, START, SUBJECTS, ScriptedRun
 
 
 def test_a_run_that_works_rests_or_has_not_begun_is_not_stuck() -> None:
-    run = Run()
+    run = ScriptedRun()
     assert run.stalls(10_000) == [], "nothing was asked for"
     assert find_stalls(run.state, run.health, now=START, now_ns=int(START * SECOND), stall_seconds=0.0) == []
     run.fleet(in_flight=1)
@@ -35,7 +35,7 @@ def test_a_run_that_works_rests_or_has_not_begun_is_not_stuck() -> None:
 
 
 def test_no_environment_worker_is_named_for_what_waits_and_for_what_ran_when_the_last_died() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.alive("inference")
     run.alive("learner")
@@ -54,14 +54,14 @@ def test_no_environment_worker_is_named_for_what_waits_and_for_what_ran_when_the
 
 
 def test_workers_that_drain_take_nothing_new() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.fleet(in_flight=1, draining=True)
     run.request(0, "e1")
     assert "every environment worker is draining" in run.only(70).reason
 
 
 def test_free_slots_that_nobody_takes_work_for_are_a_question_of_the_pool() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.fleet(in_flight=0)
     run.request(0, "e1")
     stall = run.only(70)
@@ -69,7 +69,7 @@ def test_free_slots_that_nobody_takes_work_for_are_a_question_of_the_pool() -> N
 
 
 def test_no_inference_worker_is_named_with_the_last_words_of_the_last_one() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.fleet(in_flight=1)
     run.request(0, "e1")
     run.claim(1, "e1")
@@ -82,7 +82,7 @@ def test_no_inference_worker_is_named_with_the_last_words_of_the_last_one() -> N
 
 @pytest.mark.parametrize(("version", "have"), [(3, "the newest that one has is 3"), (-1, "none has any version")])
 def test_a_version_that_nobody_loads_is_named(version: int, have: str) -> None:
-    run = Run()
+    run = ScriptedRun()
     run.fleet(in_flight=1)
     run.alive("inference", version=version)
     published = PolicyPublished(policy="default", version=4, lineage="a", step=4, uri="u", manifest=(), size_bytes=1)
@@ -94,7 +94,7 @@ def test_a_version_that_nobody_loads_is_named(version: int, have: str) -> None:
 
 
 def test_an_engine_that_hangs_is_blamed_also_where_all_slots_are_taken() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.fleet(slots=1, in_flight=1, counters={"begun_action": 5.0, "ended_action": 4.0})
     run.alive("inference", in_flight=1)
     run.request(0, "e1", "e2")
@@ -104,16 +104,16 @@ def test_an_engine_that_hangs_is_blamed_also_where_all_slots_are_taken() -> None
 
 
 def test_episodes_that_nobody_answers_ask_for_another_policy() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.fleet(in_flight=1, counters={"begun_action": 1.0})
     run.request(0, "e1")
     run.claim(1, "e1")
     stall = run.only(70)
-    assert stall.where == "inference" and "1 wait for an action that no inference worker is at work on" in stall.reason
+    assert stall.where == "inference" and "1 wait for an action that no inference worker is computing" in stall.reason
 
 
 def test_a_slow_verifier_is_named_with_the_group_that_waits_for_it() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet(in_flight=1, counters={"begun_verify": 4.0, "ended_verify": 3.0, "begun_step": 9.0, "ended_step": 9.0})
     run.request(0, "e1", "e2", "e3", "e4")
@@ -126,7 +126,7 @@ def test_a_slow_verifier_is_named_with_the_group_that_waits_for_it() -> None:
 
 
 def test_a_learner_that_asks_for_nothing_is_told_from_one_that_trains() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet()
     run.request(0, "e1")
@@ -140,7 +140,7 @@ def test_a_learner_that_asks_for_nothing_is_told_from_one_that_trains() -> None:
 
 
 def test_a_learner_that_never_asks_for_anything_is_named_from_its_beginning_on() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin(5)
     run.fleet()
     run.alive("learner", slots=2, in_flight=0)
@@ -150,7 +150,7 @@ def test_a_learner_that_never_asks_for_anything_is_named_from_its_beginning_on()
 
 
 def test_no_learner_is_named_with_the_last_words_of_the_last_one() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet()
     run.stalls(10)
@@ -160,31 +160,31 @@ def test_no_learner_is_named_with_the_last_words_of_the_last_one() -> None:
 
 
 def test_a_full_log_is_named_before_what_waits_for_it() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet(in_flight=1)
-    run.health.looked(720, 1_000, 1, START)
+    run.health.record_usage(720, 1_000, 1, START)
     assert "it is 72% full, so that new requests wait" in run.only(70).reason
     run.request(80, "e1")
     run.claim(81, "e1")
     assert run.only(145).where == "environment", "admitted work has its room"
-    run.health.looked(960, 1_000, 1, START)
+    run.health.record_usage(960, 1_000, 1, START)
     stall = run.only(145)
     assert stall.where == "log" and "it is 96% full, so that what workers publish is refused" in stall.reason
 
 
 def test_a_server_that_does_not_answer_is_named_with_since_when() -> None:
-    run = Run()
-    run.health.failed("the NATS server does not answer", START + 30)
-    run.health.failed("the NATS server does not answer", START + 32)
+    run = ScriptedRun()
+    run.health.record_failure("the NATS server does not answer", START + 30)
+    run.health.record_failure("the NATS server does not answer", START + 32)
     stall = run.only(42)
     assert (stall.where, stall.seconds) == ("log", 12)
-    run.health.looked(10, 1_000, 1, START + 50)
+    run.health.record_usage(10, 1_000, 1, START + 50)
     assert run.stalls(51) == []
 
 
 def test_episodes_that_all_fail_are_no_progress_however_many_end() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet(in_flight=1)
     for number in range(MANY_WITHOUT_VERDICT - 1):
@@ -219,7 +219,7 @@ async def test_a_log_that_never_rests_is_known_once_its_beginning_was_read() -> 
     server = MemoryServer()
     async with server.connect("r", worker="w") as bus, anyio.create_task_group() as tasks:
         await bus.declare(plan_run("r", lanes=2))
-        watch = Watch(bus, SUBJECTS, FleetState(steps=1))
+        watch = RunObserver(bus, SUBJECTS, RunState(steps=1))
         assert watch.is_behind(anyio.current_time()), "nothing is known yet"
 
         async def go_on() -> None:
@@ -237,7 +237,7 @@ async def test_a_log_that_never_rests_is_known_once_its_beginning_was_read() -> 
         tasks.cancel_scope.cancel()
 
 
-def trained(run: Run, at: float, step: int, *, success: float, flat: int = 16) -> None:
+def add_trained_step(run: ScriptedRun, at: float, step: int, *, success: float, flat: int = 16) -> None:
     """A step of sixteen groups of eight."""
     metrics = {"success": success, "reward": success, "groups_without_signal": float(flat)}
     metrics["advantage_size_mean"] = 0.0 if flat == 16 else 0.5
@@ -248,41 +248,41 @@ def trained(run: Run, at: float, step: int, *, success: float, flat: int = 16) -
 
 
 def test_a_policy_that_collapsed_is_named_while_all_else_goes_well() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet()
     for step in range(1, 11):
-        trained(run, step * 10, step, success=0.8, flat=4)
+        add_trained_step(run, step * 10, step, success=0.8, flat=4)
     for step in range(11, 17):
         assert run.stalls(step * 10 - 5) == [], "six steps, of ten seconds each, are needed"
-        trained(run, step * 10, step, success=0.0)
+        add_trained_step(run, step * 10, step, success=0.0)
     stall = run.only(171)
     assert (stall.where, stall.seconds) == ("policy", 61)
     assert "success fell from 0.80 to 0.00 within 1 step of step 10" in stall.reason
     assert "no signal since step 11: the last 96 groups had equal rewards each (success 0.00, reward 0.00)" in stall.reason
-    assert "learner.gradient_clip" in stall.advice
-    trained(run, 175, 17, success=0.2, flat=8)
-    trained(run, 176, 18, success=0.2, flat=8)
+    assert "learner.max_grad_norm" in stall.advice
+    add_trained_step(run, 175, 17, success=0.2, flat=8)
+    add_trained_step(run, 176, 18, success=0.2, flat=8)
     assert run.stalls(176) == [], "it learns again"
 
 
 def test_a_collapsed_policy_is_named_after_what_holds_the_run() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet()
     for step in range(1, 7):
-        trained(run, step, step, success=0.0)
+        add_trained_step(run, step, step, success=0.0)
     run.request(10, "e1")
     run.beats = []
     assert [stall.where for stall in run.stalls(100)] == ["environment", "policy"]
 
 
 def test_a_run_that_solved_its_tasks_is_no_trouble_and_worth_a_note() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet()
     for step in range(1, 11):
-        trained(run, step * 10, step, success=1.0)
+        add_trained_step(run, step * 10, step, success=1.0)
     assert run.stalls(110) == []
     (note,) = find_notes(run.state, now_ns=int((START + 110) * SECOND))
     assert note.startswith("nothing is left to learn since step 1") and "harder tasks" in note
@@ -291,7 +291,7 @@ def test_a_run_that_solved_its_tasks_is_no_trouble_and_worth_a_note() -> None:
 
 
 def test_a_run_whose_groups_end_and_are_never_trained_is_named_with_why() -> None:
-    run = Run()
+    run = ScriptedRun()
     run.begin()
     run.fleet()
     for number in range(MANY_BATCHES * 2):

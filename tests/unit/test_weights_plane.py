@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, TensorEntry
-from fleetbus_workers.weights.delta import apply_delta, base_of, smaller, write_delta
+from fleetbus_workers.weights.delta import apply_delta, read_base_uri, write_delta, write_smaller
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected, read_weights, write_weights
 from fleetbus_workers.weights.store import FolderStore, FsspecStore, open_store
@@ -77,8 +77,8 @@ def test_base_and_difference_are_the_new_version_bit_for_bit(tmp_path: Path) -> 
     size = write_delta(tmp_path / "v1.delta", base=base, new=new, base_uri="file:///base")
     apply_delta(tmp_path / "v1.delta", base=base, file=tmp_path / "again.safetensors")
 
-    assert base_of(tmp_path / "v1.delta") == "file:///base"
-    assert base_of(new) is None
+    assert read_base_uri(tmp_path / "v1.delta") == "file:///base"
+    assert read_base_uri(new) is None
     assert size < new.stat().st_size / 3
     read = read_weights(tmp_path / "again.safetensors", manifest)  # hashes and all
     assert all(torch.equal(read[name], tensor) for name, tensor in after().items())
@@ -91,7 +91,7 @@ def test_a_difference_that_is_no_smaller_is_not_used(tmp_path: Path) -> None:
     base, _ = written(tmp_path, "v0.safetensors", before())
     new, _ = written(tmp_path, "v1.safetensors", {name: tensor + 1 for name, tensor in before().items()})
 
-    assert smaller(new, base=base, base_uri="x") == new
+    assert write_smaller(new, base=base, base_uri="x") == new
     assert not list(tmp_path.glob("*.delta"))
 
 
@@ -109,7 +109,7 @@ def test_a_difference_to_something_else_is_rejected(tmp_path: Path) -> None:
 async def test_a_shared_file_is_used_where_it_lies(tmp_path: Path) -> None:
     file, manifest = written(tmp_path, "v0.safetensors", before())
 
-    local = await WeightsFetcher(tmp_path / "copies", None).local(published(file.as_uri(), manifest))
+    local = await WeightsFetcher(tmp_path / "copies", None).fetch_local(published(file.as_uri(), manifest))
 
     assert local.uri == file.as_uri()
     assert not (tmp_path / "copies").exists()
@@ -123,7 +123,7 @@ async def test_an_object_is_copied_once_and_old_copies_go(tmp_path: Path) -> Non
         file, manifest = written(tmp_path, f"v{version}.safetensors", {"w": torch.full((3,), float(version))})
         await shelf.put(file.name, file)
         for _ in range(2):
-            local = await fetcher.local(published(f"nats-object://b/{file.name}", manifest, version))
+            local = await fetcher.fetch_local(published(f"nats-object://b/{file.name}", manifest, version))
             assert read_weights(local.uri, manifest)["w"].tolist() == [version] * 3
 
     assert shelf.asked == [f"v{version}.safetensors" for version in range(4)]
@@ -144,7 +144,7 @@ async def chain(tmp_path: Path, length: int) -> tuple[Shelf, list[tuple[str, tup
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         tensors["few"][number, 0] = number
         new, manifest = written(tmp_path, f"v{number}.safetensors", tensors)
-        delta = smaller(new, base=base, base_uri=entries[-1][0])
+        delta = write_smaller(new, base=base, base_uri=entries[-1][0])
         await shelf.put(delta.name, delta)
         entries.append((f"nats-object://b/{delta.name}", manifest))
         base = new
@@ -156,7 +156,7 @@ async def test_a_follower_fetches_one_difference_per_version(tmp_path: Path) -> 
     fetcher = WeightsFetcher(tmp_path / "copies", shelf)
 
     for version, (uri, manifest) in enumerate(entries):
-        local = await fetcher.local(published(uri, manifest, version))
+        local = await fetcher.fetch_local(published(uri, manifest, version))
         assert read_weights(local.uri, manifest)["few"][version, 0] == pytest.approx(version) or version == 0
 
     assert shelf.asked == ["v0.safetensors", "v1.delta", "v2.delta", "v3.delta"]
@@ -166,7 +166,7 @@ async def test_a_newcomer_goes_back_to_the_last_whole_version(tmp_path: Path) ->
     shelf, entries = await chain(tmp_path, 3)
     fetcher = WeightsFetcher(tmp_path / "copies", shelf)
 
-    local = await fetcher.local(published(*entries[-1], version=3))
+    local = await fetcher.fetch_local(published(*entries[-1], version=3))
 
     assert set(read_weights(local.uri, entries[-1][1])) == set(before())
     assert shelf.asked == ["v3.delta", "v2.delta", "v1.delta", "v0.safetensors"]
@@ -177,14 +177,14 @@ async def test_what_cannot_be_had_is_rejected_in_one_line_and_may_be_had_later(t
     hidden = (tmp_path / "shelf/v0.safetensors").rename(tmp_path / "hidden")
     fetcher = WeightsFetcher(tmp_path / "copies", shelf)
     with pytest.raises(WeightsRejected, match=r"v0\.safetensors is not in bucket b") as caught:
-        await fetcher.local(published(*entries[-1]))
+        await fetcher.fetch_local(published(*entries[-1]))
     assert "\n" not in str(caught.value)
     with pytest.raises(WeightsRejected, match="has no object store"):
-        await WeightsFetcher(tmp_path / "copies", None).local(published(*entries[-1]))
+        await WeightsFetcher(tmp_path / "copies", None).fetch_local(published(*entries[-1]))
 
     hidden.rename(tmp_path / "shelf/v0.safetensors")
 
-    assert (await fetcher.local(published(*entries[-1]))).uri.startswith("file://")
+    assert (await fetcher.fetch_local(published(*entries[-1]))).uri.startswith("file://")
 
 
 async def test_a_folder_may_be_served_under_another_name(tmp_path: Path) -> None:
@@ -200,14 +200,14 @@ async def test_whatever_fsspec_writes_is_a_store(tmp_path: Path) -> None:
     store = FsspecStore("memory://bucket/run")
     uri = await store.put(file)
 
-    local = await WeightsFetcher(tmp_path / "copies", None).local(published(uri, manifest))
+    local = await WeightsFetcher(tmp_path / "copies", None).fetch_local(published(uri, manifest))
 
     assert uri == "memory://bucket/run/v0.safetensors"
     assert set(read_weights(local.uri, manifest)) == set(before())
     await store.remove(file)
     await store.remove(file)
     with pytest.raises(WeightsRejected):
-        await WeightsFetcher(tmp_path / "others", None).local(published(uri, manifest))
+        await WeightsFetcher(tmp_path / "others", None).fetch_local(published(uri, manifest))
 
 
 @pytest.mark.parametrize("store", ["s4://nowhere/x", "somewhere", "nats"])
@@ -243,8 +243,8 @@ async def test_a_served_folder_is_read_over_http(tmp_path: Path, served: str) ->
     uri = await FolderStore(served).put(file)
     fetcher = WeightsFetcher(tmp_path / "copies", None)
 
-    local = await fetcher.local(published(uri, manifest))
+    local = await fetcher.fetch_local(published(uri, manifest))
 
     assert set(read_weights(local.uri, manifest)) == set(before())
     with pytest.raises(WeightsRejected, match="absent"):
-        await fetcher.local(published(f"{served}/absent.safetensors", manifest, 2))
+        await fetcher.fetch_local(published(f"{served}/absent.safetensors", manifest, 2))

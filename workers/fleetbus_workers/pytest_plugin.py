@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.bus.nats.server import NatsServerProcess
     from fleetbus.recording import Recording
-    from fleetbus_workers.inference.spoken import SpokenSampler
+    from fleetbus_workers.inference.canned import CannedSampler
     from fleetbus_workers.replay import Report
 
 T = TypeVar("T")
@@ -74,14 +74,15 @@ def replay(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 
 @pytest.fixture
-def scripted_sampler() -> Callable[..., SpokenSampler]:
-    """``scripted_sampler("first answer", "second <done>")``: a policy that says these texts, turn after turn in each episode.
+def scripted_sampler() -> Callable[..., CannedSampler]:
+    """``scripted_sampler("first answer", "second <done>")``: a policy that answers with these texts, turn after turn in each
+    episode.
 
     Its ``template`` is the one to go with it.
     """
-    from fleetbus_workers.inference.spoken import SpokenSampler
+    from fleetbus_workers.inference.canned import CannedSampler
 
-    return SpokenSampler
+    return CannedSampler
 
 
 @pytest.fixture

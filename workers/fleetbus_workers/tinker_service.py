@@ -24,7 +24,7 @@ class SamplerPath(msgspec.Struct, frozen=True, kw_only=True, tag="tinker"):
     sampler: str
 
 
-def service_client(settings: TinkerSettings) -> Any:
+def open_service_client(settings: TinkerSettings) -> Any:
     """A client of the service; blocking. Raises `UserError` if there is no key or no answer."""
     import tinker
 
@@ -34,10 +34,10 @@ def service_client(settings: TinkerSettings) -> Any:
         client = tinker.ServiceClient(**({"base_url": settings.url} if settings.url else {}))
         client.get_server_capabilities()
     except tinker.TinkerError as error:
-        raise UserError(f"the Tinker service {settings.url or '(default)'} does not answer: {one_line(error)}") from error
+        raise UserError(f"the Tinker service {settings.url or '(default)'} does not answer: {format_error(error)}") from error
     return client
 
 
-def one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An error in one bounded line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,4 +1,4 @@
-"""Says when nothing has progressed: where a run is stuck, and since when. Pure: a judgement on what the fold of a run shows.
+"""Detects stalls: where a run is stuck, and since when. Pure: evaluates the folded state of a run.
 
 Silent hangs are what users of such systems complain of most, so every wait that can hold a whole run has a name here. Progress
 is an episode that ended or a step that was trained; a lineage that begins, and a request where nothing was open, start the
@@ -15,9 +15,9 @@ import msgspec
 
 from fleetbus.core.learning_signal import MANY_GROUPS
 from fleetbus_schemas import GRADED
-from fleetbus_workers.overview.follow import LogHealth
-from fleetbus_workers.overview.roster import WorkerRow
-from fleetbus_workers.overview.state import FleetState, GroupRow
+from fleetbus_workers.overview.run_observer import LogHealth
+from fleetbus_workers.overview.state import GroupRow, RunState
+from fleetbus_workers.overview.worker_registry import WorkerRow
 
 STALL_SECONDS = 60.0
 """Without progress for this long something is said."""
@@ -48,7 +48,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_stalls(
-    state: FleetState,
+    state: RunState,
     health: LogHealth,
     *,
     now: float,
@@ -56,8 +56,9 @@ def find_stalls(
     admission: float = 0.7,
     stall_seconds: float = STALL_SECONDS,
 ) -> list[Stall]:
-    """What holds the run, most telling first; nothing while it progresses, is finished, or has not begun. Whether it is over
-    for another reason is asked before (`fleetbus_workers.overview.ending`).
+    """The causes of a stall, most specific first; empty while the run progresses, is finished, or has not begun. Whether it is
+    over
+    for another reason is asked before (`fleetbus_workers.overview.termination`).
 
     ``now`` is monotonic seconds, ``now_ns`` the server's time; ``admission`` the share of the log that requests may fill.
     """
@@ -67,41 +68,41 @@ def find_stalls(
         seconds = max(now - health.problem_since, 0.0)
         advice = "is nats-server running, and reachable from here?"
         return [Stall(where="log", reason=health.problem, seconds=seconds, advice=advice)]
-    sight = _Sight(state, health, now, now_ns, admission)
-    useless = [
-        *sight.without_verdict(now_ns, stall_seconds),
-        *sight.untrained(now_ns, stall_seconds),
-        *sight.policy(now_ns, stall_seconds),
+    detector = StallDetector(state, health, now, now_ns, admission)
+    unproductive = [
+        *detector.check_verdicts(now_ns, stall_seconds),
+        *detector.check_training(now_ns, stall_seconds),
+        *detector.check_policy(now_ns, stall_seconds),
     ]
-    if not sight.quiet or sight.quiet < stall_seconds:
-        return useless
-    full = sight.log(FULL_SHARE)
+    if not detector.stuck_seconds or detector.stuck_seconds < stall_seconds:
+        return unproductive
+    full = detector.check_log(FULL_SHARE)
     if full:
         return full
-    if not sight.open:
-        return [*useless, *(sight.log(admission) or sight.learner())]
-    return [*([*sight.environments(), *sight.inference()] or sight.in_stages()), *useless]
+    if not detector.open:
+        return [*unproductive, *(detector.check_log(admission) or detector.check_learner())]
+    return [*([*detector.check_environments(), *detector.check_inference()] or detector.check_stages()), *unproductive]
 
 
-def find_notes(state: FleetState, *, now_ns: int, patience_seconds: float = STALL_SECONDS) -> list[str]:
-    """What is worth knowing of a run and no trouble: that it has nothing left to learn."""
-    found = None if state.finished else state.progress.signal.judge(now_ns, patience_seconds=patience_seconds)
+def find_notes(state: RunState, *, now_ns: int, patience_seconds: float = STALL_SECONDS) -> list[str]:
+    """Informational notes: that the policy has nothing left to learn."""
+    found = None if state.finished else state.progress.signal.diagnose(now_ns, patience_seconds=patience_seconds)
     return [found.line] if found is not None and found.kind == "solved" else []
 
 
-class _Sight:
-    """What there is to see, and a question per method; the answer is empty where nothing is wrong."""
+class StallDetector:
+    """One check per method; an empty list means no problem."""
 
-    def __init__(self, state: FleetState, health: LogHealth, now: float, now_ns: int, admission: float) -> None:
+    def __init__(self, state: RunState, health: LogHealth, now: float, now_ns: int, admission: float) -> None:
         numbers = state.numbers(now_ns)
         self._state = state
         self._health = health
         self._admission = admission
         self._workers = state.workers(now)
         self.waiting, self.running = int(numbers["waiting"]), int(numbers["running"])
-        self.quiet: float = numbers["stuck_seconds"]
-        self._environments = self._alive("environment")
-        self._inference = self._alive("inference")
+        self.stuck_seconds: float = numbers["stuck_seconds"]
+        self._environments = self._find_alive("environment")
+        self._inference = self._find_alive("inference")
         self._stages = _stages(state, {row.worker for row in self._environments})
 
     @property
@@ -109,13 +110,13 @@ class _Sight:
         return self.waiting + self.running
 
     @property
-    def _open_ones(self) -> str:
-        return f"{_many(self.waiting, 'episode')} waiting, {self.running} running"
+    def _open_episodes(self) -> str:
+        return f"{_pluralize(self.waiting, 'episode')} waiting, {self.running} running"
 
     # The log
 
-    def log(self, share: float) -> list[Stall]:
-        """Whether it is so full that somebody waits for room."""
+    def check_log(self, share: float) -> list[Stall]:
+        """Whether it is so full that publishers wait for space."""
         used = self._health.bytes / self._health.limit_bytes if self._health.limit_bytes else 0.0
         if used < share:
             return []
@@ -125,60 +126,59 @@ class _Sight:
 
     # Environment workers
 
-    def environments(self) -> list[Stall]:
-        """Whether what is open has anybody to run it."""
+    def check_environments(self) -> list[Stall]:
+        """Whether open episodes have a worker to run them."""
         if not self._environments:
-            reason = f"{self._open_ones}, and no environment worker is alive{self._last_words('environment')}"
+            reason = f"{self._open_episodes}, and no environment worker is alive{self._describe_last_worker('environment')}"
             return [self._stall("environment", reason, "start `fleetbus environment`")]
         if not self.waiting:
             return []
         able = [row for row in self._environments if row.state == "working"]
         if not able:
-            reason = f"{self._open_ones}, and every environment worker is draining"
+            reason = f"{self._open_episodes}, and every environment worker is draining"
             return [self._stall("environment", reason, "start `fleetbus environment`")]
         free = sum(max(row.slots - row.in_flight, 0) for row in able)
         if free:
-            reason = (
-                f"{self._open_ones}, and {_many(len(able), 'environment worker')} with {_many(free, 'free slot')} take none"
-            )
+            takers = f"{_pluralize(len(able), 'environment worker')} with {_pluralize(free, 'free slot')}"
+            reason = f"{self._open_episodes}, and {takers} take none"
             return [self._stall("environment", reason, "do they serve the same run.pool? see their logs")]
         return []
 
-    def in_stages(self) -> list[Stall]:
-        """Where episodes are that somebody runs: with the policy or with the environment, the larger part first."""
+    def check_stages(self) -> list[Stall]:
+        """Where running episodes are: at the policy or at the environment, the larger part first."""
         answering = sum(row.in_flight for row in self._inference)
         asking = self._stages.pop("action", 0)
         inside = sum(self._stages.values())
         found = []
         if answering or asking:
-            reason = f"{self._open_ones}; {answering} observations are being answered, and none of them ends"
+            reason = f"{self._open_episodes}; {answering} observations are being answered, and none of them ends"
             if not answering:
-                reason = f"{self._open_ones}; {asking} wait for an action that no inference worker is at work on"
+                reason = f"{self._open_episodes}; {asking} wait for an action that no inference worker is computing"
             advice = "see their logs: a hung engine, or another run.policy than the episodes ask for?"
             found.append((max(answering, asking), self._stall("inference", reason, advice)))
         if inside or not found:
-            reason = f"{self._open_ones}, and none ends{self._where_they_are()}{self._group()}"
+            reason = f"{self._open_episodes}, and none ends{self._format_stages()}{self._describe_oldest_group()}"
             found.append((inside, self._stall("environment", reason, "see `fleetbus sessions`")))
         return [stall for _, stall in sorted(found, key=lambda each: -each[0])]
 
-    def _where_they_are(self) -> str:
+    def _format_stages(self) -> str:
         counted = ", ".join(f"{count} in {stage}" for stage, count in self._stages.most_common())
         return f" ({counted})" if counted else ""
 
-    def _group(self) -> str:
+    def _describe_oldest_group(self) -> str:
         """The group that has waited longest for its last episodes."""
         waiting = [group for group in self._state.groups() if group.open and group.graded]
-        return f"; {_waits(waiting[0], self._state)}" if waiting else ""
+        return f"; {_describe_waiting_group(waiting[0], self._state)}" if waiting else ""
 
     # Inference workers
 
-    def inference(self) -> list[Stall]:
-        """Whether there is anybody to answer, with the right version."""
+    def check_inference(self) -> list[Stall]:
+        """Whether an inference worker with the right version is alive."""
         if not self.running or not self._environments:
             return []
         alive, wanted = self._inference, self._state.progress.version
         if not alive:
-            reason = f"{self.running} episodes run and no inference worker is alive{self._last_words('inference')}"
+            reason = f"{self.running} episodes run and no inference worker is alive{self._describe_last_worker('inference')}"
             return [self._stall("inference", reason, "start `fleetbus inference`")]
         newest = max(row.policy_version for row in alive)
         if newest < wanted:
@@ -189,20 +189,22 @@ class _Sight:
 
     # The learner
 
-    def learner(self) -> list[Stall]:
-        """Why nothing is asked for."""
-        alive = self._alive("learner")
+    def check_learner(self) -> list[Stall]:
+        """Why no episode is requested."""
+        alive = self._find_alive("learner")
         if not alive:
-            reason = f"no learner is alive{self._last_words('learner')}"
-            return [self._stall("learner", reason, "start `fleetbus learner`, it goes on from its checkpoint")]
+            reason = f"no learner is alive{self._describe_last_worker('learner')}"
+            return [self._stall("learner", reason, "start `fleetbus learner`; it resumes from its checkpoint")]
         groups, batch = alive[0].in_flight, alive[0].slots
         if groups >= batch > 0:
             reason = f"nothing waits and nothing runs; it has {groups} groups, so it trains, publishes or stores a checkpoint"
             return [self._stall("learner", reason, "see its log")]
-        reason = f"nothing is admitted: it waits for a batch of {_many(batch, 'group')}, has {groups}, and asks for no episode"
+        reason = (
+            f"nothing is admitted: it waits for a batch of {_pluralize(batch, 'group')}, has {groups}, and asks for no episode"
+        )
         return [self._stall("learner", reason, "see its log: too few verdicts in the last groups, or a version not stored?")]
 
-    def without_verdict(self, now_ns: int, stall_seconds: float) -> list[Stall]:
+    def check_verdicts(self, now_ns: int, stall_seconds: float) -> list[Stall]:
         """Whether episodes end, and nothing can be learned from any of them."""
         since = max(self._state.last_step_ns, self._state.lineage_ns)
         ended = self._state.since_step
@@ -218,9 +220,9 @@ class _Sight:
         advice = f"read one: `fleetbus episodes RUN --outcome {ended.most_common(1)[0][0]}`"
         return [Stall(where="environment", reason=reason, seconds=seconds, advice=advice)]
 
-    def untrained(self, now_ns: int, stall_seconds: float) -> list[Stall]:
+    def check_training(self, now_ns: int, stall_seconds: float) -> list[Stall]:
         """Whether groups end one after the other, with verdicts, and no step takes any of them."""
-        state, learners = self._state, self._alive("learner")
+        state, learners = self._state, self._find_alive("learner")
         since, ended = max(state.last_step_ns, state.lineage_ns), len(state.groups_since_step)
         batch = max((row.slots for row in learners), default=0)
         seconds = (now_ns - since) / 1e9 if since else 0.0
@@ -232,15 +234,15 @@ class _Sight:
         flat = sum(group.graded >= 2 and group.spread == 0 for group in groups)
         small = sum(group.graded < 2 for group in groups)
         why = f"{flat} had equal rewards, {small} fewer than two verdicts"
-        reason = f"no step was trained, though {_many(ended, 'group')} ended since the last one: {why}"
+        reason = f"no step was trained, though {_pluralize(ended, 'group')} ended since the last one: {why}"
         advice = "too few verdicts for learner.min_group_size, or all of them replaced (algorithm.dynamic_sampling)?"
         return [Stall(where="learner", reason=reason, seconds=seconds, advice=advice)]
 
     # The policy
 
-    def policy(self, now_ns: int, stall_seconds: float) -> list[Stall]:
+    def check_policy(self, now_ns: int, stall_seconds: float) -> list[Stall]:
         """Whether steps are trained, and nothing is learned from any."""
-        found = self._state.progress.signal.judge(now_ns, patience_seconds=stall_seconds)
+        found = self._state.progress.signal.diagnose(now_ns, patience_seconds=stall_seconds)
         if found is None or found.kind == "solved":
             return []
         seconds = (now_ns - found.since_ns) / 1e9
@@ -248,10 +250,10 @@ class _Sight:
 
     # What all need
 
-    def _alive(self, role: str) -> list[WorkerRow]:
+    def _find_alive(self, role: str) -> list[WorkerRow]:
         return [row for row in self._workers if row.role == role and row.state in ALIVE]
 
-    def _last_words(self, role: str) -> str:
+    def _describe_last_worker(self, role: str) -> str:
         gone: Sequence[WorkerRow] = [row for row in self._workers if row.role == role]
         if not gone:
             return ""
@@ -260,13 +262,13 @@ class _Sight:
         return f" ({last.worker} is {last.state} for {last.seconds:.0f} s{note})"
 
     def _stall(self, where: str, reason: str, advice: str) -> Stall:
-        return Stall(where=where, reason=reason, seconds=self.quiet, advice=advice)
+        return Stall(where=where, reason=reason, seconds=self.stuck_seconds, advice=advice)
 
 
-def _stages(state: FleetState, alive: set[str]) -> Counter[str]:
+def _stages(state: RunState, alive: set[str]) -> Counter[str]:
     """How many episodes are in which stage now, as the heartbeats of environment workers count beginnings and ends."""
     found: Counter[str] = Counter()
-    for beat in state.roster.beats():
+    for beat in state.worker_registry.list_heartbeats():
         if beat.worker in alive:
             for name, count in beat.counters.items():
                 if name.startswith("begun_"):
@@ -275,11 +277,11 @@ def _stages(state: FleetState, alive: set[str]) -> Counter[str]:
     return +found
 
 
-def _waits(group: GroupRow, state: FleetState) -> str:
+def _describe_waiting_group(group: GroupRow, state: RunState) -> str:
     missing = [id for id in group.ids if not state.episodes.rows[id].outcome]
-    named = ", ".join(f"{id} on {state.episodes.rows[id].worker or 'nobody'}" for id in missing[:3])
+    named = ", ".join(f"{id} on {state.episodes.rows[id].worker or 'no worker'}" for id in missing[:3])
     return f"group {group.group_id} waits for {len(missing)} of its {group.episodes}: {named}"
 
 
-def _many(count: int, what: str) -> str:
+def _pluralize(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"

@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from fleetbus.bus.nats.exchange import RESEND_SECONDS, Answer, Exchanges
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, publish_command, status_of
+from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer, RequestMux
 from fleetbus.errors import BusError, LogFull, RequestUnanswered, SequenceConflict
 
 API_TIMEOUT_SECONDS = 30.0
@@ -28,14 +28,14 @@ _NO_ROOM = (10077, 10023, 10028, 10047)  # stream, server or account at its limi
 _UNAVAILABLE = (10008, 10118, 10119)  # no leader at the moment, or none of the servers that keep it is up
 _PAUSE_SECONDS = 0.25
 _UNKNOWN_TRIES = 3
-"""A stream that answered before is waited for when nobody answers; one that never did, for so many tries."""
+"""A stream that answered before is waited for when there is no answer; one that never did, for this many tries."""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-class Unserved(BusError):
-    """Nobody answers for a stream: it does not exist, or the server runs without JetStream."""
+class StreamUnavailable(BusError):
+    """No responder for a stream: it does not exist, or the server runs without JetStream."""
 
 
 class ApiRefused(BusError):
@@ -46,7 +46,7 @@ class ApiRefused(BusError):
         self.code = code
 
 
-def refusal_of_publish(subject: str, expected_last: int | None, code: int, description: str) -> BusError:
+def build_publish_error(subject: str, expected_last: int | None, code: int, description: str) -> BusError:
     """The error that a refused publish raises."""
     if code in _WRONG_LAST_SEQUENCE:
         return SequenceConflict(subject, -1 if expected_last is None else expected_last)
@@ -58,8 +58,8 @@ def refusal_of_publish(subject: str, expected_last: int | None, code: int, descr
 class JetStreamApi:
     """Asks the ``$JS.API`` subjects of the server."""
 
-    def __init__(self, exchanges: Exchanges) -> None:
-        self._exchanges = exchanges
+    def __init__(self, request_mux: RequestMux) -> None:
+        self._request_mux = request_mux
         self._known: set[str] = set()
 
     async def ask(self, subject: str, question: Any = None, *, timeout: float = API_TIMEOUT_SECONDS) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class JetStreamApi:
             answer: dict[str, Any] = _decode(payload)
             error = answer.get("error")
             if not error:
-                self._known.add(_stream_of(subject))
+                self._known.add(_parse_stream(subject))
                 return answer
             code, description = error.get("err_code", 0), error.get("description", "refused")
             if code not in _UNAVAILABLE:
@@ -84,25 +84,25 @@ class JetStreamApi:
     async def ask_raw(self, subject: str, payload: bytes, *, timeout: float = API_TIMEOUT_SECONDS) -> Answer:
         """As `ask` with bytes on both sides; an answer may be a bare status."""
         answer = await self._answer(subject, payload, anyio.current_time() + timeout)
-        self._known.add(_stream_of(subject))
+        self._known.add(_parse_stream(subject))
         return answer
 
     async def _answer(self, subject: str, payload: bytes, give_up_at: float) -> Answer:
         tries = 0
         while True:
-            reply = self._exchanges.new_reply()
+            reply = self._request_mux.new_reply()
             command = publish_command(f"$JS.API.{subject}", reply, payload)
             left = give_up_at - anyio.current_time()
             try:
-                answer = await self._exchanges.ask(reply, command, timeout=left, resend_seconds=RESEND_SECONDS)
+                answer = await self._request_mux.ask(reply, command, timeout=left, resend_seconds=RESEND_SECONDS)
             except TimeoutError:
                 raise RequestUnanswered(f"the server did not answer {subject} in time") from None
             if status_of(answer[1]) != NO_RESPONDERS:
                 return answer
             tries += 1
-            if tries == _UNKNOWN_TRIES and _stream_of(subject) not in self._known:
-                raise Unserved(f"nobody answers {subject}: it does not exist, or the server runs without JetStream")
-            await _pause(subject, give_up_at, "nobody serves it")
+            if tries == _UNKNOWN_TRIES and _parse_stream(subject) not in self._known:
+                raise StreamUnavailable(f"no responders for {subject}: it does not exist, or the server runs without JetStream")
+            await _pause(subject, give_up_at, "no responders")
 
 
 async def _pause(subject: str, give_up_at: float, reason: str) -> None:
@@ -111,6 +111,6 @@ async def _pause(subject: str, give_up_at: float, reason: str) -> None:
     await anyio.sleep(_PAUSE_SECONDS)
 
 
-def _stream_of(subject: str) -> str:
+def _parse_stream(subject: str) -> str:
     """All questions name their stream third: ``STREAM.INFO.<stream>``, ``DIRECT.GET.<stream>.<subject>``."""
     return subject.split(".", 3)[2]

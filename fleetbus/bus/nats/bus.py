@@ -12,24 +12,24 @@ from typing import Any
 
 import anyio
 
-from fleetbus.bus.base import Bus, ConsumerFloor, Listener, Published, Reader, Server, Stored, Subscription
+from fleetbus.bus.base import Bus, ConsumerFloor, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.nats import calls
-from fleetbus.bus.nats.api import ApiRefused, Unserved
+from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.declare import declare
 from fleetbus.bus.nats.direct import get_histories, get_last, get_next
-from fleetbus.bus.nats.keeping import list_floors, purge
-from fleetbus.bus.nats.merged import divided, merged
+from fleetbus.bus.nats.merge import merge_entries, split_filters
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.positions import Positions
 from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Publisher
-from fleetbus.bus.nats.puller import open_subscription
+from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import open_reader, scan_histories
+from fleetbus.bus.nats.retention_api import list_floors, purge
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusError, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
 
@@ -61,7 +61,7 @@ class NatsBus:
         self._publisher = Publisher(connection, self._positions)
         self._clock = ServerClock()
         self._clock_due = anyio.Event()
-        connection.restored[self] = self._reset_clock
+        connection.on_reconnect[self] = self._reset_clock
 
     def now_ns(self) -> int:
         return self._clock.now_ns()
@@ -78,7 +78,7 @@ class NatsBus:
         message_id: str | None = None,
         expected_last: int | None = None,
         timeout: float = 30.0,
-    ) -> Published:
+    ) -> PublishAck:
         return await self._publisher.publish(
             subject, payload, message_id=message_id, expected_last=expected_last, timeout=timeout
         )
@@ -89,19 +89,21 @@ class NatsBus:
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         return open_reader(self._connection, self._stream_of(subjects), subjects, start)
 
-    async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[Stored]:
+    async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
         stream = self._stream_of(subjects)
         info = await self._stream_info(stream)
         end, leader = info["state"]["last_seq"], (info.get("cluster") or {}).get("leader", "")
         if end < start:
             return
         async with AsyncExitStack() as stack:
-            opened = [open_reader(self._connection, stream, filters, start, beside=leader) for filters in divided(subjects)]
+            opened = [
+                open_reader(self._connection, stream, filters, start, beside=leader) for filters in split_filters(subjects)
+            ]
             readers = [await stack.enter_async_context(each) for each in opened]
-            async for entry in await stack.enter_async_context(aclosing(merged(readers, end))):
+            async for entry in await stack.enter_async_context(aclosing(merge_entries(readers, end))):
                 yield entry
 
-    async def last(self, subject: str) -> Stored | None:
+    async def last(self, subject: str) -> StreamEntry | None:
         stream = self._stream_of((subject,))
         found = await get_last(self._connection, stream, subject)
         for pause in LAG_PAUSES_SECONDS:
@@ -111,7 +113,7 @@ class NatsBus:
             found = await get_last(self._connection, stream, subject)
         return found
 
-    async def history(self, subjects: Sequence[str]) -> list[Stored]:
+    async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
         stream = self._stream_of(subjects)
         read = scan_histories if self._narrow else get_histories
         found = await read(self._connection, stream, subjects)
@@ -135,7 +137,7 @@ class NatsBus:
     async def consumer_floors(self) -> list[ConsumerFloor]:
         return await list_floors(self._connection.api, self._log)
 
-    async def next_entry(self, subject: str, *, start: int) -> Stored | None:
+    async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         return await get_next(self._connection, self._log, subject, start)
 
     async def purge(self, subject: str, *, below: int) -> None:
@@ -144,7 +146,7 @@ class NatsBus:
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
         return await calls.request(self._connection, subject, payload, timeout)
 
-    def serve(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Server]:
+    def serve(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[RequestServer]:
         return calls.open_server(self._connection, subject, limit)
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
@@ -157,7 +159,7 @@ class NatsBus:
         """Large files beside the log; not part of the `Bus` protocol, because the bus in memory has none."""
         return NatsObjectStore(self._connection, self._publisher, bucket)
 
-    async def keep_clock(self) -> None:
+    async def run_clock(self) -> None:
         """Measure the server's clock now and then; runs beside the bus."""
         while True:
             with anyio.move_on_after(CLOCK_EVERY_SECONDS):
@@ -173,10 +175,10 @@ class NatsBus:
             try:
                 answer = await self._connection.api.ask(f"STREAM.INFO.{self._log}", timeout=CLOCK_LIMIT_SECONDS)
             except (RequestUnanswered, ApiRefused) as error:
-                log.debug("nats: the server's clock was not measured: %s", error)
+                log.debug("nats: server clock measurement failed; keeping the last offset: %s", error)
                 return
             self._clock.learn(sent, time.monotonic_ns(), parse_time_ns(answer["ts"]))
-            self._publisher.exists(self._log_prefix)
+            self._publisher.mark_stream_known(self._log_prefix)
 
     def _reset_clock(self) -> None:
         self._clock.forget()
@@ -236,8 +238,8 @@ async def connect(
         bus = NatsBus(connection, run, narrow=narrow)
         try:
             await bus.measure_clock()
-        except Unserved as error:  # a server with JetStream says of a stream that is not there that it is not there
-            where = without_credentials(url)
+        except StreamUnavailable as error:  # a server with JetStream says of a stream that is not there that it is not there
+            where = strip_credentials(url)
             raise UserError(f"the NATS server at {where} runs without JetStream: start it with `nats-server -js`") from error
-        connection.tasks.start_soon(bus.keep_clock, name="nats clock")
+        connection.tasks.start_soon(bus.run_clock, name="nats clock")
         yield bus

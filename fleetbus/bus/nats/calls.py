@@ -14,26 +14,26 @@ import anyio.lowlevel
 
 from fleetbus.bus.base import Request
 from fleetbus.bus.nats.connection import Connection
-from fleetbus.bus.nats.inlet import Inlet
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, publish_command, status_of
+from fleetbus.bus.nats.receive_queue import ReceiveQueue
 from fleetbus.bus.nats.wire import WireClient
 from fleetbus.errors import BusError, NoResponders, RequestUnanswered
 
 log = logging.getLogger(__name__)
 
-_SUBSCRIBED_LIMIT_SECONDS = 5.0
+_SUBSCRIBE_LIMIT_SECONDS = 5.0
 
 
 async def request(connection: Connection, subject: str, payload: bytes, timeout: float) -> bytes:
     """See `fleetbus.bus.base.Bus.request`."""
-    reply = connection.exchanges.new_reply()
+    reply = connection.request_mux.new_reply()
     command = publish_command(check_subject(subject), reply, payload)
     try:
-        answer, headers = await connection.exchanges.ask(reply, command, timeout=timeout)
+        answer, headers = await connection.request_mux.ask(reply, command, timeout=timeout)
     except TimeoutError:
         raise RequestUnanswered(f"{subject}: no answer within {timeout:g} s") from None
     if status_of(headers) == NO_RESPONDERS:
-        raise NoResponders(f"nobody serves {subject}")
+        raise NoResponders(f"no responders for {subject}")
     return answer
 
 
@@ -52,25 +52,25 @@ class NatsRequest:
         if len(payload) > self._wire.max_payload:
             raise BusError(f"{self.subject}: an answer of {len(payload)} bytes exceeds {self._wire.max_payload}")
         if self._reply and not self._wire.send_or_drop(publish_command(self._reply, "", payload)):
-            log.debug("nats: the answer on %s was not sent: no connection", self.subject)
+            log.debug("nats: no connection; answer on %s not sent", self.subject)
 
 
 class NatsServer:
-    """See `fleetbus.bus.base.Server`."""
+    """See `fleetbus.bus.base.RequestServer`."""
 
     def __init__(self, wire: WireClient, limit: int) -> None:
         self._wire = wire
         self._limit = limit
-        self._inlet: Inlet[NatsRequest] = Inlet()
+        self._queue: ReceiveQueue[NatsRequest] = ReceiveQueue()
 
     async def receive(self) -> Request:
-        return await self._inlet.take()
+        return await self._queue.take()
 
     def on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if len(self._inlet.items) >= self._limit:
-            log.debug("nats: too many requests wait on %s, one more is not answered", subject)
+        if len(self._queue.items) >= self._limit:
+            log.debug("nats: request queue of %s is full; dropping one request", subject)
             return
-        self._inlet.put(NatsRequest(self._wire, subject, reply, payload))
+        self._queue.put(NatsRequest(self._wire, subject, reply, payload))
 
 
 class NatsListener:
@@ -79,23 +79,23 @@ class NatsListener:
     def __init__(self, limit: int) -> None:
         self.dropped = 0
         self._limit = limit
-        self._inlet: Inlet[tuple[str, bytes]] = Inlet()
+        self._queue: ReceiveQueue[tuple[str, bytes]] = ReceiveQueue()
 
     async def receive(self) -> tuple[str, bytes]:
-        return await self._inlet.take()
+        return await self._queue.take()
 
     def on_message(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if len(self._inlet.items) >= self._limit:
-            self._inlet.items.popleft()
+        if len(self._queue.items) >= self._limit:
+            self._queue.items.popleft()
             self.dropped += 1
-        self._inlet.put((subject.decode(), payload))
+        self._queue.put((subject.decode(), payload))
 
 
 @asynccontextmanager
 async def open_server(connection: Connection, subject: str, limit: int) -> AsyncGenerator[NatsServer]:
     """Serve ``subject`` for the length of the block; inside it, callers anywhere find it."""
     server = NatsServer(connection.wire, limit)
-    async with _subscribed(connection, subject, server):
+    async with _subscribe(connection, subject, server):
         yield server
 
 
@@ -103,18 +103,18 @@ async def open_server(connection: Connection, subject: str, limit: int) -> Async
 async def open_listener(connection: Connection, subject: str, limit: int) -> AsyncGenerator[NatsListener]:
     """Listen to ``subject`` (wildcards allowed) for the length of the block."""
     listener = NatsListener(limit)
-    async with _subscribed(connection, subject, listener):
+    async with _subscribe(connection, subject, listener):
         yield listener
 
 
 @asynccontextmanager
-async def _subscribed(connection: Connection, subject: str, receiver: NatsServer | NatsListener) -> AsyncGenerator[None]:
+async def _subscribe(connection: Connection, subject: str, receiver: NatsServer | NatsListener) -> AsyncGenerator[None]:
     route = connection.wire.open_route(check_subject(subject), receiver.on_message)
     try:
         try:
-            await connection.round_trip(_SUBSCRIBED_LIMIT_SECONDS)
+            await connection.round_trip(_SUBSCRIBE_LIMIT_SECONDS)
         except TimeoutError:
-            log.debug("nats: subscribed to %s, to be confirmed after the reconnect", subject)
+            log.debug("nats: subscription to %s not confirmed; continuing, repeated after a reconnect", subject)
         yield
     finally:
         connection.wire.close_route(route)
@@ -125,5 +125,5 @@ async def broadcast(connection: Connection, subject: str, payload: bytes) -> Non
     if len(payload) > connection.wire.max_payload:
         raise BusError(f"{subject}: {len(payload)} bytes exceed the server's limit of {connection.wire.max_payload}")
     if not connection.wire.send_or_drop(publish_command(check_subject(subject), "", payload)):
-        log.debug("nats: broadcast on %s was not sent: no connection", subject)
+        log.debug("nats: no connection; broadcast on %s not sent", subject)
     await anyio.lowlevel.checkpoint()

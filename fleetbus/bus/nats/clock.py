@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-KEPT_SAMPLES = 8
+MAX_SAMPLES = 8
 
 
 class ServerClock:
@@ -17,7 +17,7 @@ class ServerClock:
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
-        self._samples: deque[tuple[int, int]] = deque(maxlen=KEPT_SAMPLES)
+        self._samples: deque[tuple[int, int]] = deque(maxlen=MAX_SAMPLES)
         self._last_ns = 0
         self._heard = False
 

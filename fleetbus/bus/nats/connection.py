@@ -20,21 +20,22 @@ from anyio.abc import TaskGroup
 from nats.errors import Error as NatsError
 
 from fleetbus.bus.nats.api import JetStreamApi
-from fleetbus.bus.nats.exchange import Exchanges
 from fleetbus.bus.nats.protocol import publish_command
+from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.wire import WireClient
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusClosed, NotPermitted, UserError
-from fleetbus.together import flat_task_group
+from fleetbus.task_groups import open_flat_task_group
 from fleetbus_schemas import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 3.0
-"""How long the first connect tries where nobody listens."""
+CONNECT_TIMEOUT_SECONDS = 3.0
+"""How long the first connect retries when no server listens, in seconds."""
 
 GREETING_LIMIT_SECONDS = 10.0
-"""How long it waits for somebody who listens and is slow to greet. A server that speaks TLS alone greets a client in the clear
+"""How long it waits for a server that accepts the connection and is slow to send INFO. A server that speaks TLS alone greets a
+client in the clear
 only after `fleetbus.auth.server_config.GREETING_SECONDS`."""
 
 WATCH_EVERY_SECONDS = 2.0
@@ -54,15 +55,15 @@ _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"
 
 
 class Connection:
-    """What the parts of the bus share. ``restored`` are called in order after every reconnect."""
+    """What the parts of the bus share. ``on_reconnect`` are called in order after every reconnect."""
 
     def __init__(self, tasks: TaskGroup, inbox_prefix: str, name: str) -> None:
         self.tasks = tasks
         self._name = name
         self._user = inbox_prefix.removeprefix("_INBOX_")
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
-        self.wire = WireClient(self._crashed)
-        self.restored: dict[object, Callable[[], None]] = {}
+        self.wire = WireClient(self._on_crash)
+        self.on_reconnect: dict[object, Callable[[], None]] = {}
         self._events = anyio.Event()
         self._reconnected = False
         self._closed = False
@@ -73,34 +74,34 @@ class Connection:
         self._opening, self._began = True, anyio.current_time()
         self.first_error: Exception | None = None
         self.open = False
-        self.exchanges: Exchanges
+        self.request_mux: RequestMux
         self.api: JetStreamApi
 
     def start(self) -> None:
         """Begin to answer and to watch; call it once the wire is connected."""
         self._opening, self.open = False, True
-        self.exchanges = Exchanges(self.wire, self.inbox)
-        self.api = JetStreamApi(self.exchanges)
-        self.restored[self.exchanges] = self.exchanges.repeat_all
+        self.request_mux = RequestMux(self.wire, self.inbox)
+        self.api = JetStreamApi(self.request_mux)
+        self.on_reconnect[self.request_mux] = self.request_mux.resend_all
         self.tasks.start_soon(self._supervise, name="nats supervisor")
         self.tasks.start_soon(self._watch, name="nats watchdog")
 
     def new_inbox(self) -> str:
-        """A subject that nobody else uses and that no `Exchanges` listens to."""
+        """A unique subject that no `RequestMux` listens to."""
         self._inboxes += 1
         return f"{self.inbox}-{self._inboxes:x}"
 
     async def round_trip(self, timeout: float) -> None:
         """Wait until the server has processed everything sent before; raises `TimeoutError`."""
-        reply = self.exchanges.new_reply()
-        await self.exchanges.ask(reply, publish_command(reply, "", b""), timeout=timeout)
+        reply = self.request_mux.new_reply()
+        await self.request_mux.ask(reply, publish_command(reply, "", b""), timeout=timeout)
 
     # What nats-py calls; each only takes note.
 
     async def on_error(self, error: Exception) -> None:
         text = str(error).lower()
         if violation := _VIOLATION.search(text):
-            self._forbid(violation[1], violation[2])
+            self._on_forbidden(violation[1], violation[2])
             return
         log.debug("nats: %s", error or type(error))
         if "authorization violation" in text:
@@ -110,7 +111,7 @@ class Connection:
                 raise UserError("the NATS server refused the credentials: check the key or the user") from error
         if self.first_error is None or isinstance(error, ssl.SSLError):
             self.first_error = error
-        late = anyio.current_time() > self._began + PATIENCE_SECONDS
+        late = anyio.current_time() > self._began + CONNECT_TIMEOUT_SECONDS
         if self._opening and (isinstance(error, ssl.SSLError) or (late and not isinstance(error, TimeoutError))):
             raise error
 
@@ -125,21 +126,21 @@ class Connection:
         self._closed = True
         self._events.set()
 
-    def _crashed(self, error: Exception) -> None:
+    def _on_crash(self, error: Exception) -> None:
         self._crash = error
         self._events.set()
 
-    def _forbid(self, what: str, subject: str) -> None:
-        """A forbidden subject is no answer at all: whoever waits for one is told; if nobody does, the worker ends."""
+    def _on_forbidden(self, what: str, subject: str) -> None:
+        """The server does not answer on a forbidden subject: the waiting request fails; without one, the worker ends."""
         verb = "publish" if what == "publish" else "subscribe"
 
         def error(spelled: str) -> NotPermitted:
             return NotPermitted(
                 f"{self._name}: the NATS server does not let the user {self._user} {verb} to {spelled}: "
-                "give the key of another user, or write the server's configuration anew (fleetbus auth init)"
+                "give the key of another user, or write the server's configuration again (fleetbus auth init)"
             )
 
-        if not (self.open and verb == "publish" and self.exchanges.refuse(subject, error)):
+        if not (self.open and verb == "publish" and self.request_mux.fail_forbidden(subject, error)):
             self._forbidden = error(subject)
             self._events.set()
 
@@ -158,18 +159,18 @@ class Connection:
             if self._reconnected:
                 self._reconnected = False
                 log.info("nats: reconnected")
-                for restore in list(self.restored.values()):
+                for restore in list(self.on_reconnect.values()):
                     restore()
 
     async def _watch(self) -> None:
         """Cut a connection that claims to be up and brings nothing back."""
         while True:
             await anyio.sleep(WATCH_EVERY_SECONDS)
-            if self.wire.ready and not await self._alive():
-                log.warning("nats: no answer from the server for %g s, reconnecting", sum(ROUND_TRIP_LIMITS_SECONDS))
+            if self.wire.ready and not await self._is_alive():
+                log.warning("nats: no answer from the server for %g s; reconnecting", sum(ROUND_TRIP_LIMITS_SECONDS))
                 await self.wire.force_reconnect()
 
-    async def _alive(self) -> bool:
+    async def _is_alive(self) -> bool:
         # A time limit can run out while this process was blocked and the answer lies unread; the second trip tells.
         for limit in ROUND_TRIP_LIMITS_SECONDS:
             try:
@@ -186,10 +187,10 @@ class Connection:
             if self.wire.ready:
                 with suppress(TimeoutError):
                     await self.round_trip(CLOSE_LIMIT_SECONDS / 2)
-            self.exchanges.close()
+            self.request_mux.close()
             with anyio.move_on_after(CLOSE_LIMIT_SECONDS / 2):
-                await self.wire.shut()
-            self.wire.sever()
+                await self.wire.close_gracefully()
+            self.wire.force_close()
 
 
 @asynccontextmanager
@@ -200,7 +201,7 @@ async def open_connection(
 
     ``url`` may list several servers, separated by commas; ``options`` are nats-py's own (keys, TLS).
     """
-    async with flat_task_group() as tasks:
+    async with open_flat_task_group() as tasks:
         connection = Connection(tasks, inbox_prefix, name)
         await _connect(connection, url, name=name, inbox_prefix=inbox_prefix, allow_reconnect=reconnect, **options)
         connection.start()
@@ -214,7 +215,7 @@ async def open_connection(
 async def _connect(connection: Connection, url: str, **options: Any) -> None:
     wire = connection.wire
     try:
-        with anyio.fail_after(max(PATIENCE_SECONDS, GREETING_LIMIT_SECONDS)):
+        with anyio.fail_after(max(CONNECT_TIMEOUT_SECONDS, GREETING_LIMIT_SECONDS)):
             await wire.connect(
                 [each.strip() for each in url.split(",")],
                 error_cb=connection.on_error,
@@ -231,20 +232,20 @@ async def _connect(connection: Connection, url: str, **options: Any) -> None:
     except (TimeoutError, OSError, NatsError, UnicodeError) as error:  # the last one: what can be no host
         reason = connection.first_error or error
         if isinstance(reason, ssl.SSLError):
-            raise UserError(_distrust(without_credentials(url), reason, has_authority="tls" in options)) from error
-        raise UserError(f"no NATS server answers at {without_credentials(url)}: start one, or check --nats") from reason
+            raise UserError(_describe_tls_error(strip_credentials(url), reason, has_authority="tls" in options)) from error
+        raise UserError(f"no NATS server answers at {strip_credentials(url)}: start one, or check --nats") from reason
     finally:
         if not wire.ready:
-            wire.sever()
+            wire.force_close()
     version = tuple(int(part) for part in re.findall(r"\d+", wire._server_info.get("version", "0.0"))[:2])
     if version < MINIMUM_VERSION:
-        raise UserError(f"the NATS server at {without_credentials(url)} is older than 2.11: upgrade it")
+        raise UserError(f"the NATS server at {strip_credentials(url)} is older than 2.11: upgrade it")
     if wire.max_payload < MINIMUM_PAYLOAD_BYTES:  # long episodes alone would be lost, and training would never see them
         limit = f"takes {wire.max_payload} bytes per message, and long turns need {MINIMUM_PAYLOAD_BYTES}"
-        raise UserError(f"the NATS server at {without_credentials(url)} {limit}: raise its max_payload")
+        raise UserError(f"the NATS server at {strip_credentials(url)} {limit}: raise its max_payload")
 
 
-def _distrust(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
+def _describe_tls_error(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
     if not has_authority:
         return f"the NATS server at {url} speaks TLS: give --nats-auth FOLDER with its certificate authority and your key"
     detail = reason.verify_message if isinstance(reason, ssl.SSLCertVerificationError) else reason.reason or str(reason)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import (
     NO_RESPONDERS,
@@ -24,7 +24,7 @@ from fleetbus.bus.nats.protocol import (
     status_text,
 )
 from fleetbus.errors import BusError, RequestUnanswered
-from fleetbus.together import together
+from fleetbus.task_groups import open_first_error_task_group
 
 BATCH_MESSAGES = 256
 BATCH_BYTES = 8 << 20
@@ -38,9 +38,9 @@ _END_OF_BATCH = 204
 _encode = msgspec.json.Encoder().encode
 
 
-def _stored(payload: bytes, headers: bytes | None) -> Stored:
+def _parse_entry(payload: bytes, headers: bytes | None) -> StreamEntry:
     fields = header_fields(headers)
-    return Stored(
+    return StreamEntry(
         subject=fields["Nats-Subject"],
         payload=payload,
         sequence=int(fields["Nats-Sequence"]),
@@ -48,29 +48,29 @@ def _stored(payload: bytes, headers: bytes | None) -> Stored:
     )
 
 
-async def get_last(connection: Connection, stream: str, subject: str) -> Stored | None:
+async def get_last(connection: Connection, stream: str, subject: str) -> StreamEntry | None:
     """The last entry on a literal subject, None if there is none."""
     payload, headers = await connection.api.ask_raw(f"DIRECT.GET.{stream}.{check_subject(subject)}", b"")
-    return _found(subject, payload, headers)
+    return _parse_answer(subject, payload, headers)
 
 
-def _found(subject: str, payload: bytes, headers: bytes | None) -> Stored | None:
+def _parse_answer(subject: str, payload: bytes, headers: bytes | None) -> StreamEntry | None:
     status = status_of(headers)
     if status == _NOT_FOUND:
         return None
     if status:
         raise BusError(f"{subject}: the server answered {status} {status_text(headers or b'')}")
-    return _stored(payload, headers)
+    return _parse_entry(payload, headers)
 
 
-async def get_next(connection: Connection, stream: str, subject: str, start: int) -> Stored | None:
+async def get_next(connection: Connection, stream: str, subject: str, start: int) -> StreamEntry | None:
     """The first entry from sequence ``start`` on whose subject matches, None if there is none."""
     question = {"seq": start, "next_by_subj": check_subject(subject)}
     payload, headers = await connection.api.ask_raw(f"DIRECT.GET.{stream}", _encode(question))
-    return _found(subject, payload, headers)
+    return _parse_answer(subject, payload, headers)
 
 
-async def get_history(connection: Connection, stream: str, subject: str) -> list[Stored]:
+async def get_history(connection: Connection, stream: str, subject: str) -> list[StreamEntry]:
     """All entries on a literal subject in order, in as many batches as it takes."""
     collector = _Collector(check_subject(subject))
     failures = 0
@@ -93,11 +93,11 @@ async def _get_batch(connection: Connection, stream: str, collector: _Collector)
         "batch": BATCH_MESSAGES,
         "max_bytes": BATCH_BYTES,
     }
-    exchanges = connection.exchanges
-    reply = exchanges.new_reply()
+    request_mux = connection.request_mux
+    reply = request_mux.new_reply()
     command = publish_command(f"$JS.API.DIRECT.GET.{stream}", reply, _encode(question))
     try:
-        _, headers = await exchanges.ask(reply, command, timeout=_TRY_SECONDS, take=collector.take)
+        _, headers = await request_mux.ask(reply, command, timeout=_TRY_SECONDS, take=collector.take)
     except TimeoutError:
         return False
     status = status_of(headers)
@@ -115,7 +115,7 @@ class _Collector:
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
-        self.entries: list[Stored] = []
+        self.entries: list[StreamEntry] = []
         self.next_sequence = 1
         self.more = False
         self.complete = False
@@ -125,16 +125,16 @@ class _Collector:
         if status:
             self.more = status == _END_OF_BATCH and int(header_fields(headers).get("Nats-Num-Pending", 0)) > 0
             return True
-        entry = _stored(payload, headers)
+        entry = _parse_entry(payload, headers)
         if entry.sequence >= self.next_sequence:
             self.entries.append(entry)
             self.next_sequence = entry.sequence + 1
         return False
 
 
-async def get_histories(connection: Connection, stream: str, subjects: Sequence[str]) -> list[Stored]:
+async def get_histories(connection: Connection, stream: str, subjects: Sequence[str]) -> list[StreamEntry]:
     """All entries on several literal subjects, merged by sequence; the subjects are asked for at the same time."""
-    found: list[Stored] = []
+    found: list[StreamEntry] = []
 
     async def collect(subject: str) -> None:
         found.extend(await get_history(connection, stream, subject))
@@ -143,7 +143,7 @@ async def get_histories(connection: Connection, stream: str, subjects: Sequence[
     if len(distinct) == 1:
         await collect(distinct[0])
         return found
-    async with together() as tasks:
+    async with open_first_error_task_group() as tasks:
         for subject in distinct:
             tasks.start_soon(collect, subject)
     found.sort(key=lambda entry: entry.sequence)

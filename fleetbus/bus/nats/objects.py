@@ -27,7 +27,7 @@ from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.errors import BusClosed, BusError, LogFull, PublishUnanswered
-from fleetbus.together import together
+from fleetbus.task_groups import open_first_error_task_group
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class NatsObjectStore:
         except BusClosed:
             raise
         except BusError as error:
-            log.warning("nats: chunks of an object that was not stored are left: %s", error)
+            log.warning("nats: removing the chunks of an incomplete object failed; left in the bucket: %s", error)
 
     async def _put_chunks(self, name: str, file: Path, nuid: str) -> tuple[_Meta, bool]:
         """Store the chunks of a file; False if a repeated one landed behind its successors, as after a cut connection."""
@@ -146,7 +146,7 @@ class NatsObjectStore:
             finally:
                 room.release()
 
-        async with together() as tasks:
+        async with open_first_error_task_group() as tasks:
             for number in range(len(chunks)):
                 await room.acquire()
                 tasks.start_soon(put, number)
@@ -156,7 +156,7 @@ class NatsObjectStore:
         """Write the chunks in order; while one batch is written, the next one is on its way."""
         digest, size = hashlib.sha256(), 0
         send, receive = anyio.create_memory_object_stream[list[bytes]](1)
-        async with await anyio.open_file(file, "wb") as content, together() as tasks, receive:
+        async with await anyio.open_file(file, "wb") as content, open_first_error_task_group() as tasks, receive:
             tasks.start_soon(self._fetch, meta, send)
             async for chunks in receive:
                 block = b"".join(chunks)

@@ -1,4 +1,4 @@
-"""What the server has told one connection of the log: by subject the highest position that was stored, or stood in the way.
+"""Highest log positions known to one connection, by subject: those that were acknowledged, and those that a refusal named.
 
 On a replicated log any replica answers a direct get, and one that lags does not know yet what was acked a moment ago. Whoever
 has the ack, or the refusal, can tell. Above it are the bus and its publisher; below it is nothing.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 
 REMEMBERED = 4096
-"""Subjects; the one that was told of longest ago is forgotten first."""
+"""Most subjects remembered; the least recently updated one is dropped first."""
 
 
 class Positions:
@@ -27,7 +27,7 @@ class Positions:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
-    def is_behind(self, subjects: Iterable[str], found: Iterable[Stored]) -> bool:
+    def is_behind(self, subjects: Iterable[str], found: Iterable[StreamEntry]) -> bool:
         """True if entries were read of these literal subjects that end before what is known to stand there."""
         expected = {subject: self._known[subject] for subject in subjects if subject in self._known}
         if not expected:

@@ -16,7 +16,7 @@ _ILLEGAL = re.compile(r"[\s\x00]")
 _SECOND = re.compile(r"\A(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)\Z")
 
 NO_RESPONDERS = 503
-"""Status of a request that nobody is subscribed to."""
+"""Status of a request without subscribers."""
 
 
 def check_subject(subject: str) -> str:

@@ -12,10 +12,9 @@ import secrets
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Published
-from fleetbus.bus.nats.api import refusal_of_publish
+from fleetbus.bus.base import PublishAck
+from fleetbus.bus.nats.api import build_publish_error
 from fleetbus.bus.nats.connection import Connection
-from fleetbus.bus.nats.exchange import RESEND_SECONDS, Answer
 from fleetbus.bus.nats.positions import Positions
 from fleetbus.bus.nats.protocol import (
     NO_RESPONDERS,
@@ -24,7 +23,8 @@ from fleetbus.bus.nats.protocol import (
     publish_with_headers_command,
     status_of,
 )
-from fleetbus.bus.nats.window import Window
+from fleetbus.bus.nats.publish_window import PublishWindow
+from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer
 from fleetbus.errors import BusError, PublishUnanswered
 
 OUTSTANDING_PUBLISHES = 256
@@ -59,57 +59,57 @@ class Publisher:
 
     def __init__(self, connection: Connection, positions: Positions) -> None:
         self._positions = positions
-        self._exchanges = connection.exchanges
+        self._request_mux = connection.request_mux
         self._wire = connection.wire
-        self._window = Window(OUTSTANDING_PUBLISHES, OUTSTANDING_BYTES)
+        self._window = PublishWindow(OUTSTANDING_PUBLISHES, OUTSTANDING_BYTES)
         self._known: set[str] = set()
         self._own_id = secrets.token_hex(6)
         self._count = 0
 
-    def exists(self, subject: str) -> None:
+    def mark_stream_known(self, subject: str) -> None:
         """The stream of this subject was heard of: if nobody stores it now, it is electing its leader."""
-        self._known.add(_family(subject))
+        self._known.add(_parse_prefix(subject))
 
     async def publish(
         self, subject: str, payload: bytes, *, message_id: str | None, expected_last: int | None, timeout: float
-    ) -> Published:
+    ) -> PublishAck:
         """See `fleetbus.bus.base.Bus.publish`."""
         check_subject(subject)
         headers = header_block(message_id or self._new_id(), expected_last)
         size = len(headers) + len(payload)
         if size > self._wire.max_payload:  # sent, it would cost the connection
             raise BusError(f"{subject}: {size} bytes with headers exceed the server's limit of {self._wire.max_payload}")
-        if not self._window.try_enter(size):
+        if not self._window.try_acquire(size):
             try:
-                await self._window.enter(size, timeout)
+                await self._window.acquire(size, timeout)
             except TimeoutError:
                 raise PublishUnanswered(f"{subject}: no place among the unanswered publishes for {timeout:g} s") from None
         try:
             payload, status = await self._send(subject, headers, payload, timeout)
         finally:
-            self._window.leave(size)
+            self._window.release(size)
         if status_of(status) == NO_RESPONDERS:
             raise BusError(f"{subject}: no stream stores this subject; create the run first (fleetbus init)")
         ack = _decode(payload)
         if ack.error is not None:
             if (standing := _STANDING.search(ack.error.description)) is not None:
                 self._positions.note(subject, int(standing[1]))
-            raise refusal_of_publish(subject, expected_last, ack.error.err_code, ack.error.description)
-        self.exists(subject)
+            raise build_publish_error(subject, expected_last, ack.error.err_code, ack.error.description)
+        self.mark_stream_known(subject)
         self._positions.note(subject, ack.seq)
-        return Published(sequence=ack.seq, duplicate=ack.duplicate)
+        return PublishAck(sequence=ack.seq, duplicate=ack.duplicate)
 
     async def _send(self, subject: str, headers: bytes, payload: bytes, timeout: float) -> Answer:
-        reply = self._exchanges.new_reply()
+        reply = self._request_mux.new_reply()
         command = publish_with_headers_command(subject, reply, headers, payload)
         give_up_at = anyio.current_time() + timeout
         tries = 0
         try:
             while True:
                 left = give_up_at - anyio.current_time()
-                answer = await self._exchanges.ask(reply, command, timeout=left, resend_seconds=RESEND_SECONDS)
+                answer = await self._request_mux.ask(reply, command, timeout=left, resend_seconds=RESEND_SECONDS)
                 tries += 1
-                known = _family(subject) in self._known
+                known = _parse_prefix(subject) in self._known
                 if status_of(answer[1]) != NO_RESPONDERS or (not known and tries == _UNKNOWN_TRIES):
                     return answer
                 await anyio.sleep(_PAUSE_SECONDS)
@@ -121,6 +121,6 @@ class Publisher:
         return f"{self._own_id}-{self._count:x}"
 
 
-def _family(subject: str) -> str:
+def _parse_prefix(subject: str) -> str:
     """The first token: one stream of a run stores all subjects that begin with it."""
     return subject.partition(".")[0]

@@ -1,7 +1,8 @@
-"""Following the log in order: an ephemeral consumer without acks, made anew after the last entry seen whenever anything is odd.
+"""Following the log in order: an ephemeral consumer without acks, recreated after the last entry read on any anomaly.
 
-Odd is a gap in the consumer's own numbering, a reconnect, a silence, a consumer that is gone. Above it is the bus; below it
-one `PullLine` and the API. It never skips and never repeats an entry.
+Anomalies are a gap in the consumer's own numbering, a reconnect, a silence, a consumer that is gone. Above it is the bus;
+below it
+one `PullRequests` and the API. It never skips and never repeats an entry.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 import anyio
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
-from fleetbus.bus.nats.inlet import Inlet
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
-from fleetbus.bus.nats.pull import PullLine
+from fleetbus.bus.nats.pull_requests import PullRequests
+from fleetbus.bus.nats.receive_queue import ReceiveQueue
 from fleetbus.errors import BusError, RequestUnanswered
 
 log = logging.getLogger(__name__)
@@ -28,14 +29,14 @@ WINDOW_CREDITS = 512
 """Entries that may wait here before the reader takes them."""
 
 INACTIVE_SECONDS = 60.0
-"""The server removes a reader's consumer that nobody pulls from for this long."""
+"""The server removes a reader's consumer without pulls for this long."""
 
-PLACES_TRIED = 16
+MAX_PLACEMENT_TRIES = 16
 """So often a consumer is made anew that lives on another server than is wanted; of three servers, each is chosen as often."""
 
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
-_LOOKS_BACK = 6
+_MAX_TRUNCATION_CHECKS = 6
 """So often in a row a log that ends before what was read is looked at again: a new leader may still be taking over."""
 _NO_END = 1 << 63
 """Beyond every sequence: read until nothing is pending."""
@@ -52,101 +53,101 @@ class NatsReader:
         self._next = max(start, 1)
         self._consumer = ""
         self._consumer_sequence = 0
-        self._line = PullLine(connection, self._on_message, self._on_trouble)
-        self._line.add(WINDOW_CREDITS)
-        self._inlet: Inlet[Stored] = Inlet()
-        self._odd = anyio.Event()
+        self._pull_requests = PullRequests(connection, self._on_message, self._on_trouble)
+        self._pull_requests.add(WINDOW_CREDITS)
+        self._queue: ReceiveQueue[StreamEntry] = ReceiveQueue()
+        self._restart = anyio.Event()
         self._pending = -1
         self._last_read = 0
-        self._looks_back = 0
+        self._truncation_checks = 0
 
-    async def receive(self) -> Stored:
-        entry = await self._inlet.take()
-        self._line.add(1)
+    async def receive(self) -> StreamEntry:
+        entry = await self._queue.take()
+        self._pull_requests.add(1)
         return entry
 
-    async def receive_until(self, end: int) -> Stored | None:
+    async def receive_until(self, end: int) -> StreamEntry | None:
         """The next matching entry, or None once there is none left with a sequence up to ``end``."""
-        while not self._inlet.items:
+        while not self._queue.items:
             if self._next > end or self._pending == 0:
                 return None
             with anyio.move_on_after(_CHECK_EVERY_SECONDS):
-                await self._inlet.wait()
+                await self._queue.wait()
                 continue
             await self._count_pending()
-        return await self.receive() if self._inlet.items[0].sequence <= end else None
+        return await self.receive() if self._queue.items[0].sequence <= end else None
 
     def interrupt(self) -> None:
-        """Make the consumer anew: what it sent last may be lost."""
-        self._odd.set()
+        """Recreate the consumer: what it sent last may be lost."""
+        self._restart.set()
 
     async def follow(self) -> None:
         """Keep a consumer attached; runs beside the reader."""
-        while self._inlet.failure is None:
-            self._odd = anyio.Event()
+        while self._queue.failure is None:
+            self._restart = anyio.Event()
             if not await self._attach():
                 await anyio.sleep(_RETRY_SECONDS)
                 continue
-            while not self._odd.is_set() and not self._line.silent():
+            while not self._restart.is_set() and not self._pull_requests.is_silent():
                 with anyio.move_on_after(_CHECK_EVERY_SECONDS):
-                    await self._odd.wait()
-            log.debug("nats: reading %s anew from %d", self._stream, self._next)
+                    await self._restart.wait()
+            log.debug("nats: recreating the reader of %s from sequence %d", self._stream, self._next)
             self._drop_consumer()
 
     def leave(self) -> None:
-        self._line.close()
+        self._pull_requests.close()
         self._drop_consumer()
 
     async def _attach(self) -> bool:
         try:
-            if self._last_read and await self._is_cut_short():
+            if self._last_read and await self._is_truncated():
                 return False
-            name, answer = await self._created()
+            name, answer = await self._create_consumer()
         except ApiRefused as refused:
             if refused.code == STREAM_NOT_FOUND:
-                self._inlet.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
+                self._queue.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
             else:
-                self._inlet.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
+                self._queue.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
             return False
         except RequestUnanswered:
             return False
         self._consumer = name
         self._consumer_sequence = 0
         self._note_pending(answer["num_pending"])
-        self._line.attach(self._stream, name)
+        self._pull_requests.attach(self._stream, name)
         return True
 
-    async def _created(self) -> tuple[str, dict[str, Any]]:
+    async def _create_consumer(self) -> tuple[str, dict[str, Any]]:
         """A consumer and what the server says of it. A server chooses where it lives: what is not where it should be is made
         anew."""
-        for left in reversed(range(PLACES_TRIED)):
+        for left in reversed(range(MAX_PLACEMENT_TRIES)):
             name = f"read_{secrets.token_hex(8)}"
-            answer = await self._connection.api.ask(self._creation(name), self._question(name))
+            answer = await self._connection.api.ask(self._build_create_subject(name), self._build_create_request(name))
             cluster = answer.get("cluster")  # none where one server is all there is
             if not left or not self._beside or not cluster or cluster.get("leader") == self._beside:
                 break
             self._delete(name)
         return name, answer
 
-    async def _is_cut_short(self) -> bool:
+    async def _is_truncated(self) -> bool:
         """True while the log ends before what was read. If it stays so, the server lost entries, or another log has this name:
         what is written at those positions now would be passed over without a word."""
         last = (await self._connection.api.ask(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"]
         if last >= self._last_read:
-            self._looks_back = 0
+            self._truncation_checks = 0
             return False
-        self._looks_back += 1
-        if self._looks_back > _LOOKS_BACK:
+        self._truncation_checks += 1
+        if self._truncation_checks > _MAX_TRUNCATION_CHECKS:
             lost = f"stream {self._stream} ends at {last}, and {self._last_read} was read before"
-            self._inlet.fail(BusError(f"{lost}: the server lost entries, or the run was made anew; start again"))
+            self._queue.fail(BusError(f"{lost}: the server lost entries, or the run was created again: restart this worker"))
         return True
 
-    def _creation(self, name: str) -> str:
+    def _build_create_subject(self, name: str) -> str:
         """One filter stands in the subject too, where the server's permissions see it; for several there is no such form."""
         filtered = self._subjects if len(self._subjects) == 1 else []
         return ".".join(["CONSUMER.CREATE", self._stream, name, *filtered])
 
-    def _question(self, name: str) -> dict[str, Any]:
+    def _build_create_request(self, name: str) -> dict[str, Any]:
         config: dict[str, Any] = {
             "name": name,
             "deliver_policy": "by_start_sequence",
@@ -165,7 +166,7 @@ class NatsReader:
 
     async def _count_pending(self) -> None:
         """The log may have been trimmed below us, so that what was promised never comes."""
-        if not self._consumer or self._inlet.items:
+        if not self._consumer or self._queue.items:
             return
         consumer = self._consumer
         try:
@@ -179,27 +180,27 @@ class NatsReader:
     def _note_pending(self, pending: int) -> None:
         self._pending = pending
         if not pending:
-            self._inlet.wake()
+            self._queue.wake()
 
     def _on_message(self, subject: bytes, reply: bytes, payload: bytes) -> None:
         arrival = parse_ack_subject(reply)
         if arrival.consumer_sequence != self._consumer_sequence + 1:
-            self._line.detach()
+            self._pull_requests.detach()
             self.interrupt()
             return
         self._consumer_sequence += 1
         self._last_read = arrival.stream_sequence
         self._next = arrival.stream_sequence + 1
         self._pending = arrival.pending
-        self._inlet.put(
-            Stored(subject=subject.decode(), payload=payload, sequence=arrival.stream_sequence, time_ns=arrival.time_ns)
+        self._queue.put(
+            StreamEntry(subject=subject.decode(), payload=payload, sequence=arrival.stream_sequence, time_ns=arrival.time_ns)
         )
 
     def _on_trouble(self, text: str) -> None:
         self.interrupt()
 
     def _drop_consumer(self) -> None:
-        self._line.detach()
+        self._pull_requests.detach()
         if self._consumer:
             self._delete(self._consumer)
             self._consumer = ""
@@ -223,18 +224,18 @@ async def open_reader(
             await reader.follow()
 
     connection.tasks.start_soon(follow, name=f"nats read {stream}")
-    connection.restored[reader] = reader.interrupt
+    connection.on_reconnect[reader] = reader.interrupt
     try:
         yield reader
     finally:
-        del connection.restored[reader]
+        del connection.on_reconnect[reader]
         scope.cancel()
         reader.leave()
 
 
-async def scan_histories(connection: Connection, stream: str, subjects: Sequence[str]) -> list[Stored]:
+async def scan_histories(connection: Connection, stream: str, subjects: Sequence[str]) -> list[StreamEntry]:
     """As `fleetbus.bus.nats.direct.get_histories`, by one consumer per subject: the server sees which subjects are read."""
-    found: list[Stored] = []
+    found: list[StreamEntry] = []
     for subject in dict.fromkeys(subjects):
         async with open_reader(connection, stream, (subject,), 1) as reader:
             while (entry := await reader.receive_until(_NO_END)) is not None:

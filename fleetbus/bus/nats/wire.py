@@ -21,11 +21,11 @@ from fleetbus.bus.nats.protocol import subscribe_command, unsubscribe_command
 log = logging.getLogger(__name__)
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
+def _is_loggable(record: logging.LogRecord) -> bool:
     return "eof_received() has no effect when using ssl" not in record.msg
 
 
-logging.getLogger("asyncio").addFilter(_is_worth_a_line)  # nats-py upgrades a plain stream to TLS: harmless, at every close
+logging.getLogger("asyncio").addFilter(_is_loggable)  # nats-py upgrades a plain stream to TLS: harmless, at every close
 
 Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Called with subject, reply subject, payload and raw header block of one message; must not block and must not raise."""
@@ -36,14 +36,14 @@ MAX_BUFFERED_BYTES = 32 << 20
 STALLED_BYTES = 1 << 20
 
 
-class _Kick:
+class _FlushSignal:
     """Stands in for the future that nats-py's flusher completes after writing; nobody waits for it."""
 
     def done(self) -> bool:
         return True
 
 
-_KICK = _Kick()
+_FLUSH_SIGNAL = _FlushSignal()
 
 
 class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
@@ -56,7 +56,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         super().__init__()
         self._on_crash = on_crash
         self._handlers: dict[int, Handler] = {}
-        self._passing: set[int] = set()
+        self._ephemeral: set[int] = set()
 
     @property
     def ready(self) -> bool:
@@ -80,7 +80,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         self._pending.append(command)
         self._pending_data_size += len(command)
         if self._flush_queue.empty():
-            self._flush_queue.put_nowait(_KICK)
+            self._flush_queue.put_nowait(_FLUSH_SIGNAL)
 
     def send_or_drop(self, command: bytes) -> bool:
         """As `send`, for what may get lost: False if the connection is down or the peer has stopped reading."""
@@ -89,13 +89,13 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         self.send(command)
         return True
 
-    def open_route(self, subject: str, handler: Handler, *, passing: bool = False) -> int:
-        """Subscribe; returns the number for `close_route`. A ``passing`` one ends with the connection it was made on."""
+    def open_route(self, subject: str, handler: Handler, *, ephemeral: bool = False) -> int:
+        """Subscribe; returns the number for `close_route`. A ``ephemeral`` one ends with the connection it was made on."""
         self._sid += 1
         identifier: int = self._sid
         self._handlers[identifier] = handler
-        if passing:
-            self._passing.add(identifier)
+        if ephemeral:
+            self._ephemeral.add(identifier)
         else:
             self._subs[identifier] = Subscription(self, identifier, subject)
         if self.ready:
@@ -112,22 +112,22 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         """Unsubscribe; what is still under way is dropped."""
         if self._handlers.pop(identifier, None) is not None:
             self._unsubscribe(identifier)
-            self._passing.discard(identifier)
+            self._ephemeral.discard(identifier)
 
     def _unsubscribe(self, identifier: int) -> None:
         self._subs.pop(identifier, None)
         self.send_or_drop(unsubscribe_command(identifier))
 
-    async def shut(self) -> None:
+    async def close_gracefully(self) -> None:
         """Close for good. What is still to be written is lost if the connection is down."""
         if not self.ready:
             self._drop_outgoing()
         try:
             await self.close()
         except OSError as error:
-            log.debug("nats: the connection broke while it was closed: %s", error)
+            log.debug("nats: connection broke during close: %s", error)
 
-    def sever(self) -> None:
+    def force_close(self) -> None:
         """End the connection at once, without waiting for a peer that may never read what is still to be written."""
         self._abort()
         for task in (self._reading_task, self._ping_interval_task, self._flusher_task, self._reconnection_task):
@@ -180,9 +180,9 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         # reads any more would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
         self._abort()
         self._drop_outgoing()
-        for identifier in self._passing:
+        for identifier in self._ephemeral:
             self._handlers.pop(identifier, None)
-        self._passing.clear()
+        self._ephemeral.clear()
         await super()._attempt_reconnect()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbus_schemas import Message, encode
-from fleetbus_schemas.export import json_schema
+from fleetbus_schemas.export import build_json_schema
 
 HERE = Path(__file__).parent
 
@@ -29,7 +29,7 @@ def defaults() -> dict[str, Any]:
     """Default of every field that has one, by ``Struct.field``: a field that is not on the wire means this value."""
     return {
         f"{struct}.{name}": field["default"]
-        for struct, definition in json_schema()["$defs"].items()
+        for struct, definition in build_json_schema()["$defs"].items()
         for name, field in definition.get("properties", {}).items()
         if "default" in field
     }

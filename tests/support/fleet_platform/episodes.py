@@ -11,13 +11,13 @@ import pytest
 
 from fleetbus.config.settings import Configuration, FleetSettings, LimitSettings, RunSettings
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.fleet import host as fleet_host
+from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
+from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import Start
-from fleetbus_workers.environment.fleet import host as fleet_host
-from fleetbus_workers.environment.fleet.factory import fleet_factory
-from fleetbus_workers.environment.mcp_environment import McpEnvironment
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
-from tests.support.http_server import LocalServer, serving
-from tests.support.tool_use import NoGrader
+from tests.support.http_server import LocalServer, serve_application
+from tests.support.tool_calls import NoGrader
 
 VERIFIER = """
 async def verify(env, final_answer=None, conversation=None):
@@ -40,7 +40,7 @@ TASK = Task(
 @asynccontextmanager
 async def platform(given: FleetPlatform | None = None) -> AsyncIterator[tuple[FleetPlatform, LocalServer]]:
     made = given or FleetPlatform()
-    async with serving(made.app) as server:
+    async with serve_application(made.app) as server:
         yield made, server
 
 
@@ -56,7 +56,7 @@ async def environments(
 ) -> AsyncIterator[McpEnvironment]:
     """One environment, not yet open, closed at the end."""
     given: dict[str, Any] = {"grader": NoGrader(), "prompt": "fleet", "observation_bytes": 32_768, **options}
-    make, running = fleet_factory("fleet", server.url, configuration=configuration or settings(), **given)
+    make, running = build_fleet_factory("fleet", server.url, configuration=configuration or settings(), **given)
     with anyio.fail_after(45):
         async with running():
             environment = make()
@@ -77,5 +77,5 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_API_KEY", KEY)
     monkeypatch.delenv("RUNNER_AUTH_TOKEN", raising=False)
     monkeypatch.setattr(fleet_host, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(fleet_host, "LONGEST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("fleetbus_workers.environment.fleet.grader.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(fleet_host, "MAX_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("fleetbus_workers.environment.adapters.fleet.grader.FIRST_PAUSE_SECONDS", 0.01)

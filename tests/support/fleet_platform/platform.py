@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from fleetbus_workers.environment.verifier import Verifier
+from fleetbus_workers.environment.isolation.verifier import Verifier
 from tests.support.fleet_platform.instance import Shop, served
 
 KEY = "sk-test-0123456789"

@@ -8,43 +8,43 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from fleetbus_workers.inference.torch.open_engine import Engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fleetbus.errors import UserError
 from fleetbus_workers.inference.base import EngineFailed
 from fleetbus_workers.inference.torch import TorchSampler
-from fleetbus_workers.inference.torch.engine import Engine
-from fleetbus_workers.inference.torch.turn import Errand
+from fleetbus_workers.inference.torch.turn import EngineOperation
 from tests.support.torch_engine import (
     SMALL,
     SYSTEM,
     VOCABULARY,
     ask,
-    engine,
-    furthest_from_model,
-    sampled_more_than,
-    slowed,
-    some_ids,
+    compute_largest_difference,
+    draw_ids,
+    open_engine,
+    slow_down,
+    wait_sampled,
 )
 
 
 async def test_cancelling_a_turn_frees_its_slot(folder: Path) -> None:
-    async with engine(folder, slots=1) as sampler:
-        async with slowed(sampler), anyio.create_task_group() as tasks:
+    async with open_engine(folder, slots=1) as sampler:
+        async with slow_down(sampler), anyio.create_task_group() as tasks:
             tasks.start_soon(sampler.generate, ask(SYSTEM, tokens=1900, key="long"))
-            await sampled_more_than(sampler, 3)
+            await wait_sampled(sampler, 3)
             tasks.cancel_scope.cancel()
         assert len((await sampler.generate(ask(SYSTEM, tokens=3))).ids) == 3
         assert sampler.stats["sampled_tokens"] < 1900
 
 
 async def test_a_turn_that_is_cancelled_while_it_waits_never_runs(folder: Path) -> None:
-    async with engine(folder, slots=1) as sampler:
-        async with slowed(sampler), anyio.create_task_group() as running:
+    async with open_engine(folder, slots=1) as sampler:
+        async with slow_down(sampler), anyio.create_task_group() as running:
             running.start_soon(sampler.generate, ask(SYSTEM, tokens=1900, key="long"))
-            await sampled_more_than(sampler, 3)
+            await wait_sampled(sampler, 3)
             with anyio.move_on_after(0.01):
-                await sampler.generate(ask(some_ids(7, 30), key="waiting"))
+                await sampler.generate(ask(draw_ids(7, 30), key="waiting"))
             running.cancel_scope.cancel()
         await sampler.generate(ask(SYSTEM, tokens=1))
     assert sampler.stats["prefill_tokens"] + sampler.stats["cached_tokens"] == 2 * len(SYSTEM)
@@ -79,7 +79,7 @@ async def test_an_engine_error_fails_everybody_and_ends_the_lifetime(folder: Pat
 
 
 async def test_logits_that_are_no_numbers_fail_that_turn_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with engine(folder, slots=4) as sampler:
+    async with open_engine(folder, slots=4) as sampler:
         step = sampler._runner.step
 
         def poisoned(batch: Any) -> torch.Tensor:
@@ -92,11 +92,11 @@ async def test_logits_that_are_no_numbers_fail_that_turn_alone(folder: Path, mon
             await sampler.generate(ask([*SYSTEM, 63], key="bad"))
         monkeypatch.undo()
         good = await sampler.generate(ask([*SYSTEM, 62], key="good"))
-    assert furthest_from_model(folder, {0: [([*SYSTEM, 62], good)]}) <= 1e-4
+    assert compute_largest_difference(folder, {0: [([*SYSTEM, 62], good)]}) <= 1e-4
 
 
 async def test_ids_that_the_model_does_not_have_fail_their_own_request_only(folder: Path) -> None:
-    async with engine(folder) as sampler:
+    async with open_engine(folder) as sampler:
         for ids in ([], [1, VOCABULARY], [-1]):
             with pytest.raises(EngineFailed, match="ids below 64"):
                 await sampler.generate(ask(ids))
@@ -114,9 +114,9 @@ async def test_leaving_stops_the_thread_within_one_token_and_fails_what_is_in_fl
 
     async with anyio.create_task_group() as tasks:
         with anyio.fail_after(50):
-            async with slowed(sampler), sampler.running():
+            async with slow_down(sampler), sampler.running():
                 tasks.start_soon(expect_failure)
-                await sampled_more_than(sampler, 3)
+                await wait_sampled(sampler, 3)
     assert len(failed) == 1
     assert sampler.stats["sampled_tokens"] < 1900
 
@@ -129,18 +129,18 @@ async def test_an_error_in_the_body_comes_out_as_it_is(folder: Path) -> None:
 
 
 async def test_no_more_turns_are_handed_in_than_may_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handed_in: list[Errand] = []
-    hand_in = Engine.hand_in
+    handed_in: list[EngineOperation] = []
+    submit = Engine.submit
 
-    def count(self: Engine, errand: Errand) -> None:
-        handed_in.append(errand)
-        hand_in(self, errand)
+    def count(self: Engine, operation: EngineOperation) -> None:
+        handed_in.append(operation)
+        submit(self, operation)
 
-    monkeypatch.setattr(Engine, "hand_in", count)
-    async with engine(folder, slots=1, max_waiting=2) as sampler, slowed(sampler), anyio.create_task_group() as tasks:
+    monkeypatch.setattr(Engine, "submit", count)
+    async with open_engine(folder, slots=1, max_waiting=2) as sampler, slow_down(sampler), anyio.create_task_group() as tasks:
         for index in range(9):
             tasks.start_soon(sampler.generate, ask(SYSTEM, tokens=1900, key=str(index)))
-        await sampled_more_than(sampler, 3)
+        await wait_sampled(sampler, 3)
         assert len(handed_in) == 3
         tasks.cancel_scope.cancel()
 

@@ -17,12 +17,12 @@ from fleetbus_workers.weights.file import write_weights
 from tests.support.torch_engine import (
     SYSTEM,
     ask,
-    engine,
-    furthest_from_model,
+    compute_largest_difference,
+    open_engine,
     play,
     play_all,
-    sampled_more_than,
-    slowed,
+    slow_down,
+    wait_sampled,
     write_model,
 )
 
@@ -54,17 +54,17 @@ async def test_a_swap_between_tokens_shows_in_the_spans_and_drops_nobody(
     async def long(sampler: TorchSampler, index: int) -> None:
         finished.append(await sampler.generate(ask([*SYSTEM, index], tokens=1000, key=str(index))))
 
-    async with engine(folder, slots=4, version=3) as sampler:
+    async with open_engine(folder, slots=4, version=3) as sampler:
         async with anyio.create_task_group() as tasks:
             for index in range(3):
                 tasks.start_soon(long, sampler, index)
-            async with slowed(sampler):
-                await sampled_more_than(sampler, 10)
+            async with slow_down(sampler):
+                await wait_sampled(sampler, 10)
                 await sampler.load(published)
                 assert sampler.version == 5 and not finished
             beside = await play(sampler, 0)
         after = await sampler.generate(ask(SYSTEM, tokens=5, key="after"))
-    assert furthest_from_model(other_folder, {0: beside}) <= 1e-4
+    assert compute_largest_difference(other_folder, {0: beside}) <= 1e-4
     for generation in finished:
         old, new = generation.versions
         assert (old.version, old.start, new.version, new.stop) == (3, 0, 5, 1000)
@@ -78,12 +78,12 @@ async def test_turns_after_a_swap_are_those_of_a_fresh_engine(
 ) -> None:
     """Also for an episode whose earlier turns, and a prompt whose states, were kept under the old version."""
     published = publish(other_folder, tmp_path / "w", version=1)
-    async with engine(folder, compact=fast) as sampler:
+    async with open_engine(folder, fused=fast) as sampler:
         first = await sampler.generate(ask(SYSTEM, tokens=9))
         history = [*SYSTEM, *first.ids, 1, 2, 3]
         await sampler.load(published)
         swapped = [await sampler.generate(ask(history, seed=8, tokens=30)), *[turn for _, turn in await play(sampler, 0)]]
-    async with engine(other_folder, compact=fast, version=1) as sampler:
+    async with open_engine(other_folder, fused=fast, version=1) as sampler:
         fresh = [await sampler.generate(ask(history, seed=8, tokens=30)), *[turn for _, turn in await play(sampler, 0)]]
     assert [turn.ids for turn in swapped] == [turn.ids for turn in fresh]
     for one, other in zip(swapped, fresh, strict=True):
@@ -93,11 +93,11 @@ async def test_turns_after_a_swap_are_those_of_a_fresh_engine(
 
 async def test_slots_forget_what_they_hold_of_an_old_version(folder: Path, other_folder: Path, tmp_path: Path) -> None:
     published = publish(other_folder, tmp_path / "w", version=1)
-    async with engine(folder, slots=4) as sampler:
+    async with open_engine(folder, slots=4) as sampler:
         await play_all(sampler, 6)
         await sampler.load(published)
         played = await play_all(sampler, 6)
-    assert furthest_from_model(other_folder, played) <= 1e-4
+    assert compute_largest_difference(other_folder, played) <= 1e-4
 
 
 async def test_a_turn_that_saw_two_versions_is_not_kept(folder: Path, other_folder: Path, tmp_path: Path) -> None:
@@ -107,16 +107,16 @@ async def test_a_turn_that_saw_two_versions_is_not_kept(folder: Path, other_fold
     async def long(sampler: TorchSampler) -> None:
         finished.append(await sampler.generate(ask(SYSTEM, tokens=600)))
 
-    async with engine(folder) as sampler:
+    async with open_engine(folder) as sampler:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(long, sampler)
-            async with slowed(sampler):
-                await sampled_more_than(sampler, 5)
+            async with slow_down(sampler):
+                await wait_sampled(sampler, 5)
                 await sampler.load(published)
         assert len(finished[0].versions) == 2
         history = [*SYSTEM, *finished[0].ids, 1]
         again = await sampler.generate(ask(history, tokens=9))
-    assert furthest_from_model(other_folder, {0: [(history, again)]}) <= 1e-4
+    assert compute_largest_difference(other_folder, {0: [(history, again)]}) <= 1e-4
 
 
 BREAKAGES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
@@ -143,7 +143,7 @@ async def test_a_rejected_version_changes_nothing(folder: Path, tmp_path: Path, 
         published = PolicyPublished(
             policy="default", version=9, lineage="a", step=9, uri=str(file), manifest=manifest, size_bytes=1
         )
-    async with engine(folder, compact=fast, version=2) as sampler:
+    async with open_engine(folder, fused=fast, version=2) as sampler:
         before = await sampler.generate(ask(SYSTEM, tokens=20))
         with pytest.raises(WeightsRejected):
             await sampler.load(published)

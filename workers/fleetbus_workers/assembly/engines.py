@@ -15,16 +15,16 @@ import anyio.to_thread
 
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
-from fleetbus_workers.assembly.model import model_folder
+from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.vision import ENGINES_WITH_VISION
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration, InferenceSettings
     from fleetbus_workers.images.processing import ImageProcessor
-    from fleetbus_workers.inference.base import Images, Sampler
+    from fleetbus_workers.inference.base import ImageSource, Sampler
+    from fleetbus_workers.inference.chat_template import ChatTemplate
     from fleetbus_workers.inference.openai import OpenAISampler
-    from fleetbus_workers.inference.template import ChatTemplate
 
 SERVER_KEY = "OPENAI_API_KEY"
 """Environment variable with the servers' key; it is never written anywhere."""
@@ -50,29 +50,29 @@ def check_packages(engine: str) -> None:
 
 
 @asynccontextmanager
-async def opened_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, ChatTemplate]]:
+async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, ChatTemplate]]:
     """The sampler, ready to be run, and the model's template. Raises `UserError`, or `ModuleNotFoundError` for an extra."""
-    settings, folder = configuration.inference, model_folder(configuration.run)
+    settings, folder = configuration.inference, find_model_folder(configuration.run)
     check_packages(settings.engine)
     processor: ImageProcessor | None = None
     if configuration.environment.images and settings.engine in ENGINES_WITH_VISION:
-        processor = await anyio.to_thread.run_sync(_image_processor, folder)
-    template = await anyio.to_thread.run_sync(partial(_template, folder, settings, processor))
+        processor = await anyio.to_thread.run_sync(_load_image_processor, folder)
+    template = await anyio.to_thread.run_sync(partial(_load_template, folder, settings, processor))
     place = (run_folder(configuration.run).path / "served" / worker).absolute()
     match settings.engine:
         case "torch":
-            yield await anyio.to_thread.run_sync(partial(_torch, folder, settings, processor)), template
+            yield await anyio.to_thread.run_sync(partial(_open_torch, folder, settings, processor)), template
         case "vllm":
             from fleetbus_workers.inference.vllm import VllmSampler
             from fleetbus_workers.inference.vllm.engine import EngineSettings
 
             engine = EngineSettings(
                 folder=folder,
-                slots=settings.batch,
-                max_length=settings.max_length,
+                slots=settings.max_num_seqs,
+                max_model_len=settings.max_model_len,
                 threads=settings.threads,
                 dtype=settings.dtype,
-                cache_mib=settings.cache_mib,
+                kv_cache_mib=settings.kv_cache_mib,
             )
             sampler = await anyio.to_thread.run_sync(partial(VllmSampler, engine, place=place, processor=processor))
             try:
@@ -81,29 +81,29 @@ async def opened_engine(configuration: Configuration, worker: str) -> AsyncItera
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(sampler.close)
         case "openai":
-            servers = await anyio.to_thread.run_sync(partial(_servers, folder, settings, place, template))
+            servers = await anyio.to_thread.run_sync(partial(_open_servers, folder, settings, place, template))
             await servers.probe()
             yield servers, template
         case "tinker":
             from fleetbus_workers.inference.tinker import TinkerSampler
 
-            tinker = TinkerSampler(configuration.tinker, max_length=settings.max_length, slots=settings.batch)
+            tinker = TinkerSampler(configuration.tinker, max_model_len=settings.max_model_len, slots=settings.max_num_seqs)
             await tinker.open()
             yield tinker, template
 
 
-def images_for(template: ChatTemplate, bus: Bus, run: str) -> Images | None:
+def build_image_source(template: ChatTemplate, bus: Bus, run: str) -> ImageSource | None:
     """What shows a run's images to the engine that the template belongs to; None if it reads text only."""
     processor: ImageProcessor | None = getattr(template, "processor", None)
     if processor is None:
         return None
-    from fleetbus_workers.images.reading import image_reader
+    from fleetbus_workers.images.reader import image_reader
     from fleetbus_workers.inference.image_prompts import ImagePrompts
 
     return ImagePrompts(processor, image_reader(bus, run))
 
 
-def _image_processor(folder: Path) -> ImageProcessor:
+def _load_image_processor(folder: Path) -> ImageProcessor:
     try:
         from fleetbus_workers.images.processing import ImageProcessor
     except ModuleNotFoundError as error:
@@ -111,8 +111,8 @@ def _image_processor(folder: Path) -> ImageProcessor:
     return ImageProcessor(folder)
 
 
-def _template(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> ChatTemplate:
-    from fleetbus_workers.inference.template import ChatTemplate
+def _load_template(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> ChatTemplate:
+    from fleetbus_workers.inference.chat_template import ChatTemplate
 
     thinking = {"auto": None, "on": True, "off": False}[settings.thinking]
     if processor is not None:
@@ -122,18 +122,18 @@ def _template(folder: Path, settings: InferenceSettings, processor: ImageProcess
     return ChatTemplate(folder, reasoning=settings.reasoning, thinking=thinking)
 
 
-def _torch(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> Sampler:
+def _open_torch(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> Sampler:
     from fleetbus_workers.inference.torch import TorchSampler
 
     return TorchSampler(
-        folder, slots=settings.batch, max_length=settings.max_length, threads=settings.threads, processor=processor
+        folder, slots=settings.max_num_seqs, max_model_len=settings.max_model_len, threads=settings.threads, processor=processor
     )
 
 
-def _servers(folder: Path, settings: InferenceSettings, place: Path, template: ChatTemplate) -> OpenAISampler:
+def _open_servers(folder: Path, settings: InferenceSettings, place: Path, template: ChatTemplate) -> OpenAISampler:
     from fleetbus_schemas import ChatMessage
     from fleetbus_workers.inference.openai import OpenAISampler
-    from fleetbus_workers.inference.reloading import Reloadable
+    from fleetbus_workers.inference.weight_folders import WeightFolders
 
     urls = [url.strip() for url in settings.urls.split(",") if url.strip()]
     if any(not url.startswith(("http://", "https://")) for url in urls):
@@ -141,11 +141,11 @@ def _servers(folder: Path, settings: InferenceSettings, place: Path, template: C
     return OpenAISampler(
         [url.rstrip("/").removesuffix("/v1") for url in urls],
         codec=template,
-        prompt=template.begin([ChatMessage(role="user", content="Hello")], []),
+        prompt=template.encode_prompt([ChatMessage(role="user", content="Hello")], []),
         purpose=settings.purpose,
-        model=settings.served_model,
+        model=settings.served_model_name,
         key=os.environ.get(SERVER_KEY, ""),
         slots=settings.slots,
-        max_length=settings.max_length,
-        weights=Reloadable(folder, place, untie=True) if settings.purpose == "train" else None,
+        max_model_len=settings.max_model_len,
+        weights=WeightFolders(folder, place, untie=True) if settings.purpose == "train" else None,
     )

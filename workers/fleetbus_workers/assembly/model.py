@@ -8,13 +8,13 @@ from pathlib import Path
 from fleetbus.config.settings import RunSettings
 
 
-def model_folder(run: RunSettings) -> Path:
+def find_model_folder(run: RunSettings) -> Path:
     """The folder that was named, or the starter policy that ships."""
     if run.model:
         return Path(run.model)
-    return starter_folder()
+    return find_starter_folder()
 
 
-def starter_folder() -> Path:
+def find_starter_folder() -> Path:
     """The starter policy's folder, without importing what builds it."""
     return Path(str(files("fleetbus_workers.starter"))) / "policy"

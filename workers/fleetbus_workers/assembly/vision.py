@@ -1,4 +1,4 @@
-"""Images refused by name before anything starts, where whoever would see them reads text only.
+"""Rejects tasks with images before anything starts, where the engine, trainer or model reads text only.
 
 Who sees: an engine and a trainer that are handed pixels, with a model folder that has a vision tower, in a run that shows
 images at all (``environment.images``). Asked by `up`, by an inference worker and by a learner, each for itself.
@@ -26,24 +26,26 @@ IMAGE_MODALITIES = frozenset({"computer_use", "browser_use"})
 IMAGE_ENVIRONMENTS = frozenset({"colours"})
 """Environments that are nothing without images."""
 
-NAMED = 3
-WITHOUT = "leave them out: fleetbus tasks split --modality tool_use"
+MAX_LISTED = 3
+SKIP_HINT = "leave them out: fleetbus tasks split --modality tool_use"
 
 
 def check_vision(
     configuration: Configuration, tasks: Iterable[Task] = (), *, role: Literal["up", "inference", "learner"] = "up"
 ) -> None:
     """Raise `UserError` naming what shows images and who of ``role`` cannot see them."""
-    shown = [f"{task.key} ({_how(task)})" for task in tasks if _how(task)]
-    what, instead = _what(shown, configuration)
+    shown = [f"{task.key} ({_describe_images(task)})" for task in tasks if _describe_images(task)]
+    what, instead = _find_image_source(shown, configuration)
     if not what:
         return
     engine, trainer = configuration.inference.engine, configuration.learner.trainer
     if role != "learner" and engine not in ENGINES_WITH_VISION:
-        raise UserError(f"the engine {engine} reads text only, and {what}; take {_either(ENGINES_WITH_VISION)}, or {instead}")
+        raise UserError(
+            f"the engine {engine} reads text only, and {what}; take {_join_names(ENGINES_WITH_VISION)}, or {instead}"
+        )
     if role != "inference" and trainer not in TRAINERS_WITH_VISION:
         raise UserError(
-            f"the trainer {trainer} reads text only, and {what}; take {_either(TRAINERS_WITH_VISION)}, or {instead}"
+            f"the trainer {trainer} reads text only, and {what}; take {_join_names(TRAINERS_WITH_VISION)}, or {instead}"
         )
     _check_model(configuration, what, instead)
     if not configuration.environment.images:
@@ -52,7 +54,7 @@ def check_vision(
         raise UserError(f"pillow is not installed, and {what}: pip install 'fleetbus[vision]', or {instead}")
 
 
-def local_tasks(configuration: Configuration) -> list[Task]:
+def load_local_tasks(configuration: Configuration) -> list[Task]:
     """The run's tasks if they lie on this machine: a worker that never reads them does not fetch them for a check."""
     from fleetbus.tasks import load_dataset
 
@@ -61,23 +63,23 @@ def local_tasks(configuration: Configuration) -> list[Task]:
 
 
 def _check_model(configuration: Configuration, what: str, instead: str) -> None:
-    from fleetbus_workers.assembly.model import model_folder
-    from fleetbus_workers.images.folders import has_vision
+    from fleetbus_workers.assembly.model import find_model_folder
+    from fleetbus_workers.images.model_folder import has_vision
 
-    folder = model_folder(configuration.run)
+    folder = find_model_folder(configuration.run)
     if not has_vision(folder):
         name = configuration.run.model or "that a run starts with"
-        raise UserError(f"the model {name} reads text only, and {what}; name one that sees with --model, or {instead}")
+        raise UserError(f"the model {name} reads text only, and {what}; name a vision model with --model, or {instead}")
 
 
-def _what(shown: list[str], configuration: Configuration) -> tuple[str, str]:
+def _find_image_source(shown: list[str], configuration: Configuration) -> tuple[str, str]:
     """What shows images, and how to do without; empty if nothing does."""
-    from fleetbus_workers.environment.by_task import specs_by_key
+    from fleetbus_workers.environment.keyed_specs import parse_keyed_specs
 
     if shown:
-        names = ", ".join(shown[:NAMED]) + (f" and {len(shown) - NAMED} more" if len(shown) > NAMED else "")
-        return f"these tasks show images: {names}", WITHOUT
-    for spec in specs_by_key(configuration.run.environment).values():
+        names = ", ".join(shown[:MAX_LISTED]) + (f" and {len(shown) - MAX_LISTED} more" if len(shown) > MAX_LISTED else "")
+        return f"these tasks show images: {names}", SKIP_HINT
+    for spec in parse_keyed_specs(configuration.run.environment).values():
         if (kind := spec.partition(":")[0]) in IMAGE_ENVIRONMENTS:
             return f"the environment {kind} shows images", "another environment"
     if configuration.environment.images:
@@ -85,12 +87,12 @@ def _what(shown: list[str], configuration: Configuration) -> tuple[str, str]:
     return "", ""
 
 
-def _how(task: Task) -> str:
+def _describe_images(task: Task) -> str:
     """How a task shows images; empty if it shows none, as far as it says."""
     if task.modality in IMAGE_MODALITIES:
         return str(task.modality)
     return "frames" if task.config.get("frames") is True else ""
 
 
-def _either(names: frozenset[str]) -> str:
+def _join_names(names: frozenset[str]) -> str:
     return " or ".join(sorted(names))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from fleetbus.auth.folder import Written
+    from fleetbus.auth.folder import WriteResult
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -51,7 +51,7 @@ def init(
     from fleetbus.auth.folder import AuthFolder, write_folder
     from fleetbus.bus.streams import plan_run
     from fleetbus.errors import UserError
-    from fleetbus_schemas.subjects import BadName
+    from fleetbus_schemas.subjects import InvalidName
 
     try:
         plans = [
@@ -59,7 +59,7 @@ def init(
             for run in runs or ("default",)
         ]
         _check_names(pools + policies)
-    except BadName as error:
+    except InvalidName as error:
         raise UserError(str(error)) from error
     for host in hosts:
         check_host(host)
@@ -78,7 +78,7 @@ def _check_names(names: tuple[str, ...]) -> None:
         check_name("name", name)
 
 
-def _show(written: Written, as_json: bool) -> None:
+def _show(written: WriteResult, as_json: bool) -> None:
     import msgspec
 
     if as_json:

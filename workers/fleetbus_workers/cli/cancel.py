@@ -11,13 +11,13 @@ import anyio
 import click
 
 from fleetbus_workers.cli.log_access import open_run, reach_options
-from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.role import made_up_name
+from fleetbus_workers.cli.role import generate_worker_name
 from fleetbus_workers.exit_status import REFUSED
 
 if TYPE_CHECKING:
-    from fleetbus.cancel import Cancelled
+    from fleetbus.cancel import CancelResult
     from fleetbus.config.settings import Configuration
 
 AT_A_TIME = 16
@@ -30,12 +30,12 @@ ALL_OVER, NOT_ALL = 0, 1
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
 @reach_options
 def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
-    """End episodes as cancelled: by the worker that runs them, or in the log if nobody does. They are never trained.
+    """End episodes as cancelled: by the worker that runs them, or in the log if no worker does. They are never trained.
 
     Exit status 0: all of them are over now; 1: some are not; 2: some were never requested.
     """
     configuration = load_settings(values).configuration
-    wanted = list(dict.fromkeys(checked_name("episode", episode) for episode in episodes))
+    wanted = list(dict.fromkeys(validate_name("episode", episode) for episode in episodes))
     work = partial(_cancel, configuration, wanted)
     done = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     _print(done, as_json)
@@ -45,12 +45,12 @@ def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
     return ALL_OVER if states <= {"cancelled", "over"} else NOT_ALL
 
 
-async def _cancel(configuration: Configuration, episodes: Sequence[str]) -> list[Cancelled]:
+async def _cancel(configuration: Configuration, episodes: Sequence[str]) -> list[CancelResult]:
     from fleetbus.cancel import cancel_episode
     from fleetbus_schemas import Subjects
 
-    subjects, author = Subjects(configuration.run.name), made_up_name("cancel")
-    found: dict[str, Cancelled] = {}
+    subjects, author = Subjects(configuration.run.name), generate_worker_name("cancel")
+    found: dict[str, CancelResult] = {}
     limiter = anyio.CapacityLimiter(AT_A_TIME)
 
     async def cancel(episode: str) -> None:
@@ -64,7 +64,7 @@ async def _cancel(configuration: Configuration, episodes: Sequence[str]) -> list
     return [found[episode] for episode in episodes]
 
 
-def _print(done: Sequence[Cancelled], as_json: bool) -> None:
+def _print(done: Sequence[CancelResult], as_json: bool) -> None:
     import msgspec
 
     if as_json:

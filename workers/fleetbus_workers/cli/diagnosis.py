@@ -18,7 +18,7 @@ from typing import Literal
 import anyio
 import msgspec
 
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, UserError
 
@@ -82,7 +82,7 @@ def check_python() -> Finding:
 def check_packages() -> Iterator[Finding]:
     """Per extra: the versions that are installed, or what is missing."""
     for extra, packages in PACKAGES.items():
-        versions = {package: _version(package) for package in packages}
+        versions = {package: _read_version(package) for package in packages}
         missing = [package for package, version in versions.items() if version is None]
         if missing:
             state: State = "warning" if extra in OPTIONAL else "failed"
@@ -118,7 +118,7 @@ def check_nats_server() -> Finding:
 
 def check_sandbox() -> Finding:
     """Whether code of models and of task files can be isolated."""
-    from fleetbus_workers.environment.sandbox.isolation import IsolationUnavailable, require_isolation
+    from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, require_isolation
 
     try:
         isolation = require_isolation()
@@ -136,18 +136,18 @@ def check_cores() -> Finding:
 
 
 def check_memory() -> Finding:
-    total = _memory("MemTotal")
-    available = _memory("MemAvailable")
+    total = _read_memory("MemTotal")
+    available = _read_memory("MemAvailable")
     if total is None or available is None:
         return Finding(name="memory", state="ok", detail="unknown on this system")
     state: State = "ok" if available >= MINIMUM_MEMORY_BYTES else "warning"
-    return Finding(name="memory", state=state, detail=f"{_gibibytes(available)} of {_gibibytes(total)} available")
+    return Finding(name="memory", state=state, detail=f"{_format_gibibytes(available)} of {_format_gibibytes(total)} available")
 
 
 def check_disk(folder: Path) -> Finding:
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(_find_existing_parent(folder)).free
     state: State = "ok" if free >= MINIMUM_DISK_BYTES else "warning"
-    return Finding(name="disk", state=state, detail=f"{_gibibytes(free)} free below {_existing(folder)}")
+    return Finding(name="disk", state=state, detail=f"{_format_gibibytes(free)} free below {_find_existing_parent(folder)}")
 
 
 def check_run_folder(folder: Path) -> Finding:
@@ -162,20 +162,20 @@ def check_run_folder(folder: Path) -> Finding:
 
 async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
     """The server at ``url``, or one that is started for the purpose: does it answer, and does its clock agree with ours?"""
-    what = f"server at {without_credentials(url)}" if url else "a server of our own"
+    what = f"server at {strip_credentials(url)}" if url else "a server of our own"
     try:
         with anyio.fail_after(SERVER_SECONDS):
-            seconds = await _clock_skew(url, run, auth) if url else await _clock_skew_of_own_server()
+            seconds = await _measure_clock_skew(url, run, auth) if url else await _measure_own_clock_skew()
     except (TimeoutError, BusError, UserError, OSError) as error:
         reason = str(error) or f"no answer within {SERVER_SECONDS:g} s"
         return [Finding(name=what, state="failed", detail=reason)]
-    return [Finding(name=what, state="ok", detail="answers"), _clock_finding(seconds, run)]
+    return [Finding(name=what, state="ok", detail="answers"), _build_clock_finding(seconds, run)]
 
 
 def check_nats_http(url: str | None, run: str) -> list[Finding]:
     """What the server's own endpoints tell; how to turn them on where they are not known; nothing where there is no server."""
     from fleetbus_workers.overview.nats_http import read_nats_server
-    from fleetbus_workers.top.view import SLOW_BYTES, size
+    from fleetbus_workers.top.view import SLOW_BYTES, format_bytes
 
     if url is None:
         return []
@@ -187,11 +187,13 @@ def check_nats_http(url: str | None, run: str) -> list[Finding]:
     again = sum(each["num_redelivered"] for each in server.consumers)
     detail = (
         f"nats-server {server.version} up {server.uptime}, {server.connections} connections, "
-        f"of run {run} {len(server.clients)} of them, {size(stored)}, {waiting} pending, {again} redelivered"
+        f"of run {run} {len(server.clients)} of them, {format_bytes(stored)}, {waiting} pending, {again} redelivered"
     )
     slow = [f"{each.worker} ({each.reason} at {each.at[:19]})" for each in server.cut]
     slow += [
-        f"{each.worker} ({size(each.pending_bytes)} unread)" for each in server.clients if each.pending_bytes >= SLOW_BYTES
+        f"{each.worker} ({format_bytes(each.pending_bytes)} unread)"
+        for each in server.clients
+        if each.pending_bytes >= SLOW_BYTES
     ]
     findings = [Finding(name="nats monitoring", state="ok", detail=detail)]
     if slow or server.slow_consumers:
@@ -200,7 +202,7 @@ def check_nats_http(url: str | None, run: str) -> list[Finding]:
     return findings
 
 
-def _clock_finding(seconds: float | None, run: str) -> Finding:
+def _build_clock_finding(seconds: float | None, run: str) -> Finding:
     if seconds is None:
         return Finding(name="clock skew", state="ok", detail=f"not known before `fleetbus init --run {run}`")
     state: State = "ok" if abs(seconds) <= SKEW_SECONDS else "warning"
@@ -208,24 +210,24 @@ def _clock_finding(seconds: float | None, run: str) -> Finding:
     return Finding(name="clock skew", state=state, detail=f"{seconds:+.3f} s against the server{advice}")
 
 
-async def _clock_skew_of_own_server() -> float | None:
+async def _measure_own_clock_skew() -> float | None:
     from fleetbus.bus.nats import connect
     from fleetbus.bus.nats.server import run_server
     from fleetbus.bus.streams import plan_run
 
     with tempfile.TemporaryDirectory() as folder:
-        async with run_server(Path(folder), ends_with_us=True) as server:
+        async with run_server(Path(folder), ends_with_parent=True) as server:
             async with connect(server.url, run="doctor", role="doctor", worker="doctor") as bus:
                 await bus.declare(plan_run("doctor", lanes=1))
-            return await _clock_skew(server.url, "doctor")
+            return await _measure_clock_skew(server.url, "doctor")
 
 
-async def _clock_skew(url: str, run: str, auth: str = "") -> float | None:
+async def _measure_clock_skew(url: str, run: str, auth: str = "") -> float | None:
     """Seconds that the server's clock is ahead of ours; None if the run has no stream there, whose answers tell the time."""
-    from fleetbus.auth.access import access_for
+    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
 
-    async with connect(url, run=run, role="doctor", worker="doctor", **access_for("doctor", auth)) as bus:
+    async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth)) as bus:
         try:
             await bus.last_sequence()
         except BusError:
@@ -233,14 +235,14 @@ async def _clock_skew(url: str, run: str, auth: str = "") -> float | None:
         return (bus.now_ns() - time.time_ns()) / 1e9
 
 
-def _version(package: str) -> str | None:
+def _read_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _memory(key: str) -> int | None:
+def _read_memory(key: str) -> int | None:
     """Bytes, from Linux's own account."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -249,9 +251,9 @@ def _memory(key: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
-def _existing(folder: Path) -> Path:
+def _find_existing_parent(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _gibibytes(count: int) -> str:
+def _format_gibibytes(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
-from fleetbus_workers.cli.sources import nats_http_of, nats_http_option
+from fleetbus_workers.cli.sources import nats_http_option, resolve_nats_http
 from fleetbus_workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def command(as_json: bool, nats_http: str, **values: Any) -> int:
     from fleetbus_workers.cli.diagnosis import diagnose
 
     configuration = load_settings(values).configuration
-    findings = diagnose(configuration, nats_http_of(configuration, nats_http))
+    findings = diagnose(configuration, resolve_nats_http(configuration, nats_http))
     ready = all(finding.state != "failed" for finding in findings)
     _show(findings, ready, as_json)
     return FINISHED if ready else CRASHED

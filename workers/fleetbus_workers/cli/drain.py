@@ -11,7 +11,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.log_access import open_run, reach_options
-from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.exit_status import REFUSED
 
@@ -27,12 +27,12 @@ DRAINS, HANGS = 0, 1
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
 @reach_options
 def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
-    """Let workers finish or hand back what they have, and stop: as SIGTERM does, from anywhere.
+    """Let workers finish or release their work, then stop: like SIGTERM, from any machine.
 
     Exit status 0: all of them drain; 1: some do not answer; 2: some are not there.
     """
     configuration = load_settings(values).configuration
-    wanted = list(dict.fromkeys(checked_name("worker", worker) for worker in workers))
+    wanted = list(dict.fromkeys(validate_name("worker", worker) for worker in workers))
     states = anyio.run(partial(_drain, configuration, wanted), backend_options={"use_uvloop": os.name != "nt"})
     _print(states, as_json)
     if "unknown" in states.values():

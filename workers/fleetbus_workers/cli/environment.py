@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def _load_work() -> Work:
-    from fleetbus_workers.environment.by_task import environments_by_task
-    from fleetbus_workers.environment.picture_store import keep_pictures_of
-    from fleetbus_workers.environment.specs import environment_factory
-    from fleetbus_workers.environment.verifier import Verifier, VerifierLimits
+    from fleetbus_workers.environment.images.store import build_run_image_store
+    from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+    from fleetbus_workers.environment.keyed_specs import build_keyed_factory
+    from fleetbus_workers.environment.specs import build_environment_factory
     from fleetbus_workers.environment.worker import run_environment
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
@@ -30,14 +30,14 @@ def _load_work() -> Work:
         observation_bytes = configuration.environment.observation_bytes
         style = configuration.environment.prompt
         make_factory = partial(
-            environment_factory,
+            build_environment_factory,
             verifier=verifier,
             observation_bytes=observation_bytes,
             prompt=None if style == "auto" else style,
             configuration=configuration,
-            keep=keep_pictures_of(bus, configuration) if configuration.environment.images else None,
+            store_image=build_run_image_store(bus, configuration) if configuration.environment.images else None,
         )
-        factory = environments_by_task(configuration.run.environment, make_factory)
+        factory = build_keyed_factory(configuration.run.environment, make_factory)
         async with verifier.running(), factory.running():
             await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
 

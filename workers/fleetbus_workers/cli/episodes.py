@@ -11,7 +11,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.log_access import archive_option, reach_options
-from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.exit_status import FINISHED
 
@@ -41,7 +41,7 @@ SHOWN = 50
 def command(
     source: str | None, episode: str | None, archive: Path | None, tokens: bool, as_json: bool, limit: int, **values: Any
 ) -> int:
-    """List the episodes of a run or of a recording, newest last; with an EPISODE show what was said in it.
+    """List the episodes of a run or of a recording, newest last; with an EPISODE show its transcript.
 
     Exit status 0: shown, also if nothing matches; 2: bad input, or no such episode.
     """
@@ -88,12 +88,12 @@ async def _list(source: str | None, configuration: Configuration, archive: Path 
 
 async def _read(source: str | None, configuration: Configuration, archive: Path | None, episode: str) -> Transcript:
     from fleetbus.errors import UserError
-    from fleetbus.recording.episodes import episode_subjects, read_transcript
+    from fleetbus.recording.episodes import build_episode_subjects, read_transcript
     from fleetbus_workers.cli.sources import open_source
 
-    checked_name("episode", episode)
+    validate_name("episode", episode)
     async with open_source(source, configuration, archive) as opened:
-        entries = [entry async for entry in opened.entries(episode_subjects(opened.subjects, episode))]
+        entries = [entry async for entry in opened.entries(build_episode_subjects(opened.subjects, episode))]
         _warn(opened.torn)
     if not entries:
         raise UserError(f"there is no episode {episode} in {source or configuration.run.name}: `fleetbus episodes` lists them")
@@ -160,9 +160,9 @@ def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
 
 
 def _print_transcript(transcript: Transcript, episode: str, *, tokens: bool, as_json: bool) -> None:
-    from fleetbus_workers.cli.transcript import as_facts, print_transcript
+    from fleetbus_workers.cli.transcript import build_facts, print_transcript
 
     if as_json:
-        _print_json(as_facts(transcript, tokens=tokens))
+        _print_json(build_facts(transcript, tokens=tokens))
     else:
         print_transcript(transcript, episode, tokens=tokens)

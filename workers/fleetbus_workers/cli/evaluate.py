@@ -19,7 +19,7 @@ from fleetbus_workers.cli.options import NumberRange, load_settings
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
-    from fleetbus.core.pass_at import Summary
+    from fleetbus.core.evaluation_summary import Summary
 
 HEARD_SECONDS = 5.0
 """Workers beat every two seconds; who is silent for this long is not there."""
@@ -77,20 +77,20 @@ def _parse_ks(text: str, samples: int) -> list[int]:
 async def _evaluate(
     configuration: Configuration, episodes: int, samples: int, ks: list[int], temperature: float, quiet: bool
 ) -> Report:
-    from fleetbus.core.pass_at import by_environment, summarise
+    from fleetbus.core.evaluation_summary import summarise_by_environment, summarise_results
     from fleetbus_schemas import Subjects
-    from fleetbus_workers.cli.learner import _curriculum
-    from fleetbus_workers.learner.held_out import newest_version, play
+    from fleetbus_workers.cli.learner import _build_curriculum
+    from fleetbus_workers.learner.held_out import find_newest_version, play
 
-    tasks = _curriculum(configuration).evaluation(episodes)
+    tasks = _build_curriculum(configuration).evaluation(episodes)
     if not tasks:
         raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
     async with open_run(configuration, "operator", own_server=True) as bus:
-        published = await newest_version(bus, Subjects(configuration.run.name), configuration.run.policy)
-        heard = await _roles_heard(bus, configuration)
+        published = await find_newest_version(bus, Subjects(configuration.run.name), configuration.run.policy)
+        live_roles = await _find_live_roles(bus, configuration)
         async with anyio.create_task_group() as group:
             drain = anyio.Event()
-            _start_missing(group, bus, configuration, heard, drain)
+            _start_missing(group, bus, configuration, live_roles, drain)
             started = anyio.current_time()
             results = await play(
                 bus,
@@ -100,54 +100,54 @@ async def _evaluate(
                 samples=samples,
                 temperature=temperature,
                 published=published,
-                pinned="learner" not in heard,
-                told=_silent if quiet or not sys.stderr.isatty() else _told,
+                pinned="learner" not in live_roles,
+                on_progress=_ignore_progress if quiet or not sys.stderr.isatty() else _print_progress,
             )
             seconds = anyio.current_time() - started
             drain.set()
     if unplayed := len(tasks) * samples - len(results):
         told = f"{unplayed} of {len(tasks) * samples} episodes were not asked for"
-        print(f"{told}: nobody took up others within limits.episode; start more environment workers", file=sys.stderr)
+        print(f"{told}: no worker claimed the rest within limits.episode; start more environment workers", file=sys.stderr)
     return {
         "run": configuration.run.name,
         "policy": configuration.run.policy,
         "version": published.version,
         "step": published.step,
-        "pinned": "learner" not in heard,
+        "pinned": "learner" not in live_roles,
         "temperature": temperature,
         "samples": samples,
         "seconds": round(seconds, 3),
-        "all": summarise(results, ks),
-        "environments": by_environment(results, ks),
+        "all": summarise_results(results, ks),
+        "environments": summarise_by_environment(results, ks),
     }
 
 
-async def _roles_heard(bus: Bus, configuration: Configuration) -> set[str]:
+async def _find_live_roles(bus: Bus, configuration: Configuration) -> set[str]:
     """Which kinds of `ROLES` live; recorders and gateways neither play nor train."""
     from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
 
-    heard: set[str] = set()
+    live_roles: set[str] = set()
     async with bus.listen(Subjects(configuration.run.name).heartbeats) as listener:
         with anyio.move_on_after(HEARD_SECONDS):
-            while heard < ROLES:
+            while live_roles < ROLES:
                 subject, payload = await listener.receive()
                 with suppress(MalformedMessage):
-                    heard |= ROLES & {decode(Heartbeat, payload, subject=subject).role}
-    return heard
+                    live_roles |= ROLES & {decode(Heartbeat, payload, subject=subject).role}
+    return live_roles
 
 
-def _start_missing(group: Any, bus: Bus, configuration: Configuration, heard: set[str], drain: anyio.Event) -> None:
+def _start_missing(group: Any, bus: Bus, configuration: Configuration, live_roles: set[str], drain: anyio.Event) -> None:
     """Workers for a run that has none; of one that has only some, the missing kind is named."""
     from fleetbus.logs import configure_logs
     from fleetbus_workers.assembly.engines import check_packages
     from fleetbus_workers.cli.environment import _load_work as environment_work
     from fleetbus_workers.cli.inference import _load_work as inference_work
-    from fleetbus_workers.cli.role import _import_work, made_up_name
+    from fleetbus_workers.cli.role import _import_work, generate_worker_name
 
-    missing = {"environment", "inference"} - heard
+    missing = {"environment", "inference"} - live_roles
     if not missing:
         return
-    if heard:
+    if live_roles:
         kind = min(missing)
         raise UserError(f"no {kind} worker of run {configuration.run.name} is heard: start one with `fleetbus {kind}`")
     try:
@@ -156,15 +156,15 @@ def _start_missing(group: Any, bus: Bus, configuration: Configuration, heard: se
         raise UserError(f"{error}, or name another engine: --inference-engine torch") from None
     configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")
     for role, load in (("environment", environment_work), ("inference", inference_work)):
-        group.start_soon(_import_work(load), bus, configuration, made_up_name(role), drain)
+        group.start_soon(_import_work(load), bus, configuration, generate_worker_name(role), drain)
 
 
-def _told(done: int, count: int) -> None:
+def _print_progress(done: int, count: int) -> None:
     print(f"\r{done} of {count} episodes", end="" if done < count else "\n", file=sys.stderr, flush=True)
 
 
-def _silent(done: int, count: int) -> None:
-    """Nobody watches."""
+def _ignore_progress(done: int, count: int) -> None:
+    """Discard progress."""
 
 
 def _print_json(report: Report) -> None:

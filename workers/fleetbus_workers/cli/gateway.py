@@ -60,7 +60,7 @@ def gym(host: str, port: int, **values: Any) -> int:
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
     image = [values.pop(f"image_{name}") for name in ("format", "mime", "quality")]
-    from fleetbus_workers.serving.listening import is_loopback
+    from fleetbus_workers.serving.listeners import is_loopback
 
     if not is_loopback(host) and not given["api_key"]:
         raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
@@ -85,7 +85,7 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     the base URL http://HOST:PORT/sessions/NAME an episode outlives connections, and the gateway.
     """
     given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
-    from fleetbus_workers.serving.listening import is_loopback
+    from fleetbus_workers.serving.listeners import is_loopback
 
     if not is_loopback(host) and not open_to_others:
         raise UserError(f"--host {host} is open to others and the protocol has no key: add --open-to-others if that is meant")
@@ -94,68 +94,70 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
 
 def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any]) -> Work:
     from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
-    from fleetbus_workers.gateway.gym_calls import GymCalls
-    from fleetbus_workers.gateway.image_format import image_format
-    from fleetbus_workers.gateway.images import load_from
-    from fleetbus_workers.weights.store import objects_of
+    from fleetbus_workers.gateway.gym_methods import GymCalls
+    from fleetbus_workers.gateway.image_format import parse_image_format
+    from fleetbus_workers.gateway.images import build_image_loader
+    from fleetbus_workers.weights.store import get_object_store
 
     settings = GymSettings(**given)
     try:
-        images = image_format(*image)
+        images = parse_image_format(*image)
     except ValueError as error:
         raise UserError(str(error)) from error
 
     def application(entered: Entered) -> Any:
         @asynccontextmanager
-        async def calls() -> AsyncIterator[GymCalls]:
+        async def open_calls() -> AsyncIterator[GymCalls]:
             async with entered() as client:
-                objects = objects_of(client.bus, client.subjects.run)
+                objects = get_object_store(client.bus, client.subjects.run)
                 yield GymCalls(
                     client,
                     call_seconds=settings.call_seconds,
                     max_sessions=settings.max_sessions,
-                    load=load_from(objects) if objects else None,
+                    load=build_image_loader(objects) if objects else None,
                     images=images,
                 )
 
-        return GymGateway(calls, settings).application()
+        return GymGateway(open_calls, settings).application()
 
-    return _serving(host, port, application)
+    return _build_gateway_work(host, port, application)
 
 
 def _load_openenv(host: str, port: int, given: dict[str, Any]) -> Work:
-    from fleetbus_workers.gateway.images import load_from
+    from fleetbus_workers.gateway.images import build_image_loader
     from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-    from fleetbus_workers.weights.store import objects_of
+    from fleetbus_workers.weights.store import get_object_store
 
     settings = OpenEnvSettings(**given)
 
-    def loading(client: SessionClient) -> LoadImage | None:
-        objects = objects_of(client.bus, client.subjects.run)
-        return load_from(objects) if objects else None
+    def build_loader(client: SessionClient) -> LoadImage | None:
+        objects = get_object_store(client.bus, client.subjects.run)
+        return build_image_loader(objects) if objects else None
 
-    return _serving(host, port, lambda entered: OpenEnvGateway(entered, settings, loading=loading).application())
+    return _build_gateway_work(
+        host, port, lambda entered: OpenEnvGateway(entered, settings, build_loader=build_loader).application()
+    )
 
 
-def _serving(host: str, port: int, application: Callable[[Entered], Any]) -> Work:
+def _build_gateway_work(host: str, port: int, application: Callable[[Entered], Any]) -> Work:
     """A role that serves an application over the sessions of the run; the port is taken before anything else happens."""
     import structlog
 
     from fleetbus.client.sessions import sessions
-    from fleetbus.presence import Presence, present
+    from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
     from fleetbus_schemas import Heartbeat, Subjects
     from fleetbus_workers.gateway.serve import serve
-    from fleetbus_workers.serving.listening import bind, shown_host
+    from fleetbus_workers.serving.listeners import bind, format_host
 
     listener = bind(host, port)
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
         subjects = Subjects(configuration.run.name)
-        presence = Presence(
+        lifecycle = WorkerLifecycle(
             bus, subjects, role="gateway", worker=name, beat=lambda: Heartbeat(role="gateway", worker=name), lane=None
         )
-        async with present(presence, bus, None, slots=0):
-            structlog.get_logger().info("listening", url=f"http://{shown_host(host)}:{listener.getsockname()[1]}")
+        async with run_lifecycle(lifecycle, bus, None, slots=0):
+            structlog.get_logger().info("listening", url=f"http://{format_host(host)}:{listener.getsockname()[1]}")
             await serve(application(lambda: sessions(bus, subjects)), listener, drain)
 
     return work

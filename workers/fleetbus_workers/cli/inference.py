@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
-    from fleetbus_workers.assembly.engines import images_for, opened_engine
-    from fleetbus_workers.assembly.vision import check_vision, local_tasks
+    from fleetbus_workers.assembly.engines import build_image_source, launch_engine
+    from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
     from fleetbus_workers.inference.worker import run_inference
     from fleetbus_workers.weights.fetch import WeightsFetcher
-    from fleetbus_workers.weights.store import objects_of
+    from fleetbus_workers.weights.store import get_object_store
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        check_vision(configuration, local_tasks(configuration), role="inference")
+        check_vision(configuration, load_local_tasks(configuration), role="inference")
         folder = run_folder(configuration.run).weights / f".{name}"
-        fetcher = WeightsFetcher(folder, objects_of(bus, configuration.run.name))
+        fetcher = WeightsFetcher(folder, get_object_store(bus, configuration.run.name))
         try:
-            async with opened_engine(configuration, name) as (sampler, template):
+            async with launch_engine(configuration, name) as (sampler, template):
                 await run_inference(
                     bus,
                     configuration=configuration,
@@ -36,8 +36,8 @@ def _load_work() -> Work:
                     drain=drain,
                     sampler=sampler,
                     template=template,
-                    fetch=fetcher.local,
-                    images=images_for(template, bus, configuration.run.name),
+                    fetch=fetcher.fetch_local,
+                    images=build_image_source(template, bus, configuration.run.name),
                 )
         finally:
             fetcher.close()

@@ -9,7 +9,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
-from fleetbus_workers.cli.role import made_up_name, server_url
+from fleetbus_workers.cli.role import generate_worker_name, resolve_server_url
 
 if TYPE_CHECKING:
     from fleetbus.bus.streams import RunPlan
@@ -27,14 +27,14 @@ def command(as_json: bool, **values: Any) -> None:
 
 
 async def _declare(configuration: Configuration) -> RunPlan:
-    from fleetbus.auth.access import access_for
+    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
-    from fleetbus_workers.up.plans import stream_plan
+    from fleetbus_workers.up.process_plans import build_stream_plan
 
-    plan = stream_plan(configuration)
-    url = server_url(configuration)
-    access = access_for("init", configuration.nats.auth)
-    async with connect(url, run=configuration.run.name, role="init", worker=made_up_name("init"), **access) as bus:
+    plan = build_stream_plan(configuration)
+    url = resolve_server_url(configuration)
+    access = build_access("init", configuration.nats.auth)
+    async with connect(url, run=configuration.run.name, role="init", worker=generate_worker_name("init"), **access) as bus:
         await bus.declare(plan)
     return plan
 

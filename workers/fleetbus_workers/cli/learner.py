@@ -24,27 +24,27 @@ WAREHOUSE_TASKS = 4096
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
     from fleetbus_workers.assembly.engines import check_packages
-    from fleetbus_workers.assembly.model import model_folder
-    from fleetbus_workers.assembly.trainers import trainer_settings
+    from fleetbus_workers.assembly.model import find_model_folder
+    from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.assembly.vision import check_vision
     from fleetbus_workers.learner.worker import run_learner
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        curriculum = await anyio.to_thread.run_sync(_curriculum, configuration)
+        curriculum = await anyio.to_thread.run_sync(_build_curriculum, configuration)
         check_vision(configuration, curriculum.tasks if configuration.run.tasks else (), role="learner")
         if configuration.learner.trainer == "tinker":
             await _train_on_tinker(bus, configuration, name, drain, curriculum)
             return
         check_packages("torch")
-        from fleetbus_workers.learner.torch.following import LeadingTrainer, follow
+        from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
         from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
-        folder, settings = model_folder(configuration.run), trainer_settings(configuration)
+        folder, settings = find_model_folder(configuration.run), build_trainer_settings(configuration)
         trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, folder, settings=settings))
         if trainer.shards.rank:  # torchrun started several, and the first one leads
-            await anyio.to_thread.run_sync(follow, trainer)
+            await anyio.to_thread.run_sync(run_follower, trainer)
             return
-        leading = LeadingTrainer(trainer) if trainer.shards.world > 1 else None
+        leading = LeaderTrainer(trainer) if trainer.shards.world > 1 else None
         for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
             files.mkdir(parents=True, exist_ok=True)
         try:
@@ -64,14 +64,14 @@ async def _train_on_tinker(
 ) -> None:
     from fleetbus.config.run_folder import run_folder
     from fleetbus_workers.assembly.engines import check_packages
-    from fleetbus_workers.assembly.model import model_folder
+    from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.learner.tinker import TinkerTrainer
     from fleetbus_workers.learner.worker import run_learner
-    from fleetbus_workers.tinker_service import service_client
+    from fleetbus_workers.tinker_service import open_service_client
 
     check_packages("tinker")
-    folder, settings = model_folder(configuration.run), configuration.tinker
-    client = await anyio.to_thread.run_sync(service_client, settings)
+    folder, settings = find_model_folder(configuration.run), configuration.tinker
+    client = await anyio.to_thread.run_sync(open_service_client, settings)
     trainer = TinkerTrainer(
         client, folder, base_model=settings.base_model or str(folder), settings=settings, learner=configuration.learner
     )
@@ -80,16 +80,16 @@ async def _train_on_tinker(
     await run_learner(bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum)
 
 
-def _curriculum(configuration: Configuration) -> Curriculum:
+def _build_curriculum(configuration: Configuration) -> Curriculum:
     """The tasks of the file that was named, or those of the warehouse."""
-    from fleetbus_workers.environment.warehouse.tasks import held_out_tasks, train_tasks
-    from fleetbus_workers.learner.curriculum import Curriculum, curriculum_from_file
+    from fleetbus_workers.environment.adapters.warehouse.tasks import build_held_out_tasks, build_train_tasks
+    from fleetbus_workers.learner.curriculum import Curriculum, load_curriculum
 
     run = configuration.run
     if run.tasks:
-        return curriculum_from_file(run.tasks, seed=run.seed)
-    held_out = held_out_tasks(configuration.evaluation.episodes)
-    return Curriculum(train_tasks(WAREHOUSE_TASKS, seed=run.seed), held_out, seed=run.seed)
+        return load_curriculum(run.tasks, seed=run.seed)
+    held_out = build_held_out_tasks(configuration.evaluation.episodes)
+    return Curriculum(build_train_tasks(WAREHOUSE_TASKS, seed=run.seed), held_out, seed=run.seed)
 
 
 @click.command("learner", cls=SettingsCommand)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleetbus.errors import UserError
-from fleetbus_workers.cli.role import made_up_name, served_at, server_url
+from fleetbus_workers.cli.role import find_local_server_url, generate_worker_name, resolve_server_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
-    from fleetbus_workers.overview.ending import Driver
+    from fleetbus_workers.overview.termination import Driver
 
 
 def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is told of it besides."""
+    """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is passed in addition."""
     from pathlib import Path
 
     return click.option(
@@ -54,36 +54,36 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
 
     With ``own_server`` a run that nobody serves now is served from its own files meanwhile: for those that only read.
     """
-    from fleetbus.auth.access import access_for
+    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
     from fleetbus.bus.nats.server import run_server
     from fleetbus.config.run_folder import run_folder
 
-    name, run = made_up_name(role), configuration.run.name
+    name, run = generate_worker_name(role), configuration.run.name
     folder = run_folder(configuration.run)
-    if own_server and not configuration.nats.url and not served_at(folder) and folder.store.is_dir():
-        own = run_server(folder.store, ends_with_us=True)
+    if own_server and not configuration.nats.url and not find_local_server_url(folder) and folder.store.is_dir():
+        own = run_server(folder.store, ends_with_parent=True)
         async with own as server, connect(server.url, run=run, role=role, worker=name) as bus:
             await _check_run(bus, run)
             yield bus
         return
-    access = access_for(role, configuration.nats.auth)
-    async with connect(server_url(configuration), run=run, role=role, worker=name, **access) as bus:
+    access = build_access(role, configuration.nats.auth)
+    async with connect(resolve_server_url(configuration), run=run, role=role, worker=name, **access) as bus:
         await _check_run(bus, run)
         yield bus
 
 
-def driver_of(configuration: Configuration) -> Driver:
-    """What is known on this machine of who makes the run go on."""
+def build_driver(configuration: Configuration) -> Driver:
+    """Detect whether an `up` on this machine drives the run."""
     from fleetbus.config.run_folder import run_folder
-    from fleetbus_workers.overview.ending import Driver
-    from fleetbus_workers.overview.going_on import up_command
+    from fleetbus_workers.overview.resume_command import build_resume_command
+    from fleetbus_workers.overview.termination import Driver
 
     run, folder = configuration.run, run_folder(configuration.run)
-    command = up_command(run.name, run.folder) if folder.configuration.is_file() else ""
+    command = build_resume_command(run.name, run.folder) if folder.configuration.is_file() else ""
 
     def is_driving() -> bool | None:
-        return None if configuration.nats.url else bool(served_at(folder))
+        return None if configuration.nats.url else bool(find_local_server_url(folder))
 
     return Driver(is_driving=is_driving, command=command)
 
@@ -104,7 +104,7 @@ def is_reachable(configuration: Configuration) -> bool:
     from fleetbus.config.run_folder import run_folder
 
     try:
-        server_url(configuration)
+        resolve_server_url(configuration)
     except UserError:
         return run_folder(configuration.run).store.is_dir()
     return True

@@ -14,9 +14,9 @@ import anyio
 import anyio.to_thread
 import click
 
-from fleetbus_workers.cli.log_access import driver_of, open_run, reach_options
+from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.sources import asked_address, nats_http_option
+from fleetbus_workers.cli.sources import build_address_resolver, nats_http_option
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
             import prometheus_client  # noqa: F401
         except ModuleNotFoundError as error:
             raise UserError("prometheus_client is not installed: pip install 'fleetbus[metrics]'") from error
-    chosen["nats_http"] = asked_address(configuration, chosen["nats_http"])
+    chosen["nats_http"] = build_address_resolver(configuration, chosen["nats_http"])
     work = partial(_export, configuration, port=port, until_finished=until_finished, **chosen)
     anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
@@ -77,38 +77,40 @@ async def _export(
 ) -> None:
     from fleetbus.metrics.sinks import open_sinks
     from fleetbus_schemas import Subjects
-    from fleetbus_workers.metrics.collect import collect, step_values
-    from fleetbus_workers.overview.follow import Watch
-    from fleetbus_workers.overview.jetstream import look_at_server
-    from fleetbus_workers.overview.state import FleetState
+    from fleetbus_workers.metrics.collect import collect, iterate_step_values
+    from fleetbus_workers.overview.jetstream import fetch_server_view
+    from fleetbus_workers.overview.run_observer import RunObserver
+    from fleetbus_workers.overview.state import RunState
     from fleetbus_workers.watchdog import find_stalls
 
-    run, state = configuration.run.name, FleetState(configuration.learner.steps)
+    run, state = configuration.run.name, RunState(configuration.learner.steps)
     opening = open_sinks(run=run, jsonl=jsonl, tensorboard=tensorboard, wandb=wandb)
     async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
-        await tasks.start(_obey, tasks.cancel_scope)
+        await tasks.start(_stop_on_signal, tasks.cancel_scope)
         with ExitStack() as stack:
-            publish = _exposition(stack, run, host, port)
-            sinks = await tasks.start(_held, opening)
-            watch = Watch(bus, Subjects(run), state, driver_of(configuration))
+            publish = _start_exposition(stack, run, host, port)
+            sinks = await tasks.start(_hold_sinks, opening)
+            watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
             tasks.start_soon(watch.run)
             written: set[tuple[str, int]] = set()
             while True:
                 await anyio.sleep(EVERY_SECONDS)
-                server = await look_at_server(bus, run, nats_http())
+                server = await fetch_server_view(bus, run, nats_http())
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                ending, may_be_stuck = watch.ending(now), watch.may_be_stuck(now)
+                ending, may_be_stuck = watch.find_termination(now), watch.may_be_stuck(now)
                 share = configuration.nats.admission
                 stalls = find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share) if may_be_stuck else []
                 publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
-                for step, time_seconds, values in step_values(state, written):
+                for step, time_seconds, values in iterate_step_values(state, written):
                     await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
                 if until_finished and state.finished and not watch.is_behind(now):
                     break
         tasks.cancel_scope.cancel()
 
 
-async def _held(opening: AbstractContextManager[Sink], *, task_status: TaskStatus[Sink] = anyio.TASK_STATUS_IGNORED) -> None:
+async def _hold_sinks(
+    opening: AbstractContextManager[Sink], *, task_status: TaskStatus[Sink] = anyio.TASK_STATUS_IGNORED
+) -> None:
     """Keep sinks open until cancelled. They open and close in a thread, because W&B takes seconds for both."""
     sinks = await anyio.to_thread.run_sync(opening.__enter__)
     try:
@@ -121,18 +123,18 @@ async def _held(opening: AbstractContextManager[Sink], *, task_status: TaskStatu
             print(f"fleetbus: not everything was sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
 
-def _exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:
+def _start_exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:
     if port < 0:
         return lambda samples: None
-    from fleetbus_workers.metrics.exposition import Exposition, served
+    from fleetbus_workers.metrics.exposition import Exposition, serve_metrics
 
     exposition = Exposition(run)
-    found = stack.enter_context(served(exposition, host, port))
+    found = stack.enter_context(serve_metrics(exposition, host, port))
     print(f"run {run}: http://{host}:{found}/metrics", flush=True)
     return exposition.update
 
 
-async def _obey(scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+async def _stop_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for _ in signals:

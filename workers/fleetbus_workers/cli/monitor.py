@@ -1,4 +1,4 @@
-"""``fleetbus monitor [RUN]``: one web page about a run, on a port of this machine. It only reads; a run does not notice."""
+"""``fleetbus monitor [RUN]``: one web page about a run, on a port of this machine. Read-only; it does not affect the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import driver_of, open_run, reach_options
+from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.sources import asked_address, nats_http_option
+from fleetbus_workers.cli.sources import build_address_resolver, nats_http_option
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def command(run: str | None, port: int, host: str, nats_http: str, **values: Any
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[monitor]'") from error
-    from fleetbus_workers.serving.listening import bind
+    from fleetbus_workers.serving.listeners import bind
 
     configuration = load_settings({**values, "run__name": run}).configuration
-    address = asked_address(configuration, nats_http)
+    address = build_address_resolver(configuration, nats_http)
     with bind(host, port) as bound:
         anyio.run(partial(_serve, configuration, host, bound, address), backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
@@ -61,17 +61,19 @@ async def _serve(configuration: Configuration, host: str, bound: socket.socket, 
     configure_logs(configuration.log, run=configuration.run.name, role="monitor")
     stop = anyio.Event()
 
-    def told(address: str) -> None:
+    def on_ready(address: str) -> None:
         print(f"run {configuration.run.name}: {address}", flush=True)
 
-    async def obey() -> None:
+    async def stop_on_signal() -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
                 stop.set()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(obey)
+        tasks.start_soon(stop_on_signal)
         async with open_run(configuration, "monitor", own_server=True) as bus:
-            driver = driver_of(configuration)
-            await serve(bus, configuration, host=host, bound=bound, stop=stop, told=told, nats_http=nats_http, driver=driver)
+            driver = build_driver(configuration)
+            await serve(
+                bus, configuration, host=host, bound=bound, stop=stop, on_ready=on_ready, nats_http=nats_http, driver=driver
+            )
         tasks.cancel_scope.cancel()

@@ -13,7 +13,7 @@ import click
 
 @click.group("new")
 def command() -> None:
-    """Write the beginnings of something of one's own."""
+    """Create starter files for your own project."""
 
 
 @command.command("environment")
@@ -26,11 +26,11 @@ def environment(name: str, sync: bool, folder: Path) -> int:
     NAME is in lower case, as Python modules are. Nothing that exists is overwritten.
     """
     from fleetbus.errors import UserError
-    from fleetbus_workers.cli.new_environment import files_of
+    from fleetbus_workers.cli.new_environment import build_files
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UserError(f"{name!r} is no name of a module; use lower-case letters, digits and _, as in my_game")
-    files = {folder / file: text for file, text in files_of(name, asynchronous=not sync).items()}
+    files = {folder / file: text for file, text in build_files(name, asynchronous=not sync).items()}
     present = [str(path) for path in files if path.exists()]
     if present:
         raise UserError(f"already there: {', '.join(present)}; choose another name or --folder")

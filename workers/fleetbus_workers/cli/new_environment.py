@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 
-def files_of(name: str, *, asynchronous: bool) -> dict[str, str]:
+def build_files(name: str, *, asynchronous: bool) -> dict[str, str]:
     """File names and their contents for an environment called ``name``."""
     kind = "".join(part.capitalize() for part in name.split("_"))
     marks = {"@NAME@": name, "@CLASS@": kind}
@@ -79,7 +79,7 @@ import random
 import pytest
 
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.python_class import class_factory
+from fleetbus_workers.environment.adapters.python_class.environment import class_factory
 
 from @NAME@ import @CLASS@
 

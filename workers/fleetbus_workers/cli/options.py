@@ -15,7 +15,7 @@ import click
 from fleetbus.config.fields import Setting, tables
 
 if TYPE_CHECKING:
-    from fleetbus.config.load import Loaded
+    from fleetbus.config.load import LoadedConfiguration
 
 SHORT_FLAGS = {
     "run.name": "--run",
@@ -58,7 +58,9 @@ class SettingOption(click.Option):
             kind = {"type": click.Choice(setting.choices)}
         if setting.is_repeatable:
             kind["multiple"] = True
-        super().__init__([_parameter(setting), *_flags(setting)], default=None, help=_help(setting), **kind)
+        super().__init__(
+            [_format_parameter_name(setting), *_list_flags(setting)], default=None, help=_format_help(setting), **kind
+        )
 
 
 class SettingsCommand(click.Command):
@@ -73,7 +75,7 @@ class SettingsCommand(click.Command):
         for parameter in self.get_params(context):
             record = parameter.get_help_record(context)
             if record is not None:
-                sections.setdefault(_section(parameter), []).append(record)
+                sections.setdefault(_find_section(parameter), []).append(record)
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -85,7 +87,7 @@ def settings_options(*names: str) -> Callable[[F], F]:
     settings.sort(key=lambda setting: setting.name not in SHORT_FLAGS)
 
     def add(function: F) -> F:
-        options: list[click.Option] = [_config_option(), *(SettingOption(setting) for setting in settings)]
+        options: list[click.Option] = [_build_config_option(), *(SettingOption(setting) for setting in settings)]
         known: list[click.Parameter] = function.__dict__.setdefault("__click_params__", [])
         known.extend(reversed(options))
         return function
@@ -93,22 +95,22 @@ def settings_options(*names: str) -> Callable[[F], F]:
     return add
 
 
-def load_settings(values: dict[str, Any], *, earlier: bool = True) -> Loaded:
+def load_settings(values: dict[str, Any], *, earlier: bool = True) -> LoadedConfiguration:
     """The effective configuration for the flags that click collected, on top of what the run was last started with, unless
     ``earlier`` is False; raises `UserError`."""
     import os
 
-    from fleetbus.config.load import default_file, load_configuration
-    from fleetbus.config.run_folder import earlier_configuration
+    from fleetbus.config.load import find_default_file, load_configuration
+    from fleetbus.config.run_folder import read_earlier_configuration
 
     given = {name: value for name, value in values.items() if _SEPARATOR in name and value not in (None, ())}
     flags = {name.replace(_SEPARATOR, "."): value for name, value in given.items()}
-    file = values.get("config") or default_file(Path.cwd())
-    before = earlier_configuration if earlier else None
-    return load_configuration(file=file, variables=os.environ, flags=flags, typed=_typed(given), earlier=before)
+    file = values.get("config") or find_default_file(Path.cwd())
+    before = read_earlier_configuration if earlier else None
+    return load_configuration(file=file, variables=os.environ, flags=flags, typed=_find_typed_flags(given), earlier=before)
 
 
-def _typed(parameters: Iterable[str]) -> dict[str, str]:
+def _find_typed_flags(parameters: Iterable[str]) -> dict[str, str]:
     """By setting the flag that was given, so that errors name it: the one that was typed, where the command remembers."""
     context = click.get_current_context(silent=True)
     if context is None:
@@ -126,7 +128,7 @@ def _typed(parameters: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _config_option() -> click.Option:
+def _build_config_option() -> click.Option:
     return click.Option(
         ["--config"],
         type=click.Path(path_type=Path, dir_okay=False),
@@ -134,23 +136,23 @@ def _config_option() -> click.Option:
     )
 
 
-def _parameter(setting: Setting) -> str:
+def _format_parameter_name(setting: Setting) -> str:
     return f"{setting.table}{_SEPARATOR}{setting.key}"
 
 
-def _flags(setting: Setting) -> Sequence[str]:
+def _list_flags(setting: Setting) -> Sequence[str]:
     long = setting.flag
     if setting.base is bool:
         return [f"{long}/--no-{long.removeprefix('--')}"]
     return [SHORT_FLAGS[setting.name], long] if setting.name in SHORT_FLAGS else [long]
 
 
-def _help(setting: Setting) -> str:
+def _format_help(setting: Setting) -> str:
     shown = {True: "yes", False: "no"}.get(setting.default, setting.default) if setting.base is bool else setting.default
     return f"{setting.description} [{shown}]" if shown != "" else setting.description
 
 
-def _section(parameter: click.Parameter) -> str:
+def _find_section(parameter: click.Parameter) -> str:
     if not isinstance(parameter, SettingOption) or parameter.setting.name in SHORT_FLAGS:
         return "Options"
     return f"Settings of {parameter.setting.table}"

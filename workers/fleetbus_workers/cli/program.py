@@ -42,7 +42,7 @@ COMMANDS: dict[str, Entry] = {
     "init": Entry("Set up", "fleetbus_workers.cli.init", "Declare a run's streams on a NATS server"),
     "auth": Entry("Set up", "fleetbus_workers.cli.auth", "Keys per role, TLS and a server configuration with least rights"),
     "tasks": Entry("Set up", "fleetbus_workers.cli.tasks", "Check tasks, and split them into training and held-out ones"),
-    "new": Entry("Set up", "fleetbus_workers.cli.new", "Write a working environment of one's own, with its test"),
+    "new": Entry("Set up", "fleetbus_workers.cli.new", "Create a working environment with its test"),
     "starter": Entry("Set up", "fleetbus_workers.cli.starter", "Build the starter policy, or say where it is"),
     "top": Entry("Look", "fleetbus_workers.cli.top", "A run as a live table: workers, rates, reward, what is stuck"),
     "metrics": Entry("Look", "fleetbus_workers.cli.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
@@ -109,9 +109,9 @@ def run_program(arguments: Sequence[str]) -> int:
         return REFUSED
     except click.UsageError as error:
         where = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
-        return _refuse(error.format_message().rstrip(".") + where)
+        return _report_refusal(error.format_message().rstrip(".") + where)
     except click.ClickException as error:
-        return _refuse(error.format_message())
+        return _report_refusal(error.format_message())
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except Exception as error:
@@ -121,38 +121,38 @@ def run_program(arguments: Sequence[str]) -> int:
 
 def is_bad_input(error: BaseException) -> bool:
     """True if the error is a `UserError`, or a group out of a task group that holds nothing else."""
-    return all(isinstance(leaf, UserError) for leaf in _leaves(error))
+    return all(isinstance(leaf, UserError) for leaf in _iterate_leaves(error))
 
 
 def is_taken_over(error: BaseException) -> bool:
     """True if the worker stops because another has its place, whatever else went wrong while it stopped."""
-    return any(isinstance(leaf, TakenOver) for leaf in _leaves(error))
+    return any(isinstance(leaf, TakenOver) for leaf in _iterate_leaves(error))
 
 
 def _report(error: Exception) -> int:
-    """Bad input is one line; anything else is a crash and shows where it happened, except an output that nobody reads."""
+    """Bad input is one line; anything else is a crash and shows where it happened, except a closed output pipe."""
     if is_bad_input(error):
-        return _refuse(str(next(_leaves(error))))
-    if all(isinstance(leaf, BrokenPipeError) for leaf in _leaves(error)):
-        return _leave_quietly()
+        return _report_refusal(str(next(_iterate_leaves(error))))
+    if all(isinstance(leaf, BrokenPipeError) for leaf in _iterate_leaves(error)):
+        return _close_stdout()
     traceback.print_exception(error, file=sys.stderr)
     return CRASHED
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def _iterate_leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from _iterate_leaves(inner)
     else:
         yield error
 
 
-def _refuse(reason: str) -> int:
+def _report_refusal(reason: str) -> int:
     print(f"fleetbus: {' '.join(reason.split())}", file=sys.stderr)
     return REFUSED
 
 
-def _leave_quietly() -> int:
-    """Whoever read our output has enough (``fleetbus schema | head``): the interpreter's last flush must not fail again."""
+def _close_stdout() -> int:
+    """The reader closed the pipe (``fleetbus schema | head``): the interpreter's last flush must not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CRASHED

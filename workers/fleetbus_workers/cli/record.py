@@ -18,7 +18,7 @@ from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
-    from fleetbus.bus.base import Stored
+    from fleetbus.bus.base import StreamEntry
     from fleetbus.config.settings import Configuration
     from fleetbus.recording.export import Export
     from fleetbus.recording.format import RecordingHeader
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fleetbus_workers.cli.sources import Source
 
 FOLLOWER_NICE = 15
-"""Added to the niceness of a process that follows a run, where it cannot be told to use idle time alone."""
+"""Added to the niceness of a process that follows a run, where idle scheduling is not available."""
 
 OBJECT_SECONDS = 30.0
-"""Longest wait for one object of the bucket; what does not come is told as missing."""
+"""Longest wait for one object of the bucket; what does not arrive is reported as missing."""
 
 
 @click.command("record")
@@ -72,15 +72,15 @@ def command(
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     if follow:
-        _give_way()  # before there are threads: those keep what they were made with
+        _lower_priority()  # before there are threads: those keep what they were made with
     work = partial(_record, source, configuration, output, archive=archive, follow=follow, overwrite=force, **choices)
     facts = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     _print(facts, output, as_json)
     return FINISHED
 
 
-def _give_way() -> None:
-    """Take no time that the run's own workers could use: the log keeps what was not read yet."""
+def _lower_priority() -> None:
+    """Lower the priority of this process, so that the run's workers are not slowed; the log keeps unread entries."""
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):  # not Linux, or not allowed
@@ -108,27 +108,27 @@ async def _record(
     from fleetbus.errors import UserError
     from fleetbus.recording.export import Export
     from fleetbus.recording.objects import add_objects
-    from fleetbus.recording.redaction import Redactor, environment_secrets
+    from fleetbus.recording.redaction import Redactor, find_environment_secrets
     from fleetbus.recording.writer import create_recording
     from fleetbus_workers.cli.sources import open_source
 
-    redactor = None if keep_secrets else Redactor(environment_secrets(os.environ))
+    redactor = None if keep_secrets else Redactor(find_environment_secrets(os.environ))
     async with open_source(source, configuration, archive) as entries_of:
         if follow and entries_of.bus is None:
             raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
         if entries_of.file is not None and _is_same_file(entries_of.file, output):
             raise UserError(f"{output} is the recording that is read: give another --output")
-        header = _header(entries_of, configuration, episodes, redactor is not None)
+        header = _build_header(entries_of, configuration, episodes, redactor is not None)
         with create_recording(output, header, overwrite=overwrite) as writer:
             export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
-            last = _Last()
-            await export.copy(last.noting(entries_of.entries()), progress=_progress(writer))
+            last = _SequenceTracker()
+            await export.copy(last.track(entries_of.entries()), progress=_build_progress_callback(writer))
             if follow:
                 await _follow(export, entries_of, writer, last.sequence + 1)
             folder = run_folder(configuration.run).weights
             files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder) if weights else 0
             names = export.references.names if objects else {}
-            async with _fetching(entries_of) as fetch:
+            async with _open_object_source(entries_of) as fetch:
                 added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
             writer.flush()
     return {
@@ -147,15 +147,15 @@ async def _record(
 
 
 @asynccontextmanager
-async def _fetching(source: Source) -> AsyncIterator[Callable[[str], Awaitable[bytes | None]]]:
+async def _open_object_source(source: Source) -> AsyncIterator[Callable[[str], Awaitable[bytes | None]]]:
     """A function that reads objects where the entries came from; None for those that are not there, or do not come in time."""
     import tempfile
 
     from fleetbus.bus.objects import ObjectMissing
     from fleetbus.errors import BusError
-    from fleetbus_workers.weights.store import objects_of
+    from fleetbus_workers.weights.store import get_object_store
 
-    store = objects_of(source.bus, source.subjects.run) if source.bus is not None else None
+    store = get_object_store(source.bus, source.subjects.run) if source.bus is not None else None
     with tempfile.TemporaryDirectory(prefix="fleetbus-record-") as place:
         file = anyio.Path(place) / "object"
 
@@ -179,27 +179,27 @@ def _is_same_file(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-class _Last:
+class _SequenceTracker:
     """Notes the last sequence while entries pass by."""
 
     sequence = 0
 
-    async def noting(self, entries: AsyncIterator[Stored]) -> AsyncIterator[Stored]:
+    async def track(self, entries: AsyncIterator[StreamEntry]) -> AsyncIterator[StreamEntry]:
         async for entry in entries:
             self.sequence = entry.sequence
             yield entry
 
 
-def _header(source: Source, configuration: Configuration, episodes: tuple[str, ...], redacted: bool) -> RecordingHeader:
+def _build_header(source: Source, configuration: Configuration, episodes: tuple[str, ...], redacted: bool) -> RecordingHeader:
     import time
 
     import msgspec
 
     from fleetbus.config.load import dump_configuration
     from fleetbus.config.run_folder import run_folder
-    from fleetbus.recording.format import RecordingHeader, message_schema
+    from fleetbus.recording.format import RecordingHeader, compute_message_schema
     from fleetbus.recording.reader import read_header
-    from fleetbus.recording.writer import fleetbus_version
+    from fleetbus.recording.writer import read_fleetbus_version
 
     if source.file is not None:
         earlier = read_header(source.file)
@@ -207,17 +207,17 @@ def _header(source: Source, configuration: Configuration, episodes: tuple[str, .
     known = run_folder(configuration.run).configuration.is_file()
     return RecordingHeader(
         run=source.subjects.run,
-        fleetbus=fleetbus_version(),
-        messages=message_schema(),
+        fleetbus=read_fleetbus_version(),
+        messages=compute_message_schema(),
         created_ns=time.time_ns(),
-        configuration=_portable(msgspec.json.decode(dump_configuration(configuration))) if known else {},
+        configuration=_strip_local_settings(msgspec.json.decode(dump_configuration(configuration))) if known else {},
         selected=episodes,
         redacted=redacted,
     )
 
 
-def _portable(tables: dict[str, Any]) -> dict[str, Any]:
-    """Where the run's server and files were says nothing to others."""
+def _strip_local_settings(tables: dict[str, Any]) -> dict[str, Any]:
+    """Drop addresses and paths that are meaningful on this machine only."""
     tables["nats"]["url"] = ""
     tables["run"]["folder"] = ""
     return tables
@@ -227,20 +227,20 @@ async def _follow(export: Export, source: Source, writer: RecordingWriter, start
     assert source.bus is not None
     stop = anyio.Event()
 
-    async def obey() -> None:
+    async def stop_on_signal() -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
                 stop.set()
                 return
 
     async with anyio.create_task_group() as group:
-        group.start_soon(obey)
+        group.start_soon(stop_on_signal)
         click.echo("following; Ctrl-C ends it", err=True)
-        await export.follow(source.bus, source.subjects, stop, start=start, progress=_progress(writer))
+        await export.follow(source.bus, source.subjects, stop, start=start, progress=_build_progress_callback(writer))
         group.cancel_scope.cancel()
 
 
-def _progress(writer: RecordingWriter) -> Callable[[int], None]:
+def _build_progress_callback(writer: RecordingWriter) -> Callable[[int], None]:
     """On a terminal one line that counts; elsewhere nothing."""
     import sys
 
@@ -277,21 +277,21 @@ def _print(facts: dict[str, Any], output: Path, as_json: bool) -> None:
     files = f", {facts['weights_files']} weights files" if facts["weights_files"] else ""
     if facts["weights_missing"]:
         click.echo(f"fleetbus: {facts['weights_missing']} weights files are not on this machine and were left out", err=True)
-    _tell_of_objects(facts["objects"], redacted=facts["redacted"])
-    said = f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}{_objects(facts['objects'])}"
+    _report_objects(facts["objects"], redacted=facts["redacted"])
+    said = f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}{_format_objects(facts['objects'])}"
     print(f"{said}: {output} ({facts['bytes'] / 1e6:.2f} MB)")
     if facts["torn_source"]:
         click.echo(f"fleetbus: {facts['torn_source']}", err=True)
 
 
-def _objects(found: dict[str, int]) -> str:
+def _format_objects(found: dict[str, int]) -> str:
     return f", {found['objects']} objects of {found['bytes'] / 1e6:.1f} MB" if found["objects"] else ""
 
 
-def _tell_of_objects(found: dict[str, int], *, redacted: bool) -> None:
+def _report_objects(found: dict[str, int], *, redacted: bool) -> None:
     reasons = {"missing": "are in no bucket any more", "withheld": "have a secret in them", "beyond": "exceed --max-objects"}
     for name, reason in reasons.items():
         if found[name]:
             click.echo(f"fleetbus: {found[name]} objects {reason} and were left out", err=True)
     if redacted and found["objects"]:
-        click.echo("fleetbus: nobody looked at the pictures in it for secrets; --no-objects leaves them out", err=True)
+        click.echo("fleetbus: images in it were not checked for secrets; use --no-objects to leave them out", err=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @role_options
 @settings_options("run", "nats", "limits", "log")
 def command(archive: Path, **values: Any) -> int:
-    """Archives a run's log and keeps it below its limit: removes observations and actions that the archive holds and nobody
+    """Archives a run's log and keeps it below its limit: removes observations and actions that the archive holds and no worker
     needs any more. Requests, claims, results and training entries stay.
 
     One per run. SIGTERM or Ctrl-C: archive what the log holds by then, then exit. It goes on where the archive ends.

@@ -101,7 +101,7 @@ async def _replay(
         environment=environment,
         model=model,
         weights=weights,
-        speed=_speed(speed),
+        speed=_parse_speed(speed),
         ignored=frozenset(ignore),
         tolerance=tolerance,
         patience_seconds=patience,
@@ -113,7 +113,7 @@ async def _replay(
     if role == "learner" and jobs is not None and jobs > 1:
         raise UserError("--jobs: a learner needs all episodes in one process: leave it out")
     progress = Progress()
-    async with _shown(progress, role):
+    async with _show_progress(progress, role):
         report = await replay_recording(file, replay, progress)
     if report.torn:
         click.echo(f"fleetbus: {report.torn}", err=True)
@@ -121,7 +121,7 @@ async def _replay(
 
 
 @asynccontextmanager
-async def _shown(progress: Progress, role: str) -> AsyncIterator[None]:
+async def _show_progress(progress: Progress, role: str) -> AsyncIterator[None]:
     """On a terminal one line that counts, and is gone at the end; elsewhere nothing."""
     from fleetbus_workers.replay.progress import UNITS, telling
 
@@ -142,7 +142,7 @@ async def _shown(progress: Progress, role: str) -> AsyncIterator[None]:
         click.echo(f"\r{' ' * LINE_WIDTH}\r", nl=False, err=True)
 
 
-def _speed(text: str) -> float | None:
+def _parse_speed(text: str) -> float | None:
     from fleetbus.errors import UserError
 
     if text == "max":

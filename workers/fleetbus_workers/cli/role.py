@@ -1,8 +1,8 @@
-"""One role as one process: connect, work, and stop in the way that was asked for.
+"""One role as one process: connect, work, and stop as requested.
 
 A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A worker that was replaced by
 another exits 0 too, so that whoever keeps workers running does not start it again. A process that `fleetbus up` started also
-ends when `up` is gone, however that happened: see `fleetbus_workers.up.guard`.
+ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_death`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import anyio
 import click
 
 from fleetbus.errors import UserError
-from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.program import is_bad_input, is_taken_over
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
@@ -50,13 +50,13 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
     from fleetbus.logs import configure_logs
 
     configuration = load_settings(values).configuration
-    name = values.get("name") or made_up_name(role)
-    checked_name("--name", name)
-    url = server_url(configuration)
+    name = values.get("name") or generate_worker_name(role)
+    validate_name("--name", name)
+    url = resolve_server_url(configuration)
     if values.get("supervised"):
-        from fleetbus_workers.up.guard import end_with_supervisor
+        from fleetbus_workers.up.parent_death import exit_with_parent
 
-        end_with_supervisor()
+        exit_with_parent()
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
     work = _import_work(load_work)
@@ -72,31 +72,31 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
         return CRASHED
 
 
-def made_up_name(role: str) -> str:
+def generate_worker_name(role: str) -> str:
     """A name that no other worker of the run has or had: role, host, process id, and a random part, because a container that
     is started again has the same host and the same process id."""
     host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:64] or "host"
     return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def server_url(configuration: Configuration) -> str:
+def resolve_server_url(configuration: Configuration) -> str:
     """The server to connect to: the one that was named, or the one that a running `up` of the same run started here."""
     from fleetbus.config.run_folder import run_folder
 
-    if url := configuration.nats.url or served_at(run_folder(configuration.run)):
+    if url := configuration.nats.url or find_local_server_url(run_folder(configuration.run)):
         return url
     raise UserError(
         f"no server for run {configuration.run.name}: give --nats nats://HOST:4222, or start `fleetbus up` in this folder first"
     )
 
 
-def served_at(folder: RunFolder) -> str:
+def find_local_server_url(folder: RunFolder) -> str:
     """The URL of the server that a running `up` started, else empty."""
-    return told_address(folder).get("url", "")
+    return read_server_address(folder).get("url", "")
 
 
-def told_address(folder: RunFolder) -> dict[str, str]:
-    """What a running `up` tells of its server, else empty: an `up` that was killed leaves the address behind."""
+def read_server_address(folder: RunFolder) -> dict[str, str]:
+    """Server address written by a running `up`, else empty: an `up` that was killed leaves a stale file."""
     import msgspec
 
     from fleetbus_workers.up.lock import is_held
@@ -121,17 +121,17 @@ def _import_work(load_work: Callable[[], Work]) -> Work:
 
 
 async def _serve(role: str, work: Work, configuration: Configuration, name: str, url: str) -> int:
-    from fleetbus.auth.access import access_for
+    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
-    from fleetbus.micro import Microservice
+    from fleetbus.service_api import Microservice
     from fleetbus_schemas import Subjects
 
-    access = access_for(role, configuration.nats.auth)
+    access = build_access(role, configuration.nats.auth)
     drain = anyio.Event()
     exit_code = FINISHED
     async with anyio.create_task_group() as tasks:
 
-        async def obey() -> None:
+        async def stop_on_signals() -> None:
             nonlocal exit_code
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async for _ in signals:
@@ -141,7 +141,7 @@ async def _serve(role: str, work: Work, configuration: Configuration, name: str,
                         return
                     drain.set()
 
-        tasks.start_soon(obey)
+        tasks.start_soon(stop_on_signals)
         run = configuration.run.name
         async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
             await _check_declared(bus, run)

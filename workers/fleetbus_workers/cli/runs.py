@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.exit_status import FINISHED
 
@@ -44,9 +44,9 @@ def command() -> None:
 @folder_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 def list_runs(as_json: bool, **values: Any) -> int:
-    """List the runs in a folder: whether they run, when they were last written to, how large they are, what came of them."""
+    """List the runs in a folder: whether they run, when they were last written to, how large they are, their results."""
     folder = runs_folder(values)
-    rows = [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
+    rows = [_describe_run(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
     if as_json:
         import msgspec
 
@@ -72,14 +72,14 @@ def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
     folder = runs_folder(values)
     chosen = []
     for name in dict.fromkeys(names):
-        path = folder / checked_name("run", name)
+        path = folder / validate_name("run", name)
         if path.is_symlink() or not _is_run(path):
             raise UserError(f"there is no run {name} in {folder}: `fleetbus runs list` shows them")
         if _is_running(path):
             raise UserError(f"run {name} is running: stop `fleetbus up` first")
         chosen.append(path)
     for path in chosen:
-        if yes or click.confirm(f"remove {path} ({_size(path) / 1e6:.1f} MB)?", err=True):
+        if yes or click.confirm(f"remove {path} ({_measure_bytes(path) / 1e6:.1f} MB)?", err=True):
             shutil.rmtree(path)
             print(f"removed {path.name}")
     return FINISHED
@@ -96,18 +96,18 @@ def _is_running(path: Path) -> bool:
     return is_held(path / "lock")
 
 
-def _row(path: Path) -> dict[str, Any]:
+def _describe_run(path: Path) -> dict[str, Any]:
     from fleetbus.config.run_folder import RunFolder
 
     run = RunFolder(path)
-    summary = _read(run.summary)
+    summary = _read_json(run.summary)
     return {
         "run": path.name,
         "running": _is_running(path),
-        "changed": max((_stat(path, name, "st_mtime") for name in os.listdir(path)), default=0.0),
-        "bytes": _size(path),
+        "changed": max((_read_stat(path, name, "st_mtime") for name in os.listdir(path)), default=0.0),
+        "bytes": _measure_bytes(path),
         "model": run.model.is_dir(),
-        "checkpoints": _count(run),
+        "checkpoints": _count_episodes(run),
         "steps": summary.get("optimizer_steps"),
         "success_before": summary.get("success_start"),
         "success_after": summary.get("success_end"),
@@ -115,11 +115,11 @@ def _row(path: Path) -> dict[str, Any]:
     }
 
 
-def _count(run: RunFolder) -> int:
+def _count_episodes(run: RunFolder) -> int:
     return sum(1 for _ in run.checkpoints.iterdir()) if run.checkpoints.is_dir() else 0
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     import msgspec
 
     try:
@@ -129,11 +129,11 @@ def _read(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _size(path: Path) -> int:
-    return sum(_stat(folder, name, "st_size") for folder, _, names in os.walk(path) for name in names)
+def _measure_bytes(path: Path) -> int:
+    return sum(_read_stat(folder, name, "st_size") for folder, _, names in os.walk(path) for name in names)
 
 
-def _stat(folder: str | Path, name: str, field: str) -> Any:
+def _read_stat(folder: str | Path, name: str, field: str) -> Any:
     """A field of a file's status, 0 for one that is gone: a running server removes files meanwhile."""
     try:
         return getattr(os.lstat(os.path.join(folder, name)), field)

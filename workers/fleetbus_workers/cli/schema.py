@@ -12,11 +12,11 @@ def command(as_asyncapi: bool) -> None:
     import msgspec
 
     if as_asyncapi:
-        from fleetbus_schemas.asyncapi import asyncapi
+        from fleetbus_schemas.asyncapi import build_asyncapi
 
-        document = asyncapi()
+        document = build_asyncapi()
     else:
-        from fleetbus_schemas.export import json_schema
+        from fleetbus_schemas.export import build_json_schema
 
-        document = json_schema()
+        document = build_json_schema()
     print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())

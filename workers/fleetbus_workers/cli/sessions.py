@@ -34,7 +34,7 @@ def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
     Oldest first. Exit status 0: listed; 2: the run cannot be reached.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
-    rows = anyio.run(partial(_list, configuration), backend_options={"use_uvloop": os.name != "nt"})
+    rows = anyio.run(partial(_list_sessions, configuration), backend_options={"use_uvloop": os.name != "nt"})
     shown = rows[:limit] if limit > 0 else rows
     if as_json:
         import msgspec
@@ -45,23 +45,23 @@ def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
     return FINISHED
 
 
-async def _list(configuration: Configuration) -> list[dict[str, Any]]:
+async def _list_sessions(configuration: Configuration) -> list[dict[str, Any]]:
     from fleetbus_schemas import Subjects
 
     subjects = Subjects(configuration.run.name)
     async with open_run(configuration, "operator") as bus:
         held: dict[str, tuple[str, tuple[str, ...]]] = {}
-        for role, worker in await _workers(bus, subjects):
-            answer = await _ask(bus, subjects, role, worker)
+        for role, worker in await _list_workers(bus, subjects):
+            answer = await _request_sessions(bus, subjects, role, worker)
             held[worker] = (role, answer if answer is not None else ("(no answer)",))
         rows: list[dict[str, Any]] = []
         for worker, (role, sessions) in held.items():
             known = {"worker": worker, "role": role}
-            rows += [known | {"session": name} | await _since(bus, subjects, role, name) for name in sessions]
+            rows += [known | {"session": name} | await _read_claim(bus, subjects, role, name) for name in sessions]
     return sorted(rows, key=lambda row: -(row["seconds"] or 0.0))
 
 
-async def _workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
+async def _list_workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
     from fleetbus_schemas import Heartbeat, MalformedMessage, decode
 
     found: dict[tuple[str, str], None] = {}
@@ -78,7 +78,7 @@ async def _workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-async def _ask(bus: Any, subjects: Any, role: str, worker: str) -> tuple[str, ...] | None:
+async def _request_sessions(bus: Any, subjects: Any, role: str, worker: str) -> tuple[str, ...] | None:
     from fleetbus.errors import NoResponders, RequestUnanswered
     from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, decode, encode
 
@@ -90,7 +90,7 @@ async def _ask(bus: Any, subjects: Any, role: str, worker: str) -> tuple[str, ..
         return None
 
 
-async def _since(bus: Any, subjects: Any, role: str, name: str) -> dict[str, Any]:
+async def _read_claim(bus: Any, subjects: Any, role: str, name: str) -> dict[str, Any]:
     """When the session's newest claim was stored, and how far it is."""
     episode, _, rest = name.partition(".")
     entries = await bus.history([subjects.episode(episode), subjects.session(episode)]) if "(" not in name else []
@@ -103,13 +103,13 @@ def _print(rows: list[dict[str, Any]], total: int) -> None:
     from rich.table import Table
 
     from fleetbus_workers.cli.tables import print_table
-    from fleetbus_workers.overview.wording import duration
+    from fleetbus_workers.overview.formatting import format_duration
 
     table = Table("session", "worker", "role", box=None, header_style="bold", pad_edge=False)
     table.add_column("turn", justify="right")
     table.add_column("for", justify="right")
     for row in rows:
-        since = "" if row["seconds"] is None else duration(row["seconds"])
+        since = "" if row["seconds"] is None else format_duration(row["seconds"])
         table.add_row(row["episode"], row["worker"], row["role"], row["turn"], since)
     print_table(table)
     print(f"{total} sessions" + (f", the {len(rows)} oldest shown (--limit 0: all)" if len(rows) < total else ""))

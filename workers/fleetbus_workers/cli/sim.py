@@ -25,7 +25,7 @@ PROCESSES = 2
 
 
 @click.command("sim")
-@click.option("--seed", type=click.IntRange(0, LARGEST_SEED), metavar="N", help="Simulate one seed and tell what happened")
+@click.option("--seed", type=click.IntRange(0, LARGEST_SEED), metavar="N", help="Simulate one seed and report what happened")
 @click.option("--seeds", metavar="A-B", help="Simulate seeds A to B and list those that fail")
 @click.option(
     "--processes", type=click.IntRange(min=1), default=min(PROCESSES, os.cpu_count() or 1), help="Processes for --seeds"
@@ -90,7 +90,7 @@ def _check_writable(trace: Path) -> None:
 
 
 def _run_many(seeds: range, processes: int, as_json: bool) -> int:
-    from fleetbus_workers.simulation.many import run_seeds
+    from fleetbus_workers.simulation.seed_pool import run_seeds
 
     started = time.monotonic()
     failed: list[int] = []

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from fleetbus_workers.cli.log_access import is_reachable, open_run
-from fleetbus_workers.cli.role import told_address
+from fleetbus_workers.cli.role import read_server_address
 
 if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus, Stored
+    from fleetbus.bus.base import Bus, StreamEntry
     from fleetbus.config.settings import Configuration
     from fleetbus_schemas import Subjects
 
@@ -34,12 +34,12 @@ class Source:
         self.objects: dict[str, bytes] = {}
         """The objects of a recording, once it was read."""
 
-    async def entries(self, subjects: list[str] | None = None) -> AsyncGenerator[Stored]:
+    async def entries(self, subjects: list[str] | None = None) -> AsyncGenerator[StreamEntry]:
         """All entries, or those that match one of these subjects (wildcards allowed), in order. Who leaves early closes it."""
         from fleetbus.bus.memory_subjects import any_matcher
 
         if self.bus is not None and self.archive is None and subjects:
-            async with aclosing(cast("AsyncGenerator[Stored]", self.bus.scan(subjects))) as entries:
+            async with aclosing(cast("AsyncGenerator[StreamEntry]", self.bus.scan(subjects))) as entries:
                 async for entry in entries:
                     yield entry
             return
@@ -48,8 +48,8 @@ class Source:
             if matches(entry.subject):
                 yield entry
 
-    async def _all(self) -> AsyncIterator[Stored]:
-        from fleetbus.archive import scan_archive, scan_whole
+    async def _all(self) -> AsyncIterator[StreamEntry]:
+        from fleetbus.archive import scan_archive, scan_archive_and_log
         from fleetbus.recording.export import scan_recording
         from fleetbus.recording.reader import RecordingReader
 
@@ -59,18 +59,18 @@ class Source:
                 yield entry
             self.torn, self.objects = reader.torn, reader.objects
         elif self.bus is not None:
-            async for entry in scan_whole(self.bus, self.subjects, self.archive):
+            async for entry in scan_archive_and_log(self.bus, self.subjects, self.archive):
                 yield entry
         elif self.archive is not None:
             async for entry in scan_archive(self.archive, run=self.subjects.run):
                 yield entry
 
 
-def monitor_address(configuration: Configuration) -> str:
-    """Where the server that `up` started on this machine tells of itself, empty if nobody knows."""
+def find_monitor_address(configuration: Configuration) -> str:
+    """Monitoring address of the server that `up` started on this machine, empty if unknown."""
     from fleetbus.config.run_folder import run_folder
 
-    return "" if configuration.nats.url else told_address(run_folder(configuration.run)).get("monitor", "")
+    return "" if configuration.nats.url else read_server_address(run_folder(configuration.run)).get("monitor", "")
 
 
 def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,20 +85,21 @@ def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
-def nats_http_of(configuration: Configuration, given: str) -> str | None:
+def resolve_nats_http(configuration: Configuration, given: str) -> str | None:
     """The address of the server's monitoring: the one that was given, or that of `up`; empty if nobody knows it, None for a
     run that nobody serves. Raises `UserError` for what is no address."""
-    from fleetbus_workers.overview.nats_http import checked_address
+    from fleetbus_workers.overview.nats_http import parse_monitoring_address
 
-    known = checked_address(given) or monitor_address(configuration)
+    known = parse_monitoring_address(given) or find_monitor_address(configuration)
     return known if known or configuration.nats.url else None
 
 
-def asked_address(configuration: Configuration, given: str) -> Callable[[], str | None]:
-    """`nats_http_of` as of whenever it is called: a run that is resumed has a server with another address. Raises `UserError`
+def build_address_resolver(configuration: Configuration, given: str) -> Callable[[], str | None]:
+    """`resolve_nats_http` as of whenever it is called: a run that is resumed has a server with another address. Raises
+    `UserError`
     at once."""
-    nats_http_of(configuration, given)
-    return partial(nats_http_of, configuration, given)
+    resolve_nats_http(configuration, given)
+    return partial(resolve_nats_http, configuration, given)
 
 
 def is_recording(name: str | None) -> bool:

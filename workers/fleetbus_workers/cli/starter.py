@@ -16,22 +16,22 @@ import click
 @click.option("--vision", is_flag=True, help="Build a small model that sees, for the environment colours")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON")
 def command(folder: Path | None, seed: int, vision: bool, as_json: bool) -> None:
-    """Say where the starter policy is that comes with fleetbus, or build one from nothing into FOLDER.
+    """Print the path of the starter policy that comes with fleetbus, or build a new one into FOLDER.
 
     Building takes minutes on one core and needs `pip install 'fleetbus[torch]'`. Use it with `fleetbus up --model FOLDER`.
     """
     if folder is None and vision:
         raise click.UsageError("--vision needs a FOLDER: no model that sees is shipped")
     if folder is None:
-        _tell(as_json)
+        _print_location(as_json)
     else:
         _build(folder, seed, vision, as_json)
 
 
-def _tell(as_json: bool) -> None:
-    from fleetbus_workers.assembly.model import starter_folder
+def _print_location(as_json: bool) -> None:
+    from fleetbus_workers.assembly.model import find_starter_folder
 
-    print(json.dumps({"folder": str(starter_folder())}) if as_json else starter_folder())
+    print(json.dumps({"folder": str(find_starter_folder())}) if as_json else find_starter_folder())
 
 
 def _build(folder: Path, seed: int, vision: bool, as_json: bool) -> None:
@@ -44,9 +44,9 @@ def _build(folder: Path, seed: int, vision: bool, as_json: bool) -> None:
     build: Callable[..., Any]
     try:
         if vision:
-            from fleetbus_workers.starter.seeing import build_seeing_starter
+            from fleetbus_workers.starter.vision_starter import build_vision_starter
 
-            build = build_seeing_starter
+            build = build_vision_starter
         else:
             from fleetbus_workers.starter.build import build_starter
 

@@ -33,7 +33,7 @@ def command() -> None:
 @click.option("--environment", "specs", multiple=True, metavar="[KEY=]SPEC", help="Also check that these serve every task")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON")
 def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
-    """Read every task and say all that is wrong, each with its file and its place. Exit status 0: nothing is; 2: something is.
+    """Read every task and report all errors with file and position. Exit status 0: valid; 2: errors found.
 
     Checks the fields, that keys are unique, that tasks fit into a message, and that verifiers compile.
     """
@@ -42,8 +42,8 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     tasks, problems = check_dataset(location)
     problems += check_verifiers(tasks)
     if specs:
-        problems += _unserved(specs, tasks)
-    facts = _facts(tasks) | {"problems": problems}
+        problems += _find_unserved(specs, tasks)
+    facts = _summarize_tasks(tasks) | {"problems": problems}
     if as_json:
         _print_json(facts)
     else:
@@ -80,14 +80,14 @@ def split(location: str, output: Path, formats: str, as_json: bool, **choices: A
     Fleet's data preparation: --eval-ratio 0.2 --max-eval 20 --min-eval 5 --all-or-none --max-eval-total 96 --max-env-share 0.2.
     """
     from fleetbus.core.splits import split_tasks
-    from fleetbus.datasets import shown
+    from fleetbus.datasets import redact_location
     from fleetbus.errors import UserError
     from fleetbus.tasks import load_dataset
     from fleetbus.tasks_output import write_split
 
-    tasks = _selected(load_dataset(location), choices)
+    tasks = _select_tasks(load_dataset(location), choices)
     if not tasks:
-        raise UserError(f"{shown(location)}: no task is left to split; loosen --modality, --env or --difficulty")
+        raise UserError(f"{redact_location(location)}: no task is left to split; loosen --modality, --env or --difficulty")
     parameters = {
         name: choices[name] for name in ("eval_ratio", "max_eval", "min_eval", "all_or_none", "max_eval_total", "max_env_share")
     }
@@ -100,7 +100,7 @@ def split(location: str, output: Path, formats: str, as_json: bool, **choices: A
         "train": len(train),
         "validation": len(evaluation),
         "left_out": len(tasks) - len(train) - len(evaluation),
-        "environments": _table(train, evaluation),
+        "environments": _count_split(train, evaluation),
         "files": [str(path) for path in written],
     }
     if as_json:
@@ -110,7 +110,7 @@ def split(location: str, output: Path, formats: str, as_json: bool, **choices: A
     return 0
 
 
-def _selected(tasks: Sequence[Task], choices: dict[str, Any]) -> list[Task]:
+def _select_tasks(tasks: Sequence[Task], choices: dict[str, Any]) -> list[Task]:
     selected = [
         task
         for task in tasks
@@ -121,18 +121,18 @@ def _selected(tasks: Sequence[Task], choices: dict[str, Any]) -> list[Task]:
     return selected[: choices["max_tasks"]]
 
 
-def _unserved(specs: Sequence[str], tasks: Sequence[Task]) -> list[str]:
+def _find_unserved(specs: Sequence[str], tasks: Sequence[Task]) -> list[str]:
     from fleetbus.errors import UserError
-    from fleetbus_workers.environment.by_task import check_tasks_served, specs_by_key
+    from fleetbus_workers.environment.keyed_specs import check_tasks_are_served, parse_keyed_specs
 
     try:
-        check_tasks_served(specs_by_key("\n".join(specs)), tasks)
+        check_tasks_are_served(parse_keyed_specs("\n".join(specs)), tasks)
     except UserError as error:
         return [str(error)]
     return []
 
 
-def _facts(tasks: Sequence[Task]) -> dict[str, Any]:
+def _summarize_tasks(tasks: Sequence[Task]) -> dict[str, Any]:
     return {
         "dataset_version": tasks[0].dataset_version if tasks else "",
         "tasks": len(tasks),
@@ -144,7 +144,7 @@ def _facts(tasks: Sequence[Task]) -> dict[str, Any]:
     }
 
 
-def _table(train: Sequence[Task], evaluation: Sequence[Task]) -> dict[str, dict[str, int]]:
+def _count_split(train: Sequence[Task], evaluation: Sequence[Task]) -> dict[str, dict[str, int]]:
     return {
         env or "-": {
             "train": sum(task.env == env for task in train),
@@ -155,7 +155,7 @@ def _table(train: Sequence[Task], evaluation: Sequence[Task]) -> dict[str, dict[
 
 
 def _print_facts(facts: dict[str, Any], location: str) -> None:
-    from fleetbus.datasets import shown
+    from fleetbus.datasets import redact_location
 
     problems = facts["problems"]
     for problem in problems[:SHOWN_PROBLEMS]:
@@ -164,7 +164,10 @@ def _print_facts(facts: dict[str, Any], location: str) -> None:
         click.echo(f"fleetbus: and {len(problems) - SHOWN_PROBLEMS} more (--json shows all)", err=True)
     environments = ", ".join(f"{env} {count}" for env, count in facts["environments"].items())
     verdict = f"{len(problems)} problems" if problems else "valid"
-    print(f"{shown(location)}: {verdict}, {facts['tasks']} tasks, version {facts['dataset_version'] or '-'} ({environments})")
+    print(
+        f"{redact_location(location)}: {verdict}, {facts['tasks']} tasks, "
+        f"version {facts['dataset_version'] or '-'} ({environments})"
+    )
     if facts["without_verifier"]:
         print(f"{facts['without_verifier']} tasks have no verifier: their environment must reward them itself")
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import driver_of, open_run, reach_options
+from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options
 from fleetbus_workers.cli.options import SECONDS, load_settings
-from fleetbus_workers.cli.sources import asked_address, nats_http_option
+from fleetbus_workers.cli.sources import build_address_resolver, nats_http_option
 from fleetbus_workers.exit_status import FINISHED, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ FIRST_LOOK_SECONDS = 2.5
 @nats_http_option
 @reach_options
 def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http: str, **values: Any) -> int:
-    """A live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
+    """Live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
 
     Works at 80 columns and over SSH. Ctrl-C ends it. With --once the exit status says more: 0: it works or is over; 1: it is
     stuck, and where; 2: bad input.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
-    address = asked_address(configuration, nats_http)
+    address = build_address_resolver(configuration, nats_http)
     work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, nats_http=address)
     try:
         return anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
@@ -53,26 +53,26 @@ async def _watch(
     configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: Callable[[], str | None]
 ) -> int:
     from fleetbus_schemas import Subjects
-    from fleetbus_workers.overview.follow import Watch
-    from fleetbus_workers.overview.jetstream import look_at_server
-    from fleetbus_workers.overview.state import FleetState
+    from fleetbus_workers.overview.jetstream import fetch_server_view
+    from fleetbus_workers.overview.run_observer import RunObserver
+    from fleetbus_workers.overview.state import RunState
     from fleetbus_workers.replay.quiet import quiet
-    from fleetbus_workers.top.view import facts
+    from fleetbus_workers.top.view import build_facts
     from fleetbus_workers.watchdog import find_stalls
 
     run = configuration.run.name
-    state = FleetState(configuration.learner.steps)
+    state = RunState(configuration.learner.steps)
     async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
         with quiet():
-            watch = Watch(bus, Subjects(run), state, driver_of(configuration))
+            watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
             tasks.start_soon(watch.run)
             if not once:  # a server that takes its time must not hold up the picture of the workers
-                tasks.start_soon(watch.look_at_server, nats_http)
+                tasks.start_soon(watch.fetch_server_view, nats_http)
 
             async def look() -> dict[str, Any]:
-                server = await look_at_server(bus, run, nats_http()) if once else watch.server
+                server = await fetch_server_view(bus, run, nats_http()) if once else watch.server
                 now, now_ns = anyio.current_time(), bus.now_ns()
-                is_behind, ending = watch.is_behind(now), watch.ending(now)
+                is_behind, ending = watch.is_behind(now), watch.find_termination(now)
                 stalls = (
                     []
                     if not watch.may_be_stuck(now)
@@ -85,7 +85,7 @@ async def _watch(
                         stall_seconds=stall_seconds,
                     )
                 )
-                shown = facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns, ending=ending)
+                shown = build_facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns, ending=ending)
                 return {"is_behind": is_behind} | shown
 
             result = await _show_once(look, as_json) if once else await _show(look, as_json)

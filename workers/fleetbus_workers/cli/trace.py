@@ -15,7 +15,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.log_access import archive_option, reach_options
-from fleetbus_workers.cli.names import checked_name
+from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.exit_status import FINISHED
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fleetbus.config.settings import Configuration
     from fleetbus_workers.cli.sources import Source
-    from fleetbus_workers.tracing.run import Tracing, Written
+    from fleetbus_workers.tracing.run import TraceSummary, Tracing
     from fleetbus_workers.tracing.span import SpanSink
 
 
@@ -64,7 +64,7 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
 
     names = ("otlp", "jsonl", "follow", "episodes", "sessions", "sample", "after", "archive")
     chosen = {name: values.pop(name) for name in names}
-    _check(source, chosen)
+    _check_options(source, chosen)
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     work = partial(_trace, source, configuration, **chosen)
@@ -73,7 +73,7 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
     return FINISHED
 
 
-def _check(source: str | None, chosen: dict[str, Any]) -> None:
+def _check_options(source: str | None, chosen: dict[str, Any]) -> None:
     from fleetbus.errors import UserError
     from fleetbus_workers.cli.sources import is_recording
 
@@ -97,7 +97,7 @@ async def _trace(
     sample: float,
     after: int,
     archive: Path | None,
-) -> Written:
+) -> TraceSummary:
     from fleetbus.errors import UserError
     from fleetbus_workers.cli.sources import open_source
     from fleetbus_workers.tracing.fold import LogTraces
@@ -107,13 +107,13 @@ async def _trace(
     with ExitStack() as stack:
         async with open_source(source, configuration, archive) as opened:
             run = opened.subjects.run
-            sinks = [stack.enter_context(closing(sink)) for sink in _sinks(run, otlp, jsonl)]
+            sinks = [stack.enter_context(closing(sink)) for sink in _open_sinks(run, otlp, jsonl)]
             tracing = Tracing(run, LogTraces(run, episodes=episodes, sessions=sessions, ratio=sample), sinks, after=after)
             try:
                 if follow:
                     await _follow(opened, tracing)
                 else:
-                    async with aclosing(opened.entries(_subjects(opened, episodes, sessions))) as entries:
+                    async with aclosing(opened.entries(_list_subjects(opened, episodes, sessions))) as entries:
                         await tracing.copy(entries)
             except* SpansRefused as refused:
                 raise UserError(str(refused.exceptions[0])) from None
@@ -122,7 +122,7 @@ async def _trace(
     return tracing.written
 
 
-def _sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
+def _open_sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
     from fleetbus.errors import UserError
 
     sinks: list[SpanSink] = []
@@ -139,12 +139,12 @@ def _sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
     return sinks
 
 
-def _subjects(source: Source, episodes: Sequence[str], sessions: Sequence[str]) -> list[str]:
-    from fleetbus.recording.episodes import episode_subjects
+def _list_subjects(source: Source, episodes: Sequence[str], sessions: Sequence[str]) -> list[str]:
+    from fleetbus.recording.episodes import build_episode_subjects
 
     subjects = source.subjects
-    wanted = [each for name in episodes for each in episode_subjects(subjects, checked_name("episode", name))]
-    journals = [subjects.session(checked_name("session", name)) for name in sessions]
+    wanted = [each for name in episodes for each in build_episode_subjects(subjects, validate_name("episode", name))]
+    journals = [subjects.session(validate_name("session", name)) for name in sessions]
     if wanted or journals:
         return [*wanted, *journals, *([subjects.train("*")] if wanted else [])]
     played = [subjects.tasks(), subjects.observations(), subjects.actions(), subjects.episodes]
@@ -155,12 +155,12 @@ async def _follow(source: Source, tracing: Tracing) -> None:
     stop = anyio.Event()
     assert source.bus is not None
     async with anyio.create_task_group() as tasks:
-        await tasks.start(_obey, stop)
+        await tasks.start(_stop_on_signal, stop)
         await tracing.follow(source.bus, source.subjects, stop)
         tasks.cancel_scope.cancel()
 
 
-async def _obey(stop: anyio.Event, *, task_status: TaskStatus[None]) -> None:
+async def _stop_on_signal(stop: anyio.Event, *, task_status: TaskStatus[None]) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for _ in signals:
@@ -168,7 +168,7 @@ async def _obey(stop: anyio.Event, *, task_status: TaskStatus[None]) -> None:
             return
 
 
-def _print(written: Written, as_json: bool) -> None:
+def _print(written: TraceSummary, as_json: bool) -> None:
     import msgspec
 
     if as_json:
@@ -176,11 +176,11 @@ def _print(written: Written, as_json: bool) -> None:
         return
     open_ones = f", {written.open} still open" if written.open else ""
     print(
-        f"run {written.run}: {written.episodes} episodes{open_ones}{_sessions(written)}, {written.spans} spans, "
+        f"run {written.run}: {written.episodes} episodes{open_ones}{_format_sessions(written)}, {written.spans} spans, "
         f"the log up to {written.last_sequence} (--after {written.last_sequence} goes on from here)"
     )
 
 
-def _sessions(written: Written) -> str:
+def _format_sessions(written: TraceSummary) -> str:
     still = f", {written.open_sessions} still open" if written.open_sessions else ""
     return f", {written.sessions} sessions{still}" if written.sessions or written.open_sessions else ""

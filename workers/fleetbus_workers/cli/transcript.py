@@ -37,7 +37,7 @@ def _print_turn(turn: TranscriptTurn, *, tokens: bool) -> None:
     if turn.tools:
         print(f"tools: {', '.join(tool.name for tool in turn.tools)}")
     for message in turn.messages:
-        print(f"[{message.role}] {_content(message)}")
+        print(f"[{message.role}] {_format_content(message)}")
     action = turn.action
     if action is None:
         print("(no action yet)")
@@ -52,23 +52,23 @@ def _print_turn(turn: TranscriptTurn, *, tokens: bool) -> None:
 
 
 def _print_tokens(action: Action) -> None:
-    from fleetbus_schemas.tokens import token_count, unpack_ids, unpack_logprobs
+    from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
 
     spans = ", ".join(f"version {span.version} for [{span.start}, {span.stop})" for span in action.versions)
-    print(f"  {token_count(action.prompt_delta)} prompt tokens: {unpack_ids(action.prompt_delta)}")
-    print(f"  {token_count(action.sampled)} sampled tokens, {spans or 'no version'}, by {action.worker}:")
+    print(f"  {count_tokens(action.prompt_delta)} prompt tokens: {unpack_ids(action.prompt_delta)}")
+    print(f"  {count_tokens(action.sampled)} sampled tokens, {spans or 'no version'}, by {action.worker}:")
     pairs = list(zip(unpack_ids(action.sampled), unpack_logprobs(action.logprobs), strict=False))
     for start in range(0, len(pairs), IDS_PER_LINE):
         print("    " + "  ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs[start : start + IDS_PER_LINE]))
 
 
-def _content(message: ChatMessage) -> str:
+def _format_content(message: ChatMessage) -> str:
     if isinstance(message.content, str):
         return message.content
     return " ".join(getattr(part, "text", "") or f"[object {part.object[:12]}]" for part in message.content)
 
 
-def as_facts(transcript: Transcript, *, tokens: bool) -> dict[str, Any]:
+def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, Any]:
     """JSON-like: arrays of numbers instead of bytes, and only if ``tokens``."""
     import msgspec
 

@@ -1,4 +1,4 @@
-"""What an environment is to fleetbus: six calls, all asynchronous, all under a deadline that the worker sets.
+"""The protocol of environments: six asynchronous calls, each under a deadline that the worker sets.
 
 The worker above calls them strictly one after another and cancels a call whose time is up; an implementation below talks to
 one outside system. `close` is called exactly once, in every case, even after a failed or cancelled `open`.
@@ -16,7 +16,7 @@ from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy sees first: the whole prompt (system and user messages) and the tools, if any.
 
-    ``info`` is for whoever drives the environment step by step; the policy does not see it.
+    ``info`` is for clients that drive the environment step by step; the policy does not see it.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -77,7 +77,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class MakesByTask(Protocol):
+class TaskEnvironmentFactory(Protocol):
     """A factory whose environments depend on the task."""
 
     def for_task(self, task: Task) -> Environment:

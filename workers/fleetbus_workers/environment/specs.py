@@ -19,17 +19,17 @@ import anyio
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, check_class, parse_device_names
+from fleetbus_workers.environment.adapters.python_class.environment import load_callable as _load
 from fleetbus_workers.environment.base import Environment
-from fleetbus_workers.environment.python_class import check_class, class_factory, device_names
-from fleetbus_workers.environment.python_class import load_callable as _load
 
 if TYPE_CHECKING:
-    from fleetbus_workers.environment.mcp_connection import Connection
-    from fleetbus_workers.environment.mcp_environment import PromptStyle
-    from fleetbus_workers.environment.pictures import KeepPicture
-    from fleetbus_workers.environment.verifier import Grader
+    from fleetbus_workers.environment.adapters.mcp.connection import Connection
+    from fleetbus_workers.environment.adapters.mcp.environment import PromptStyle
+    from fleetbus_workers.environment.images.observation import StoreImage
+    from fleetbus_workers.environment.isolation.verifier import Grader
 
-FORMS = (
+SPEC_FORMS = (
     "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], fleet[:URL], "
     "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], colours[:TURNS], reasoning-gym[:DATASET], textarena[:ID], "
     "coding, MODULE:CLASS, pool:MODULE:CLASS, process:KIND:COMMAND, docker:KIND:IMAGE, kubernetes:KIND:IMAGE"
@@ -44,23 +44,23 @@ class EnvironmentFactory(Protocol):
     def running(self) -> AbstractAsyncContextManager[None]: ...
 
 
-def environment_factory(
+def build_environment_factory(
     spec: str,
     *,
     verifier: Grader,
     observation_bytes: int = 32_768,
     prompt: PromptStyle | None = None,
     configuration: Configuration | None = None,
-    keep: KeepPicture | None = None,
+    store_image: StoreImage | None = None,
 ) -> EnvironmentFactory:
-    """The factory for a spec, one of `FORMS`. Raises `UserError` when the spec has no such form or names what is not there.
+    """The factory for a spec, one of `SPEC_FORMS`. Raises `UserError` when the spec has no such form or names a missing thing.
 
-    ``prompt`` overrides how the policy is told of its tools: briefly for the warehouse, at length elsewhere.
-    ``configuration`` has the time limits and whatever else a kind of environment reads of its settings. ``keep`` stores the
-    images that environments show; without it a word stands for each.
+    ``prompt`` overrides how tools are described to the policy: briefly for the warehouse, at length elsewhere.
+    ``configuration`` has the time limits and the settings of each kind of environment. ``store_image`` stores the
+    images that environments show; without it a placeholder text replaces each.
     """
     form, _, rest = spec.partition(":")
-    given = _Given(
+    context = _SpecContext(
         spec=spec,
         form=form,
         rest=rest,
@@ -68,16 +68,16 @@ def environment_factory(
         observation_bytes=observation_bytes,
         prompt=prompt,
         settings=configuration or Configuration(),
-        keep=keep,
+        store_image=store_image,
     )
-    factory = _over_mcp(given) or _elsewhere(given) or _of_your_own(given)
+    factory = _build_mcp_factory(context) or _build_adapter_factory(context) or _build_user_factory(context)
     if factory is None:
-        raise UserError(f"environment {spec!r} is none of: {FORMS}")
+        raise UserError(f"environment {spec!r} is none of: {SPEC_FORMS}")
     return factory
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
+class _SpecContext:
     """A spec in its parts, ``form:rest``, and what its environments are made with."""
 
     spec: str
@@ -87,13 +87,13 @@ class _Given:
     observation_bytes: int
     prompt: PromptStyle | None
     settings: Configuration
-    keep: KeepPicture | None
+    store_image: StoreImage | None
 
     @property
     def call_seconds(self) -> float:
         return self.settings.limits.tool_call
 
-    def tools_as(self, style: PromptStyle) -> dict[str, Any]:
+    def mcp_arguments(self, style: PromptStyle) -> dict[str, Any]:
         """What every environment over MCP is made with."""
         settings = self.settings.environment
         return {
@@ -101,87 +101,105 @@ class _Given:
             "prompt": self.prompt or style,
             "observation_bytes": self.observation_bytes,
             "output_chars": settings.output_chars if settings.context_tools else None,
-            "keep": self.keep,
+            "store_image": self.store_image,
         }
 
-    def again(self, spec: str) -> EnvironmentFactory:
+    def build_factory(self, spec: str) -> EnvironmentFactory:
         """The factory of another spec, with all else the same."""
-        return environment_factory(
+        return build_environment_factory(
             spec,
             verifier=self.grader,
             observation_bytes=self.observation_bytes,
             prompt=self.prompt,
             configuration=self.settings,
-            keep=self.keep,
+            store_image=self.store_image,
         )
 
 
-def _over_mcp(given: _Given) -> EnvironmentFactory | None:
+def _build_mcp_factory(context: _SpecContext) -> EnvironmentFactory | None:
     """Environments whose tools are on MCP servers."""
-    match given.form:
-        case "warehouse" if not given.rest:
-            from fleetbus_workers.environment.warehouse.server import serve_task
+    match context.form:
+        case "warehouse" if not context.rest:
+            from fleetbus_workers.environment.adapters.warehouse.server import serve_task
 
-            return _served_here(given, serve_task, "compact", replayable=True)
-        case "mcp" if given.rest:
-            serve = _load(given.spec, given.rest)
-            return _served_here(given, serve, "fleet", replayable=bool(getattr(serve, "replayable", False)))
+            return _build_in_process_mcp(context, serve_task, "compact", replayable=True)
+        case "mcp" if context.rest:
+            serve = _load(context.spec, context.rest)
+            return _build_in_process_mcp(context, serve, "fleet", replayable=bool(getattr(serve, "replayable", False)))
         case "stdio":
-            return _stdio(given)
+            return _build_stdio_mcp(context)
         case form if form.startswith("stdio+"):
-            return _pooled(given)
-        case "http" | "https" if given.rest:
-            return _http(given)
+            return _build_pooled_mcp(context)
+        case "http" | "https" if context.rest:
+            return _build_http_mcp(context)
         case "fleet":
-            from fleetbus_workers.environment.fleet.factory import fleet_factory
+            from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
 
-            return _Factory(*fleet_factory(given.spec, given.rest, configuration=given.settings, **given.tools_as("fleet")))
+            return _Factory(
+                *build_fleet_factory(
+                    context.spec, context.rest, configuration=context.settings, **context.mcp_arguments("fleet")
+                )
+            )
     return None
 
 
-def _elsewhere(given: _Given) -> EnvironmentFactory | None:
+def _build_adapter_factory(context: _SpecContext) -> EnvironmentFactory | None:
     """Environments of other kinds, each with a module of its own."""
-    spec, rest, keep = given.spec, given.rest, given.keep
-    match given.form:
+    spec, rest, store_image = context.spec, context.rest, context.store_image
+    match context.form:
         case "scripted":
-            return _scripted(spec, rest)
+            return _build_scripted(spec, rest)
         case "openenv" if rest:
-            openenv = _adapter(spec, "openenv", "openenv")
-            return _Factory(*openenv.openenv_factory(rest, **_graded(given, "fleet")))
+            openenv = _import_adapter(spec, "openenv.environment", "openenv")
+            return _Factory(*openenv.build_openenv_factory(rest, **_grading_arguments(context, "fleet")))
         case "coding" if not rest:
-            from fleetbus_workers.environment.coding_factory import coding_factory
+            from fleetbus_workers.environment.adapters.coding.factory import build_coding_factory
 
-            return _Factory(*coding_factory(**_graded(given, "compact"), seconds=given.call_seconds))
+            return _Factory(*build_coding_factory(**_grading_arguments(context, "compact"), seconds=context.call_seconds))
         case "process" | "docker" | "kubernetes" as provider:
-            from fleetbus_workers.environment.providers.forms import server_host
+            from fleetbus_workers.environment.adapters.providers.factory import build_server_host
 
-            host = server_host(spec, provider, rest, given.again, given.settings)
+            host = build_server_host(spec, provider, rest, context.build_factory, context.settings)
             return _Factory(host, host.running)
         case "remote-gym":
-            return _Factory(*_adapter(spec, "remote_gym", "remote-gym").remote_gym_factory(rest, keep=keep))
+            return _Factory(
+                *_import_adapter(spec, "remote_gym.environment", "remote-gym").build_remote_gym_factory(
+                    rest, store_image=store_image
+                )
+            )
         case "gym":
-            return _Factory(_adapter(spec, "gymnasium_environment", "gym").gymnasium_factory(spec, rest, keep=keep), _nothing)
+            return _Factory(
+                _import_adapter(spec, "gymnasium.environment", "gym").build_gymnasium_factory(
+                    spec, rest, store_image=store_image
+                ),
+                _hold_nothing,
+            )
         case "colours":
-            return _Factory(_adapter(spec, "colours", "vision").colours_factory(spec, rest, keep=keep), _nothing)
+            return _Factory(
+                _import_adapter(spec, "colours", "vision").build_colours_factory(spec, rest, store_image=store_image),
+                _hold_nothing,
+            )
         case "reasoning-gym":
-            return _Factory(_adapter(spec, "reasoning_gym_environment", "texts").reasoning_gym_factory(spec, rest), _nothing)
+            return _Factory(
+                _import_adapter(spec, "reasoning_gym", "texts").build_reasoning_gym_factory(spec, rest), _hold_nothing
+            )
         case "textarena":
-            return _Factory(_adapter(spec, "textarena_environment", "texts").textarena_factory(spec, rest), _nothing)
+            return _Factory(_import_adapter(spec, "textarena", "texts").build_textarena_factory(spec, rest), _hold_nothing)
     return None
 
 
-def _of_your_own(given: _Given) -> EnvironmentFactory | None:
+def _build_user_factory(context: _SpecContext) -> EnvironmentFactory | None:
     """A user's own classes, here or in processes."""
-    match given.form:
-        case "pool" if given.rest:
-            return _class_in_processes(given.spec, given.rest, given.settings)
-        case form if form and given.rest and form not in ("warehouse", "mcp", "coding", "pool"):
-            return _python_class(given.spec, given.settings)
+    match context.form:
+        case "pool" if context.rest:
+            return _build_process_pool(context.spec, context.rest, context.settings)
+        case form if form and context.rest and form not in ("warehouse", "mcp", "coding", "pool"):
+            return _build_python_class(context.spec, context.settings)
     return None
 
 
-def _graded(given: _Given, style: PromptStyle) -> dict[str, Any]:
-    return {"grader": given.grader, "prompt": given.prompt or style, "observation_bytes": given.observation_bytes}
+def _grading_arguments(context: _SpecContext, style: PromptStyle) -> dict[str, Any]:
+    return {"grader": context.grader, "prompt": context.prompt or style, "observation_bytes": context.observation_bytes}
 
 
 class _Factory:
@@ -196,25 +214,27 @@ class _Factory:
 
 
 @asynccontextmanager
-async def _nothing() -> AsyncIterator[None]:
+async def _hold_nothing() -> AsyncIterator[None]:
     await anyio.lowlevel.checkpoint()
     yield
 
 
-def _scripted(spec: str, turns: str) -> EnvironmentFactory:
-    from fleetbus_workers.environment.scripted import ScriptedEnvironment
+def _build_scripted(spec: str, turns: str) -> EnvironmentFactory:
+    from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 
     if turns and not (turns.isdecimal() and int(turns) > 0):
         raise UserError(f"environment {spec!r}: the number of turns must be 1 or more, as in scripted:3")
     count = int(turns or 3)
-    return _Factory(lambda: ScriptedEnvironment(count), _nothing)
+    return _Factory(lambda: ScriptedEnvironment(count), _hold_nothing)
 
 
-def _served_here(given: _Given, serve: Callable[[Task], Any], style: PromptStyle, *, replayable: bool) -> EnvironmentFactory:
+def _build_in_process_mcp(
+    context: _SpecContext, serve: Callable[[Task], Any], style: PromptStyle, *, replayable: bool
+) -> EnvironmentFactory:
     """Environments over server objects: called directly where that is possible, through a client otherwise."""
-    from fleetbus_workers.environment.mcp_client import ClientConnection, ConnectionHost, open_server
-    from fleetbus_workers.environment.mcp_connection import DirectConnection, has_default_lifespan
-    from fleetbus_workers.environment.mcp_environment import McpEnvironment
+    from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_server
+    from fleetbus_workers.environment.adapters.mcp.connection import DirectConnection, has_default_lifespan
+    from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 
     host = ConnectionHost()
     listings: dict[Any, Any] = {}
@@ -222,49 +242,51 @@ def _served_here(given: _Given, serve: Callable[[Task], Any], style: PromptStyle
     def connect(task: Task) -> Connection:
         server = serve(task)
         if has_default_lifespan(server):
-            return DirectConnection(server, listings, call_seconds=given.call_seconds)
-        return ClientConnection(partial(open_server, server), host, call_seconds=given.call_seconds)
+            return DirectConnection(server, listings, call_seconds=context.call_seconds)
+        return ClientConnection(partial(open_server, server), host, call_seconds=context.call_seconds)
 
-    return _Factory(partial(McpEnvironment, connect, replayable=replayable, **given.tools_as(style)), host.running)
+    return _Factory(partial(McpEnvironment, connect, replayable=replayable, **context.mcp_arguments(style)), host.running)
 
 
-def _http(given: _Given) -> EnvironmentFactory:
+def _build_http_mcp(context: _SpecContext) -> EnvironmentFactory:
     """One or several URLs; a URL alone is understood as well."""
-    from fleetbus_workers.environment.mcp_environment import McpEnvironment
-    from fleetbus_workers.environment.mcp_factories import http_factory
+    from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
+    from fleetbus_workers.environment.adapters.mcp.factories import build_http_factory
 
-    make = partial(McpEnvironment, **given.tools_as("fleet"))
-    urls = given.spec if given.rest.startswith("//") else given.rest
-    return _Factory(*http_factory(given.spec, urls, make, call_seconds=given.call_seconds))
+    make = partial(McpEnvironment, **context.mcp_arguments("fleet"))
+    urls = context.spec if context.rest.startswith("//") else context.rest
+    return _Factory(*build_http_factory(context.spec, urls, make, call_seconds=context.call_seconds))
 
 
-def _pooled(given: _Given) -> EnvironmentFactory:
-    from fleetbus_workers.environment.mcp_environment import McpEnvironment
-    from fleetbus_workers.environment.mcp_factories import pooled_factory
+def _build_pooled_mcp(context: _SpecContext) -> EnvironmentFactory:
+    from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
+    from fleetbus_workers.environment.adapters.mcp.factories import build_pooled_factory
 
-    key, _, tool = given.form.removeprefix("stdio+").partition("=")
+    key, _, tool = context.form.removeprefix("stdio+").partition("=")
     if key != "reset" or not tool:
         raise UserError(
-            f"environment {given.spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND"
+            f"environment {context.spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND"
         )
-    make = partial(McpEnvironment, **given.tools_as("fleet"))
-    return _Factory(*pooled_factory(_split(given.spec, given.rest), tool, make, call_seconds=given.call_seconds))
+    make = partial(McpEnvironment, **context.mcp_arguments("fleet"))
+    return _Factory(
+        *build_pooled_factory(_split_command(context.spec, context.rest), tool, make, call_seconds=context.call_seconds)
+    )
 
 
-def _stdio(given: _Given) -> EnvironmentFactory:
-    from fleetbus_workers.environment.mcp_client import ClientConnection, ConnectionHost, open_command
-    from fleetbus_workers.environment.mcp_environment import McpEnvironment
+def _build_stdio_mcp(context: _SpecContext) -> EnvironmentFactory:
+    from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command
+    from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 
-    command = _split(given.spec, given.rest)
+    command = _split_command(context.spec, context.rest)
     host = ConnectionHost()
 
     def connect(_: Task) -> Connection:
-        return ClientConnection(partial(open_command, command), host, call_seconds=given.call_seconds)
+        return ClientConnection(partial(open_command, command), host, call_seconds=context.call_seconds)
 
-    return _Factory(partial(McpEnvironment, connect, **given.tools_as("fleet")), host.running)
+    return _Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.running)
 
 
-def _split(spec: str, command_line: str) -> Sequence[str]:
+def _split_command(spec: str, command_line: str) -> Sequence[str]:
     try:
         command = shlex.split(command_line)
     except ValueError as error:
@@ -276,23 +298,23 @@ def _split(spec: str, command_line: str) -> Sequence[str]:
     return command
 
 
-def _adapter(spec: str, module: str, extra: str) -> Any:
+def _import_adapter(spec: str, module: str, extra: str) -> Any:
     """A module of this package that needs packages beyond the usual ones."""
     try:
-        return importlib.import_module(f"fleetbus_workers.environment.{module}")
+        return importlib.import_module(f"fleetbus_workers.environment.adapters.{module}")
     except ModuleNotFoundError as error:
         raise UserError(f"environment {spec!r} needs {error.name}: pip install 'fleetbus[{extra}]'") from error
 
 
-def _python_class(spec: str, configuration: Configuration) -> EnvironmentFactory:
+def _build_python_class(spec: str, configuration: Configuration) -> EnvironmentFactory:
     kind = _load(spec, spec)
     check_class(spec, kind)
     settings = configuration.environment
-    return _Factory(*class_factory(kind, devices=device_names(settings.devices), threads=settings.slots))
+    return _Factory(*build_class_factory(kind, devices=parse_device_names(settings.devices), threads=settings.slots))
 
 
-def _class_in_processes(spec: str, path: str, configuration: Configuration) -> EnvironmentFactory:
-    from fleetbus_workers.environment.pool import ProcessPool
+def _build_process_pool(spec: str, path: str, configuration: Configuration) -> EnvironmentFactory:
+    from fleetbus_workers.environment.adapters.python_class.process_pool import ProcessPool
 
     kind = _load(spec, path)
     check_class(spec, kind)
@@ -300,7 +322,7 @@ def _class_in_processes(spec: str, path: str, configuration: Configuration) -> E
     pool = ProcessPool(
         path,
         processes=settings.processes or settings.slots,
-        devices=device_names(settings.devices),
+        devices=parse_device_names(settings.devices),
         replayable=bool(getattr(kind, "replayable", False)),
     )
     return _Factory(pool, pool.running)

@@ -1,7 +1,7 @@
 """The environment worker: pulls requests into free slots, each of which becomes an attempt at an episode.
 
 Above it is the command line; below are the bus, `Attempts` and one `Environment` per episode. It drains on request: takes
-nothing new, lets episodes finish, hands back what does not finish in time.
+nothing new, lets episodes finish, and returns those that do not finish in time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fleetbus.config.settings import Configuration
 from fleetbus.control import Control
 from fleetbus.lanes import Lane, claim_lane
 from fleetbus.leases import Leases
-from fleetbus.ports import Ports
-from fleetbus.presence import Presence, present
+from fleetbus.runtime import Runtime
 from fleetbus.slots import Slots
+from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Action, Heartbeat, MalformedMessage, Subjects, decode
-from fleetbus_workers.environment.attempts import Attempts, Crew
-from fleetbus_workers.environment.base import Environment, MakesByTask
+from fleetbus_workers.environment.base import Environment, TaskEnvironmentFactory
+from fleetbus_workers.environment.episode.attempts import Attempts, WorkerContext
 from fleetbus_workers.environment.stepwise.host import SessionHost
 
 log = structlog.get_logger()
@@ -33,27 +33,27 @@ class EnvironmentWorker:
     """One worker on one lane. ``drain`` set from outside, or by a control request, ends `run` in an orderly way."""
 
     def __init__(
-        self, bus: Bus, *, configuration: Configuration, name: str, drain: anyio.Event, lane: Lane, crew: Crew
+        self, bus: Bus, *, configuration: Configuration, name: str, drain: anyio.Event, lane: Lane, context: WorkerContext
     ) -> None:
         self._bus = bus
         self._slot_count = configuration.environment.slots
         self._drain_seconds = configuration.limits.drain
         self._pool = configuration.run.pool
-        self._subjects = crew.subjects
+        self._subjects = context.subjects
         self._name = name
         self._drain = drain
         self._lane = lane
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._leases = Leases(TASK_LEASE_SECONDS / 4)
-        self._attempts = Attempts(crew, self._leases, self._counters)
-        self._slots = Slots(bus, self._attempts.take_up)
+        self._attempts = Attempts(context, self._leases, self._counters)
+        self._slots = Slots(bus, self._attempts.handle_request)
         self._session_slots = configuration.environment.session_slots
-        self._sessions = SessionHost(crew, self._session_slots, self._counters)
+        self._sessions = SessionHost(context, self._session_slots, self._counters)
 
     async def run(self) -> None:
         """Work until drained; cancelled, it drops everything, and others take over when the leases run out."""
         bus, subjects = self._bus, self._subjects
-        presence = Presence(bus, subjects, role="environment", worker=self._name, beat=self._heartbeat, lane=self._lane)
+        lifecycle = WorkerLifecycle(bus, subjects, role="environment", worker=self._name, beat=self._heartbeat, lane=self._lane)
         control = Control(
             bus,
             subjects,
@@ -63,19 +63,19 @@ class EnvironmentWorker:
             cancel=self._attempts.cancel,
             busy_with=lambda: (*self._attempts.episodes, *self._sessions.names),
         )
-        async with present(presence, bus, self._lane, slots=self._slot_count), anyio.create_task_group() as group:
+        async with run_lifecycle(lifecycle, bus, self._lane, slots=self._slot_count), anyio.create_task_group() as group:
             group.start_soon(self._leases.run)
-            group.start_soon(self._attempts.watch_late)
-            group.start_soon(self._attempts.routes.run)
+            group.start_soon(self._attempts.watch_late_answers)
+            group.start_soon(self._attempts.lane_status.run)
             group.start_soon(control.run)
             group.start_soon(self._receive_actions)
             if self._session_slots:
                 group.start_soon(self._sessions.run)
-            await self._work(presence)
+            await self._work(lifecycle)
             group.cancel_scope.cancel()
 
     async def _receive_actions(self) -> None:
-        """Actions are in the log for good, so one is acked as soon as its attempt has it, or nobody wants it."""
+        """Actions stay in the log, so one is acked as soon as its attempt has it or no attempt waits for it."""
         async with self._bus.pull(actions_consumer(self._lane.name), credits=2 * self._slot_count) as subscription:
             while True:
                 delivery = await subscription.receive()
@@ -89,18 +89,18 @@ class EnvironmentWorker:
             self._attempts.deliver(message.sequence, decode(Action, message.payload, subject=message.subject))
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
-            log.warning("action ignored", reason=str(malformed))
+            log.warning("action is malformed; ignoring it", reason=str(malformed))
 
-    async def _work(self, presence: Presence) -> None:
-        """Pull into free slots until drained; then wait for what runs, and hand back what does not end in time."""
+    async def _work(self, lifecycle: WorkerLifecycle) -> None:
+        """Pull into free slots until drained; then wait for running episodes and return those that do not end in time."""
         async with anyio.create_task_group() as attempts:
             await self._slots.run({tasks_consumer(self._pool): self._slot_count}, self._drain, attempts)
-            await presence.draining(in_flight=self._slots.in_flight)
+            await lifecycle.publish_draining(in_flight=self._slots.in_flight)
             async with anyio.create_task_group() as draining:
                 draining.start_soon(self._sessions.drain, self._drain_seconds)
                 with anyio.move_on_after(self._drain_seconds):
-                    await self._slots.all_free()
-                self._attempts.hand_back_all()
+                    await self._slots.wait_until_idle()
+                self._attempts.release_all()
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -122,16 +122,16 @@ async def run_environment(
     configuration: Configuration,
     name: str,
     drain: anyio.Event,
-    make: Callable[[], Environment] | MakesByTask,
-    ports: Ports | None = None,
+    make: Callable[[], Environment] | TaskEnvironmentFactory,
+    runtime: Runtime | None = None,
 ) -> None:
-    """An environment worker from claiming a lane to its goodbye. ``make`` makes one environment per episode."""
-    make_for = make.for_task if isinstance(make, MakesByTask) else lambda _: make()
-    ports = ports or Ports()
+    """An environment worker from claiming a lane to leaving the run. ``make`` makes one environment per episode."""
+    make_for = make.for_task if isinstance(make, TaskEnvironmentFactory) else lambda _: make()
+    runtime = runtime or Runtime()
     subjects = Subjects(configuration.run.name)
     lanes = environment_lanes(configuration.nats.lanes)
-    lane = await claim_lane(bus, subjects, role="environment", names=lanes, worker=name, nonce=ports.nonce())
-    crew = Crew(
+    lane = await claim_lane(bus, subjects, role="environment", names=lanes, worker=name, nonce=runtime.nonce())
+    context = WorkerContext(
         bus=bus,
         subjects=subjects,
         worker=name,
@@ -139,6 +139,6 @@ async def run_environment(
         settings=configuration.environment,
         limits=configuration.limits,
         make=make_for,
-        nonce=ports.nonce,
+        nonce=runtime.nonce,
     )
-    await EnvironmentWorker(bus, configuration=configuration, name=name, drain=drain, lane=lane, crew=crew).run()
+    await EnvironmentWorker(bus, configuration=configuration, name=name, drain=drain, lane=lane, context=context).run()

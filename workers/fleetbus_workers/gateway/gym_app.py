@@ -20,9 +20,9 @@ from starlette.routing import Route
 
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
-from fleetbus_workers.gateway.bodies import MAX_BYTES, BodyRefused, read_body
-from fleetbus_workers.gateway.gym_calls import Answer, GymCalls, Refused
+from fleetbus_workers.gateway.gym_methods import Answer, CallRefused, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request, WireError, read_request, write_answer
+from fleetbus_workers.gateway.request_body import MAX_BYTES, BodyRefused, read_body
 
 SERVICE = "gym-env-service"
 SWEEP_SECONDS = 5.0
@@ -45,10 +45,10 @@ class GymSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GymGateway:
-    """One application over `GymCalls`, which ``entered`` gives for as long as the application lives."""
+    """One application over `GymCalls`, which ``open_calls`` gives for as long as the application lives."""
 
-    def __init__(self, entered: Callable[[], AbstractAsyncContextManager[GymCalls]], settings: GymSettings) -> None:
-        self._entered = entered
+    def __init__(self, open_calls: Callable[[], AbstractAsyncContextManager[GymCalls]], settings: GymSettings) -> None:
+        self._open_calls = open_calls
         self._settings = settings
         self._admission = anyio.Semaphore(settings.max_inflight) if settings.max_inflight else None
         self._calls: GymCalls | None = None
@@ -66,8 +66,8 @@ class GymGateway:
 
     @asynccontextmanager
     async def _lifespan(self, application: Starlette) -> AsyncIterator[None]:
-        async with self._entered() as self._calls, anyio.create_task_group() as group:
-            group.start_soon(self._sweep, self._calls)
+        async with self._open_calls() as self._calls, anyio.create_task_group() as group:
+            group.start_soon(self._expire_idle, self._calls)
             yield
             group.cancel_scope.cancel()
 
@@ -82,24 +82,24 @@ class GymGateway:
         listed = [
             {
                 "session_id": session,
-                "created_at": known.created_at,
-                "last_access": known.last_access,
-                "idle_seconds": 0.0 if known.busy else now - known.used_at,
-                "will_timeout_in": limit if known.busy else max(0.0, limit - (now - known.used_at)),
+                "created_at": session_info.created_at,
+                "last_access": session_info.last_access,
+                "idle_seconds": 0.0 if session_info.busy else now - session_info.used_at,
+                "will_timeout_in": limit if session_info.busy else max(0.0, limit - (now - session_info.used_at)),
             }
-            for session, known in (self._calls.sessions.items() if self._calls else ())
+            for session, session_info in (self._calls.sessions.items() if self._calls else ())
         ]
         limits = {"max_sessions": self._settings.max_sessions, "session_timeout": limit}
         return {"num_sessions": len(listed), **limits, "sessions": listed}
 
-    async def _sweep(self, calls: GymCalls) -> None:
-        """For ever: close what nobody uses. A session with a call in work is in use."""
+    async def _expire_idle(self, calls: GymCalls) -> None:
+        """Close idle sessions until cancelled. A session with a running call is not idle."""
         while True:
             await anyio.sleep(min(SWEEP_SECONDS, self._settings.session_timeout / 4))
             oldest = time.monotonic() - self._settings.session_timeout
             async with anyio.create_task_group() as group:
-                for session, known in calls.sessions.items():
-                    if not known.busy and known.used_at < oldest:
+                for session, session_info in calls.sessions.items():
+                    if not session_info.busy and session_info.used_at < oldest:
                         group.start_soon(_expire, calls, session)
 
     async def _health(self, request: HttpRequest) -> Response:
@@ -107,38 +107,38 @@ class GymGateway:
         return JSONResponse({"ok": True, "service": SERVICE, "max_inflight": limit, "idempotent": True})
 
     async def _sessions(self, request: HttpRequest) -> Response:
-        if not self._permitted(request):
-            return _detail(401, "unauthorized")
+        if not self._is_authorized(request):
+            return _build_detail_response(401, "unauthorized")
         return JSONResponse(self.stats())
 
     async def _connect(self, request: HttpRequest) -> Response:
-        return await self._answered(request, self.calls.connect)
+        return await self._handle(request, self.calls.connect)
 
     async def _call(self, request: HttpRequest) -> Response:
-        return await self._answered(request, self.calls.call)
+        return await self._handle(request, self.calls.call)
 
-    async def _answered(self, http: HttpRequest, execute: Callable[[Request], Awaitable[Answer]]) -> Response:
-        if not self._permitted(http):
-            return _detail(401, "unauthorized")
+    async def _handle(self, http: HttpRequest, execute: Callable[[Request], Awaitable[Answer]]) -> Response:
+        if not self._is_authorized(http):
+            return _build_detail_response(401, "unauthorized")
         try:
             body = await read_body(http, limit=self._settings.max_body_bytes)  # before admission: slow senders hold no place
             request = read_request(http.headers.get("content-type", ""), body)
-            async with self._admitted():
+            async with self._admit():
                 answer = await execute(request)
         except WireError as error:
-            return _detail(400, str(error))
-        except (Refused, BodyRefused) as refused:
-            return _detail(refused.status, str(refused))
+            return _build_detail_response(400, str(error))
+        except (CallRefused, BodyRefused) as refused:
+            return _build_detail_response(refused.status, str(refused))
         except ClientDisconnect:
-            return _detail(400, "the request was cut off")
+            return _build_detail_response(400, "the request was aborted by the client")
         except (SessionUnavailable, BusError) as error:
-            log.warning("call not answered", reason=str(error))
-            return _detail(503, "server busy")
+            log.warning("call failed; answering 503", reason=str(error))
+            return _build_detail_response(503, "server busy")
         content_type, body = write_answer(answer.fields, answer.images, mime=self.calls.mime)
         return Response(body, headers={"content-type": content_type})
 
     @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
+    async def _admit(self) -> AsyncIterator[None]:
         if self._admission is None:
             yield
             return
@@ -146,13 +146,13 @@ class GymGateway:
             with anyio.fail_after(self._settings.admit_timeout):
                 await self._admission.acquire()
         except TimeoutError:
-            raise Refused(503, "server busy") from None
+            raise CallRefused(503, "server busy") from None
         try:
             yield
         finally:
             self._admission.release()
 
-    def _permitted(self, http: HttpRequest) -> bool:
+    def _is_authorized(self, http: HttpRequest) -> bool:
         if not self._settings.api_key:
             return True
         given = http.query_params.get("token") or http.headers.get("x-api-key", "")
@@ -163,8 +163,8 @@ async def _expire(calls: GymCalls, session: str) -> None:
     try:
         await calls.expire(session)
     except (BusError, SessionUnavailable) as error:
-        log.warning("session not closed", session=session, reason=str(error))
+        log.warning("session close failed; leaving it to its idle limit", session=session, reason=str(error))
 
 
-def _detail(status: int, detail: str) -> Response:
+def _build_detail_response(status: int, detail: str) -> Response:
     return Response(json.dumps({"detail": detail}), status_code=status, media_type="application/json")

@@ -29,18 +29,17 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.presence import HEARTBEAT_SECONDS
+from fleetbus.worker_lifecycle import HEARTBEAT_SECONDS
 from fleetbus_schemas import Action, ChatMessage, Heartbeat, Subjects, Task, encode
-from fleetbus_workers.environment.attempts import Crew
 from fleetbus_workers.environment.base import Start, Step, Verdict
-from fleetbus_workers.environment.outputs import plain_number
-from fleetbus_workers.environment.pictures import with_pictures
+from fleetbus_workers.environment.episode.attempts import WorkerContext
+from fleetbus_workers.environment.episode.normalization import to_plain_number
+from fleetbus_workers.environment.images.observation import insert_images
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
-from fleetbus_workers.gateway.gym_calls import GymCalls
-from fleetbus_workers.gateway.image_format import ImageFormat
-from fleetbus_workers.gateway.image_format import image_format as checked_format
-from fleetbus_workers.gateway.images import PLACEHOLDER, MemoryImages, picture_of
+from fleetbus_workers.gateway.gym_methods import GymCalls
+from fleetbus_workers.gateway.image_format import ImageFormat, parse_image_format
+from fleetbus_workers.gateway.images import PLACEHOLDER, InMemoryImageStore, encode_image_file
 
 Callback = Callable[[], Any]
 
@@ -84,7 +83,7 @@ class GymService:
         image_quality: int = 0,
     ) -> None:
         self._handler = handler
-        self._images = checked_format(image_format, image_mime, image_quality)
+        self._images = parse_image_format(image_format, image_mime, image_quality)
         self._settings = GymSettings(
             api_key=api_key or os.environ.get("GYM_API_KEY", ""),
             max_inflight=max_inflight,
@@ -97,27 +96,27 @@ class GymService:
         """The ASGI application. The callbacks, plain or asynchronous, come before the first request and after the last one."""
 
         @asynccontextmanager
-        async def entered() -> AsyncIterator[GymCalls]:
-            await _called(startup_callback)
+        async def open_calls() -> AsyncIterator[GymCalls]:
+            await _run_callback(startup_callback)
             try:
-                async with self._entered() as calls:
+                async with self._open_calls() as calls:
                     yield calls
             finally:
                 with anyio.CancelScope(shield=True):
-                    await _called(shutdown_callback)
+                    await _run_callback(shutdown_callback)
 
-        gateway = GymGateway(entered, self._settings)
+        gateway = GymGateway(open_calls, self._settings)
         self._handler.get_session_stats = gateway.stats  # type: ignore[method-assign]
         return gateway.application()
 
     @asynccontextmanager
-    async def _entered(self) -> AsyncIterator[GymCalls]:
+    async def _open_calls(self) -> AsyncIterator[GymCalls]:
         subjects = Subjects(RUN)
         slots = self._handler.max_sessions or UNLIMITED_SLOTS
-        images = MemoryImages()
+        images = InMemoryImageStore()
         async with MemoryServer().connect(RUN, worker=WORKER) as bus:
             await bus.declare(plan_run(RUN, lanes=1))
-            crew = Crew(
+            context = WorkerContext(
                 bus=bus,
                 subjects=subjects,
                 worker=WORKER,
@@ -127,9 +126,9 @@ class GymService:
                 make=lambda task: HandlerEnvironment(self._handler, images, self._images),
                 nonce=lambda: secrets.token_hex(8),
             )
-            host = SessionHost(crew, slots, defaultdict(float))
+            host = SessionHost(context, slots, defaultdict(float))
 
-            async def beat() -> None:
+            async def send_heartbeats() -> None:
                 while True:
                     heartbeat = Heartbeat(role="environment", worker=WORKER, session_slots=slots, sessions=host.open)
                     await bus.broadcast(subjects.heartbeat("environment", WORKER), encode(heartbeat))
@@ -139,7 +138,7 @@ class GymService:
                 async with sessions(bus, subjects) as client, anyio.create_task_group() as group:
                     group.start_soon(host.run)
                     await anyio.lowlevel.checkpoint()
-                    group.start_soon(beat)
+                    group.start_soon(send_heartbeats)
                     yield GymCalls(
                         client,
                         call_seconds=self._settings.call_seconds,
@@ -165,7 +164,7 @@ def build_gym_service(handler: BaseGymHandler) -> Starlette:
     ).build()
 
 
-async def _called(callback: Callback | None) -> None:
+async def _run_callback(callback: Callback | None) -> None:
     if callback is not None and inspect.isawaitable(pending := callback()):
         await pending
 
@@ -175,7 +174,7 @@ class HandlerEnvironment:
 
     replayable = False
 
-    def __init__(self, handler: BaseGymHandler, images: MemoryImages, wanted: ImageFormat) -> None:
+    def __init__(self, handler: BaseGymHandler, images: InMemoryImageStore, wanted: ImageFormat) -> None:
         self._handler = handler
         self._images = images
         self._format = wanted
@@ -194,7 +193,7 @@ class HandlerEnvironment:
     async def step(self, action: Action) -> Step:
         observation, reward, done, info = await self._environment.step(action.text)
         messages = (await self._message("user", observation),)
-        return Step(messages=messages, reward=plain_number(reward), terminated=bool(done), info=info)
+        return Step(messages=messages, reward=to_plain_number(reward), terminated=bool(done), info=info)
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
@@ -213,6 +212,6 @@ class HandlerEnvironment:
         if not isinstance(observation, dict):
             return ChatMessage(role=role, content=str(observation))
         shown = (observation.get("multi_modal_input") or {}).get(PLACEHOLDER) or ()
-        pictures = [await picture_of(image, self._format) for image in shown]
-        content = await with_pictures(str(observation["obs_str"]), pictures, self._images.keep, PLACEHOLDER)
+        pictures = [await encode_image_file(image, self._format) for image in shown]
+        content = await insert_images(str(observation["obs_str"]), pictures, self._images.store_image, PLACEHOLDER)
         return ChatMessage(role=role, content=content)

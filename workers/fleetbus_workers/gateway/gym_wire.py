@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from fleetbus_workers.environment.remote_gym_wire import WireError, decode_response
+from fleetbus_workers.environment.adapters.remote_gym.wire import WireError, decode_response
 
 _DATA = 'Content-Disposition: form-data; name="data"\r\nContent-Type: application/json; charset=utf-8'
 _IMAGE = 'Content-Disposition: form-data; name="images"; filename="{number}.png"\r\nContent-Type: {mime}'
@@ -28,7 +28,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_request(content_type: str, body: bytes) -> Request:
-    """The JSON part of a request, whose images nobody looks at. Raises `WireError` with what is wrong."""
+    """The JSON part of a request, whose images are ignored. Raises `WireError` with what is wrong."""
     fields = decode_response(content_type, body).fields
     header = Message()
     header["Content-Type"] = content_type

@@ -13,7 +13,7 @@ import msgspec
 from PIL import Image as Pillow
 from PIL import features
 
-from fleetbus_workers.environment.pictures import FAST_PNG
+from fleetbus_workers.environment.images.observation import FAST_PNG
 
 _STRIPPED = b" \t\n\r\x0b\x0c-"
 
@@ -26,19 +26,19 @@ class ImageFormat(msgspec.Struct, frozen=True, kw_only=True):
     mime: str = "image/png"
     quality: int = 0
 
-    def encoded(self, image: Any) -> bytes:
+    def encode(self, image: Any) -> bytes:
         """A Pillow image as a file of this format."""
         try:
-            return self._saved(image)
+            return self._save(image)
         except (OSError, ValueError, KeyError):  # a mode that the format does not have
-            return self._saved(image.convert("RGB"))
+            return self._save(image.convert("RGB"))
 
-    def converted(self, data: bytes) -> bytes:
+    def convert(self, data: bytes) -> bytes:
         """An image file of any format in this one. Raises `OSError` if it cannot be read."""
         with Pillow.open(io.BytesIO(data)) as opened:
-            return data if opened.format == self.name and not self.quality else self.encoded(opened)
+            return data if opened.format == self.name and not self.quality else self.encode(opened)
 
-    def _saved(self, image: Any) -> bytes:
+    def _save(self, image: Any) -> bytes:
         options: dict[str, Any] = dict(FAST_PNG) if self.name == "PNG" else {}
         if self.quality:
             options["quality"] = self.quality
@@ -46,10 +46,10 @@ class ImageFormat(msgspec.Struct, frozen=True, kw_only=True):
                 options["lossless"] = options["exact"] = True
         buffer = io.BytesIO()
         image.save(buffer, self.name, **options)
-        return unstrippable(buffer.getvalue())
+        return protect_last_byte(buffer.getvalue())
 
 
-def image_format(name: str = "PNG", mime: str = "", quality: int = 0) -> ImageFormat:
+def parse_image_format(name: str = "PNG", mime: str = "", quality: int = 0) -> ImageFormat:
     """A checked format; ``mime`` empty: the format's own. Raises `ValueError` with what is wrong."""
     Pillow.init()
     known = sorted(each for each in Pillow.SAVE if Pillow.MIME.get(each, "").startswith("image/"))
@@ -63,7 +63,7 @@ def image_format(name: str = "PNG", mime: str = "", quality: int = 0) -> ImageFo
     return ImageFormat(name=name, mime=mime or Pillow.MIME[name], quality=quality)
 
 
-def unstrippable(data: bytes) -> bytes:
+def protect_last_byte(data: bytes) -> bytes:
     """A file whose last byte survives the decoder of the protocol's own client, which strips white space and dashes; what
-    follows the image is read by nobody."""
+    follows the image is never read."""
     return data + b"\0" if data[-1:] in (bytes([each]) for each in _STRIPPED) else data

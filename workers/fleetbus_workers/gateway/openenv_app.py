@@ -1,7 +1,7 @@
-"""The OpenEnv gateway as an ASGI application: ``/ws``, ``/mcp``, ``/reset``, ``/step``, ``/state``, and `openenv_about`.
+"""The OpenEnv gateway as an ASGI application: ``/ws``, ``/mcp``, ``/reset``, ``/step``, ``/state``, and `openenv_metadata`.
 
 A frame that is wrong in any way is answered by an error frame and harms nothing; only a connection's end, or its environment's,
-ends a session. Whoever stops answering pings is gone, and its slot is free. ``/sessions/<name>`` has the same routes for one
+ends a session. A client without pongs is disconnected, its slot freed. ``/sessions/<name>`` has the same routes for a
 session that outlives connections and gateways, so that a client's whole episode goes over HTTP, or resumes over WebSocket.
 """
 
@@ -22,25 +22,25 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from fleetbus.client.sessions import SessionClient, SessionUnavailable
 from fleetbus.errors import BusError
-from fleetbus_schemas.subjects import BadName, check_name
-from fleetbus_workers.gateway.bodies import BodyRefused, read_body
+from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.gateway.images import LoadImage
-from fleetbus_workers.gateway.openenv_about import about_routes
-from fleetbus_workers.gateway.openenv_episode import NOT_BEGUN, AtCapacity, OpenEnvEpisode
+from fleetbus_workers.gateway.openenv_episode import NOT_STARTED, AtCapacity, OpenEnvEpisode
 from fleetbus_workers.gateway.openenv_frames import FrameError, read_frame, read_id, read_object, write_json
+from fleetbus_workers.gateway.openenv_metadata import build_metadata_routes
 from fleetbus_workers.gateway.openenv_rpc import (
     CLOSE,
     CREATE,
     RpcError,
     RpcRequest,
-    called,
-    error_of,
-    number_of,
+    build_error,
+    build_result,
+    execute_request,
     read_request,
+    read_request_id,
     read_text,
-    result_of,
 )
-from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions, closed
+from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions, close_episode
+from fleetbus_workers.gateway.request_body import BodyRefused, read_body
 
 MAX_NAME_CHARACTERS = 100
 """Room for the number of an environment in the names of sessions on the bus."""
@@ -62,23 +62,23 @@ class OpenEnvSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnvGateway:
-    """One application; ``entered`` gives the client of the bus for as long as it lives, ``loading`` what reads its images."""
+    """One application; ``open_client`` opens the client of the bus, ``build_loader`` builds the function that reads images."""
 
     def __init__(
         self,
-        entered: Callable[[], AbstractAsyncContextManager[SessionClient]],
+        open_client: Callable[[], AbstractAsyncContextManager[SessionClient]],
         settings: OpenEnvSettings,
         *,
-        loading: Callable[[SessionClient], LoadImage | None] = lambda _: None,
+        build_loader: Callable[[SessionClient], LoadImage | None] = lambda _: None,
     ) -> None:
-        self._entered = entered
+        self._open_client = open_client
         self._settings = settings
-        self._loading = loading
+        self._build_loader = build_loader
         self._client: SessionClient | None = None
         self._load: LoadImage | None = None
         self._sessions = OpenEnvSessions(
-            self._episode,
-            most=settings.max_sessions,
+            self._build_episode,
+            max_sessions=settings.max_sessions,
             idle_seconds=settings.session_timeout,
             resume_seconds=settings.resume_timeout,
         )
@@ -92,18 +92,18 @@ class OpenEnvGateway:
             WebSocketRoute("/mcp", self._serve_mcp),
             WebSocketRoute("/ws", self._serve),
         ]
-        mounted = Mount("/sessions/{session}", routes=[*routes, *about_routes()])
-        return Starlette(routes=[*routes, mounted, *about_routes()], lifespan=self._lifespan)
+        mounted = Mount("/sessions/{session}", routes=[*routes, *build_metadata_routes()])
+        return Starlette(routes=[*routes, mounted, *build_metadata_routes()], lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, application: Starlette) -> AsyncIterator[None]:
-        async with self._entered() as self._client, anyio.create_task_group() as group:
-            self._load = self._loading(self._client)
+        async with self._open_client() as self._client, anyio.create_task_group() as group:
+            self._load = self._build_loader(self._client)
             group.start_soon(self._sessions.run)
             yield
             group.cancel_scope.cancel()
 
-    def _episode(self, name: str = "") -> OpenEnvEpisode:
+    def _build_episode(self, name: str = "") -> OpenEnvEpisode:
         assert self._client is not None, "the application's lifespan has not begun"
         return OpenEnvEpisode(
             self._client,
@@ -114,35 +114,35 @@ class OpenEnvGateway:
         )
 
     @asynccontextmanager
-    async def _own(self) -> AsyncIterator[OpenEnvEpisode]:
-        """A session that nobody else can find, closed at the end."""
-        episode = self._episode()
+    async def _open_private_session(self) -> AsyncIterator[OpenEnvEpisode]:
+        """An unnamed session, closed at the end."""
+        episode = self._build_episode()
         try:
             yield episode
         finally:
-            await closed(episode)
+            await close_episode(episode)
 
     # WebSockets
 
     async def _serve(self, socket: WebSocket) -> None:
         """One connection, one session: one's own, or the named one, which ``?session_id=`` finds and never makes."""
         await socket.accept()
-        wanted, named = socket.query_params.get("session_id"), socket.path_params.get("session")
+        requested_name, named = socket.query_params.get("session_id"), socket.path_params.get("session")
         try:
-            if not wanted and not named:
-                async with self._own() as episode:
-                    await self._converse(socket, episode)
+            if not requested_name and not named:
+                async with self._open_private_session() as episode:
+                    await self._handle_frames(socket, episode)
                 return
-            name = _name(wanted or named)
-            async with self._sessions.connected(name, make=not wanted) as found:
+            name = _parse_session_name(requested_name or named)
+            async with self._sessions.connect(name, make=not requested_name) as found:
                 if found is None:
-                    await _refuse(socket, "SESSION_ERROR", f"Unknown session_id: {wanted}")
+                    await _refuse(socket, "SESSION_ERROR", f"Unknown session_id: {requested_name}")
                     return
-                ended = await self._converse(socket, found)
-            if ended and not wanted:
+                ended = await self._handle_frames(socket, found)
+            if ended and not requested_name:
                 await self._sessions.close(name)
         except WebSocketDisconnect:
-            log.debug("client is gone")
+            log.debug("client disconnected; ending its session")
         except (AtCapacity, FrameError) as error:
             code = error.code if isinstance(error, FrameError) else "CAPACITY_REACHED"
             await _refuse(socket, code, f"Server at capacity: {error}" if code == "CAPACITY_REACHED" else str(error))
@@ -151,10 +151,10 @@ class OpenEnvGateway:
         if socket.application_state is WebSocketState.CONNECTED:  # another connection goes on with this session
             await _close(socket, 1001)
 
-    async def _converse(self, socket: WebSocket, episode: OpenEnvEpisode) -> bool:
-        """Until the client is gone; True if it said that it goes."""
+    async def _handle_frames(self, socket: WebSocket, episode: OpenEnvEpisode) -> bool:
+        """Serve frames until the client disconnects; True if it sent a close frame."""
         while True:
-            received = await self._received(socket, episode)
+            received = await self._receive(socket, episode)
             if received is None:
                 await _close(socket, 1001)
                 return False
@@ -172,9 +172,9 @@ class OpenEnvGateway:
                 answer = {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
             await socket.send_text(write_json(answer))
 
-    async def _received(self, socket: WebSocket, episode: OpenEnvEpisode) -> Any:
+    async def _receive(self, socket: WebSocket, episode: OpenEnvEpisode) -> Any:
         """The next event; None when nothing came for too long from one who has no environment to think about."""
-        if episode.begun:
+        if episode.is_active:
             return await socket.receive()
         with anyio.move_on_after(self._settings.idle_timeout):
             return await socket.receive()
@@ -189,71 +189,71 @@ class OpenEnvGateway:
             case "state":
                 return {"type": "state", "data": await episode.state()}
             case "mcp":
-                return {"type": "mcp", "data": await self._answered(data, episode)}
+                return {"type": "mcp", "data": await self._answer_request(data, episode)}
         raise FrameError("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
     async def _serve_mcp(self, socket: WebSocket) -> None:
         """JSON-RPC over a WebSocket: one connection, one session."""
         await socket.accept()
         try:
-            async with self._own() as episode:
+            async with self._open_private_session() as episode:
                 while True:
                     received = await socket.receive()
                     if received["type"] == "websocket.disconnect":
                         return
-                    await socket.send_text(write_json(await self._told(received.get("text") or "", episode)))
+                    await socket.send_text(write_json(await self._answer_text(received.get("text") or "", episode)))
         except WebSocketDisconnect:
-            log.debug("client is gone")
+            log.debug("client disconnected; ending its session")
 
     # HTTP
 
     async def _reset(self, request: Request) -> Response:
-        return await self._observed(request, self._reset_told, make=True)
+        return await self._handle_call(request, self._reset_episode, make=True)
 
     async def _step(self, request: Request) -> Response:
-        return await self._observed(request, self._step_told, make=False)
+        return await self._handle_call(request, self._step_episode, make=False)
 
-    async def _reset_told(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, Any]:
+    async def _reset_episode(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, Any]:
         return await episode.reset(body)
 
-    async def _step_told(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, Any]:
+    async def _step_episode(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, Any]:
         timeout = body.get("timeout_s")
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
             raise FrameError("VALIDATION_ERROR", "timeout_s must be a number of seconds above 0")
         action, request_id = read_object(body.get("action")), read_id(body.get("request_id"))
-        told = await episode.step(action, request_id=request_id, timeout=timeout)
-        if told["done"]:
-            await closed(episode)
-        return told
+        result = await episode.step(action, request_id=request_id, timeout=timeout)
+        if result["done"]:
+            await close_episode(episode)
+        return result
 
-    async def _observed(self, request: Request, told: Callable[..., Any], *, make: bool) -> Response:
+    async def _handle_call(self, request: Request, execute: Callable[..., Any], *, make: bool) -> Response:
         """Without a name a reset is an environment of its own, closed at once, as in the protocol's servers; a step, which
         those execute on an environment that was never reset, is refused."""
         try:
-            body = read_object(_json_body(await read_body(request)))
+            body = read_object(_parse_json_body(await read_body(request)))
             name = request.path_params.get("session")
             if name is not None:
-                async with self._sessions.use(_name(name), make=make) as episode:
+                async with self._sessions.use(_parse_session_name(name), make=make) as episode:
                     if episode is None:
-                        raise FrameError("EXECUTION_ERROR", NOT_BEGUN, status=409)
-                    observed = await told(episode, body)
+                        raise FrameError("EXECUTION_ERROR", NOT_STARTED, status=409)
+                    observed = await execute(episode, body)
             elif make:
-                async with self._own() as episode:
-                    observed = await told(episode, body)
+                async with self._open_private_session() as episode:
+                    observed = await execute(episode, body)
             else:
                 words = "over HTTP an episode goes on under /sessions/<name>/step, after /sessions/<name>/reset"
-                raise FrameError("EXECUTION_ERROR", f"{NOT_BEGUN}; {words}", status=409)
+                raise FrameError("EXECUTION_ERROR", f"{NOT_STARTED}; {words}", status=409)
         except FrameError as error:
-            return _failed(error)
+            return _build_error_response(error)
         except BodyRefused as refused:
-            return _detail(refused.status, str(refused))
+            return _build_detail_response(refused.status, str(refused))
         except ClientDisconnect:
-            return _detail(400, "the request was cut off")
+            return _build_detail_response(400, "the request was aborted by the client")
         except AtCapacity as error:
-            return _detail(503, f"Server at capacity: {error}")
+            return _build_detail_response(503, f"Server at capacity: {error}")
         except (SessionUnavailable, BusError) as error:
-            return _detail(504, str(error))
-        return _json_response({"metadata": None} | observed)
+            return _build_detail_response(504, str(error))
+        return _build_json_response({"metadata": None} | observed)
 
     async def _state(self, request: Request) -> Response:
         """Of a named session, or of nothing: those who have no session have no episode."""
@@ -261,13 +261,13 @@ class OpenEnvGateway:
             name = request.path_params.get("session")
             if name is None:
                 return JSONResponse({"episode_id": None, "step_count": 0})
-            async with self._sessions.use(_name(name), make=False) as episode:
-                told = {"episode_id": None, "step_count": 0} if episode is None else await episode.state()
+            async with self._sessions.use(_parse_session_name(name), make=False) as episode:
+                result = {"episode_id": None, "step_count": 0} if episode is None else await episode.state()
         except FrameError as error:
-            return _failed(error)
+            return _build_error_response(error)
         except (SessionUnavailable, BusError, AtCapacity) as error:
-            return _detail(504, str(error))
-        return _json_response(told)
+            return _build_detail_response(504, str(error))
+        return _build_json_response(result)
 
     # JSON-RPC
 
@@ -276,101 +276,101 @@ class OpenEnvGateway:
         try:
             body = await read_body(request)
         except BodyRefused as refused:
-            return _detail(refused.status, str(refused))
+            return _build_detail_response(refused.status, str(refused))
         except ClientDisconnect:
-            return _detail(400, "the request was cut off")
-        return _json_response(await self._told(body, None, name=request.path_params.get("session", "")))
+            return _build_detail_response(400, "the request was aborted by the client")
+        return _build_json_response(await self._answer_text(body, None, name=request.path_params.get("session", "")))
 
-    async def _told(self, text: str | bytes, episode: OpenEnvEpisode | None, *, name: str = "") -> dict[str, Any]:
+    async def _answer_text(self, text: str | bytes, episode: OpenEnvEpisode | None, *, name: str = "") -> dict[str, Any]:
         try:
-            asked = read_text(text)
+            message_body = read_text(text)
         except RpcError as error:
-            return error_of(None, error.code, str(error))
-        return await self._answered(asked, episode, name=name)
+            return build_error(None, error.code, str(error))
+        return await self._answer_request(message_body, episode, name=name)
 
-    async def _answered(self, asked: Any, episode: OpenEnvEpisode | None, *, name: str = "") -> dict[str, Any]:
+    async def _answer_request(self, message_body: Any, episode: OpenEnvEpisode | None, *, name: str = "") -> dict[str, Any]:
         """The answer to one request, which is for ``episode`` unless it names a session."""
         try:
-            request = read_request(asked)
+            request = read_request(message_body)
             if request.method == CREATE:
-                return result_of(request.number, await self._created(request))
+                return build_result(request.number, await self._create_session(request))
             if request.method == CLOSE:
-                return result_of(request.number, await self._closed(request))
+                return build_result(request.number, await self._close_session(request))
             if request.session or name:
-                async with self._sessions.use(_name(request.session or name), make=not request.session) as found:
+                async with self._sessions.use(_parse_session_name(request.session or name), make=not request.session) as found:
                     if found is None:
                         raise RpcError(-32602, f"Unknown session_id: {request.session}")
-                    return result_of(request.number, await called(found, request))
+                    return build_result(request.number, await execute_request(found, request))
             if episode is not None:
-                return result_of(request.number, await called(episode, request))
-            async with self._own() as own:
-                return result_of(request.number, await called(own, request))
+                return build_result(request.number, await execute_request(episode, request))
+            async with self._open_private_session() as own:
+                return build_result(request.number, await execute_request(own, request))
         except RpcError as error:
-            return error_of(number_of(asked), error.code, str(error))
+            return build_error(read_request_id(message_body), error.code, str(error))
         except FrameError as error:
-            return error_of(number_of(asked), -32602, str(error))
+            return build_error(read_request_id(message_body), -32602, str(error))
         except AtCapacity as error:
-            return error_of(number_of(asked), -32000, f"Server at capacity: {error}")
+            return build_error(read_request_id(message_body), -32000, f"Server at capacity: {error}")
         except (SessionUnavailable, BusError) as error:
-            return error_of(number_of(asked), -32000, str(error))
+            return build_error(read_request_id(message_body), -32000, str(error))
 
-    async def _created(self, request: RpcRequest) -> dict[str, Any]:
-        name = self._episode().name
+    async def _create_session(self, request: RpcRequest) -> dict[str, Any]:
+        name = self._build_episode().name
         async with self._sessions.use(name, make=True) as episode:
             assert episode is not None
             try:
                 await episode.reset({key: value for key, value in request.parameters.items() if key != "session_id"})
             except (AtCapacity, FrameError, SessionUnavailable, BusError) as error:
-                await closed(episode)
+                await close_episode(episode)
                 raise RpcError(-32000, str(error)) from error
         return {"session_id": name}
 
-    async def _closed(self, request: RpcRequest) -> dict[str, Any]:
-        if not request.session or not await self._sessions.close(_name(request.session)):
+    async def _close_session(self, request: RpcRequest) -> dict[str, Any]:
+        if not request.session or not await self._sessions.close(_parse_session_name(request.session)):
             raise RpcError(-32602, f"Unknown session_id: {request.session or '(none)'}; {CREATE} makes one")
         return {"session_id": request.session, "closed": True}
 
 
-def _name(given: str | None) -> str:
+def _parse_session_name(given: str | None) -> str:
     """A session's name, as far as it can be one."""
     name = str(given)
     try:
         check_name("session", name)
-    except BadName as error:
+    except InvalidName as error:
         raise FrameError("SESSION_ERROR", f"Unknown session_id: {error}", status=404) from error
     if len(name) > MAX_NAME_CHARACTERS:
         raise FrameError("SESSION_ERROR", f"a session's name has at most {MAX_NAME_CHARACTERS} characters", status=404)
     return name
 
 
-def _json_body(body: bytes) -> Any:
+def _parse_json_body(body: bytes) -> Any:
     try:
         return read_text(body) if body else {}
     except RpcError as error:
         raise FrameError("VALIDATION_ERROR", "the body is no JSON") from error
 
 
-def _json_response(content: Any) -> Response:
+def _build_json_response(content: Any) -> Response:
     return Response(write_json(content), media_type="application/json")
 
 
-def _failed(error: FrameError) -> Response:
+def _build_error_response(error: FrameError) -> Response:
     """An error as the protocol's servers tell it: what does not validate as a list, all else as a text."""
     if error.code == "VALIDATION_ERROR":
-        return _detail(error.status, [{"type": "value_error", "loc": ["body"], "msg": str(error)}])
-    return _detail(error.status, str(error), **error.details)
+        return _build_detail_response(error.status, [{"type": "value_error", "loc": ["body"], "msg": str(error)}])
+    return _build_detail_response(error.status, str(error), **error.details)
 
 
-def _detail(status: int, detail: Any, **more: Any) -> Response:
+def _build_detail_response(status: int, detail: Any, **more: Any) -> Response:
     return Response(write_json({"detail": detail} | more), status_code=status, media_type="application/json")
 
 
 async def _refuse(socket: WebSocket, code: str, message: str) -> None:
-    """A last word to a connection that may be gone already."""
+    """Send an error to a connection that may be closed already."""
     try:
         await socket.send_text(write_json({"type": "error", "data": {"message": message, "code": code}}))
     except (WebSocketDisconnect, RuntimeError) as error:
-        log.debug("client was gone", reason=str(error))
+        log.debug("client disconnected before the last message", reason=str(error))
     await _close(socket, 1000)
 
 
@@ -378,4 +378,4 @@ async def _close(socket: WebSocket, code: int) -> None:
     try:
         await socket.close(code)
     except (WebSocketDisconnect, RuntimeError) as error:
-        log.debug("client was gone", reason=str(error))
+        log.debug("client disconnected before the last message", reason=str(error))

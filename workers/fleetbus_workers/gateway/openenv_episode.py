@@ -15,11 +15,11 @@ import msgspec
 
 from fleetbus.client.sessions import SessionClient, SessionUnavailable
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task, ToolCall, ToolSpec
-from fleetbus_workers.environment.stepwise.journal import journal_of
+from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.images import LoadImage
 from fleetbus_workers.gateway.openenv_frames import (
     FrameError,
-    listed,
+    describe_tools,
     read_action,
     read_id,
     read_request_id,
@@ -30,7 +30,7 @@ from fleetbus_workers.gateway.openenv_frames import (
 RESET_KEYS = ("seed", "episode_id")
 TASK_KEYS = {"task_key": "key", "env_key": "env", "prompt": "prompt"}
 CLOSE_SECONDS = 40.0
-NOT_BEGUN = "the episode is over or has not begun: reset first"
+NOT_STARTED = "the episode is over or has not begun: reset first"
 
 
 class AtCapacity(Exception):
@@ -57,8 +57,8 @@ class OpenEnvEpisode:
         self._load = load
         self._lock = anyio.Lock()
         self._number = -1  # of the environment in use, or last used
-        self._live = False
-        self._over = True
+        self._is_live = False
+        self._is_over = True
         self._task: Task | None = None
         self._label = ""
         self._resets = self._expected = 0
@@ -66,14 +66,14 @@ class OpenEnvEpisode:
         self.steps = 0
 
     @property
-    def begun(self) -> bool:
+    def is_active(self) -> bool:
         """Whether there is an environment to step."""
-        return self._live
+        return self._is_live
 
     async def attach(self) -> bool:
-        """Go on where another gateway, or connection, stopped; False if nobody ever used this name."""
+        """Go on where another gateway, or connection, stopped; False if this name was never used."""
         async with self._lock:
-            await self._read()
+            await self._load_journals()
         return self._number >= 0
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -81,11 +81,11 @@ class OpenEnvEpisode:
         seed, label = read_seed(data.get("seed")), read_id(data.get("episode_id"))
         task = _task({name: value for name, value in data.items() if name not in RESET_KEYS}, seed)
         async with self._lock:
-            if self._live and not _same(task, self._task):
+            if self._is_live and not _is_same_task(task, self._task):
                 await self._close()
-            if not self._live:
+            if not self._is_live:
                 await self._open(task)
-            answer = await self._made("reset", seed=seed)
+            answer = await self._call_session("reset", seed=seed)
             self._label = label
             return await write_observation(answer, self._load) | {"reward": None, "done": False}
 
@@ -95,21 +95,21 @@ class OpenEnvEpisode:
         A repetition under the same ``request_id`` gets the answer of the first, or joins it if it still runs.
         """
         if data.get("type") == "list_tools":
-            return {"observation": {"tools": listed(self.tools)}, "reward": None, "done": False}
+            return {"observation": {"tools": describe_tools(self.tools)}, "reward": None, "done": False}
         text, calls = read_action(data)
-        wanted = request_id or read_request_id(data)
+        step_id = request_id or read_request_id(data)
         async with self._lock:
-            if self._number < 0 or not self._resets or (not wanted and (not self._live or self._over)):
-                raise FrameError("EXECUTION_ERROR", NOT_BEGUN, status=409)
-            key = _digest(f"{self._resets}:{wanted}") if wanted else secrets.token_hex(8)
-            return await self._stepped(key, text, calls, timeout)
+            if self._number < 0 or not self._resets or (not step_id and (not self._is_live or self._is_over)):
+                raise FrameError("EXECUTION_ERROR", NOT_STARTED, status=409)
+            key = _hash_text(f"{self._resets}:{step_id}") if step_id else secrets.token_hex(8)
+            return await self._step_session(key, text, calls, timeout)
 
-    async def _stepped(self, key: str, text: str, calls: tuple[ToolCall, ...], timeout: float | None) -> dict[str, Any]:
-        answer = await self._made("step", key=key, timeout=timeout, text=text, tool_calls=calls)
+    async def _step_session(self, key: str, text: str, calls: tuple[ToolCall, ...], timeout: float | None) -> dict[str, Any]:
+        answer = await self._call_session("step", key=key, timeout=timeout, text=text, tool_calls=calls)
         over = answer.terminated or answer.truncated
         reward = answer.reward or 0.0
         if over and not reward:
-            verdict = await self._made("verify", key=f"{key}v")
+            verdict = await self._call_session("verify", key=f"{key}v")
             if verdict.reward is None:
                 raise FrameError("EXECUTION_ERROR", f"the episode has no verdict: {verdict.reason or 'unknown'}")
             reward = verdict.reward
@@ -119,9 +119,9 @@ class OpenEnvEpisode:
     async def state(self) -> dict[str, Any]:
         """``episode_id`` and ``step_count``, and what the environment says of itself while it is there."""
         async with self._lock:
-            told = (await self._made("state")).state if self._live else {}
+            environment_state = (await self._call_session("state")).state if self._is_live else {}
             name = self._label or (f"{self.name}-{self._number}" if self._number >= 0 else None)
-            return told | {"episode_id": name, "step_count": self.steps}
+            return environment_state | {"episode_id": name, "step_count": self.steps}
 
     async def close(self) -> None:
         """Release the slot; harmless if there is none."""
@@ -129,8 +129,8 @@ class OpenEnvEpisode:
             await self._close()
 
     async def _close(self) -> None:
-        live, self._live = self._live, False
-        self._over = True
+        live, self._is_live = self._is_live, False
+        self._is_over = True
         if live:
             call = SessionCall(session=self._session, call="close", key="close")
             await self._client.call(call, timeout=CLOSE_SECONDS)
@@ -142,70 +142,70 @@ class OpenEnvEpisode:
     async def _open(self, task: Task) -> None:
         self._number, self._task = self._number + 1, task
         self._resets = self._expected = self.steps = 0
-        self._live = True
+        self._is_live = True
         try:
-            await self._made("open", key="open", timeout=self._capacity_seconds, task=task)
+            await self._call_session("open", key="open", timeout=self._capacity_seconds, task=task)
         except SessionUnavailable as error:
-            self._number, self._live = self._number - 1, False  # no number is left out
+            self._number, self._is_live = self._number - 1, False  # no number is left out
             raise AtCapacity(str(error)) from error
 
-    async def _made(self, kind: Any, *, key: str = "", timeout: float | None = None, **fields: Any) -> SessionAnswer:
+    async def _call_session(self, kind: Any, *, key: str = "", timeout: float | None = None, **fields: Any) -> SessionAnswer:
         """An answer that was executed, now or before; raises `FrameError` otherwise."""
         call = SessionCall(session=self._session, call=kind, key=key or secrets.token_hex(8), **fields)
         try:
             answer = await self._client.call(call, timeout=timeout or self._call_seconds)
         except MalformedMessage as malformed:
-            raise FrameError("VALIDATION_ERROR", f"this cannot travel: {malformed.reason}") from malformed
+            raise FrameError("VALIDATION_ERROR", f"this cannot be encoded: {malformed.reason}") from malformed
         if answer.refusal and answer.end is None:
             if kind == "open":  # one that was given up, and came about after all
-                await self._read()
+                await self._load_journals()
             raise FrameError("EXECUTION_ERROR", answer.error)
         if answer.end is not None:
-            self._live, self._over = False, True
-            words = answer.error or f"the session is over: {answer.end}"
-            raise FrameError("EXECUTION_ERROR", words, error_class=answer.error_class)
+            self._is_live, self._is_over = False, True
+            reason = answer.error or f"the session is over: {answer.end}"
+            raise FrameError("EXECUTION_ERROR", reason, error_class=answer.error_class)
         if answer.number == self._expected:
-            self._take_in(kind, answer)
+            self._apply_answer(kind, answer)
             self._expected += 1
-        elif answer.number > self._expected:  # somebody else was here
-            await self._read()
+        elif answer.number > self._expected:  # another gateway made calls
+            await self._load_journals()
         return answer  # a smaller number: an answer of before
 
-    async def _read(self) -> None:
+    async def _load_journals(self) -> None:
         """Everything from the journals: which environment is the last, what was done in it."""
-        self._number = await self._last_used()
-        self._live, self._over, self.steps, self._resets, self._expected = False, True, 0, 0, 0
+        self._number = await self._find_last_number()
+        self._is_live, self._is_over, self.steps, self._resets, self._expected = False, True, 0, 0, 0
         if self._number < 0:
             return
-        journal = await journal_of(self._client.bus, self._client.subjects, self._session)
+        journal = await read_session_journal(self._client.bus, self._client.subjects, self._session)
         self._task = journal.claim.task if journal.claim else None
-        self._live = journal.ended is None and journal.claim is not None
+        self._is_live = journal.ended is None and journal.claim is not None
         self._expected = journal.next_number
         for record in journal.records:
             if record.answer.end is None:
-                self._take_in(record.call.call, record.answer)
+                self._apply_answer(record.call.call, record.answer)
 
-    def _take_in(self, kind: str, answer: SessionAnswer) -> None:
+    def _apply_answer(self, kind: str, answer: SessionAnswer) -> None:
         if kind == "reset":
-            self.tools, self.steps, self._over = answer.tools, 0, False
+            self.tools, self.steps, self._is_over = answer.tools, 0, False
             self._resets += 1
         elif kind == "step":
             self.steps += 1
-            self._over = answer.terminated or answer.truncated
+            self._is_over = answer.terminated or answer.truncated
 
-    async def _last_used(self) -> int:
+    async def _find_last_number(self) -> int:
         """The greatest number with a journal, -1 if there is none: numbers are used without gaps, so it is found by halving."""
-        if not await self._used(0):
+        if not await self._is_used(0):
             return -1
         low, high = 0, 1
-        while await self._used(high):
+        while await self._is_used(high):
             low, high = high, high * 2
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if await self._used(middle) else (low, middle)
+            low, high = (middle, high) if await self._is_used(middle) else (low, middle)
         return low
 
-    async def _used(self, number: int) -> bool:
+    async def _is_used(self, number: int) -> bool:
         subject = self._client.subjects.session(f"{self.name}-{number}")
         return await self._client.bus.last(subject) is not None
 
@@ -216,10 +216,10 @@ def _task(settings: dict[str, Any], seed: int | None) -> Task:
     return msgspec.structs.replace(Task(key="openenv", config=config, seed=seed), **named)
 
 
-def _same(left: Task, right: Task | None) -> bool:
+def _is_same_task(left: Task, right: Task | None) -> bool:
     """Whether two tasks differ in their seeds at most."""
     return right is not None and msgspec.structs.replace(left, seed=None) == msgspec.structs.replace(right, seed=None)
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -17,7 +17,7 @@ import anyio.to_thread
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus_schemas import ChatMessage, Image, SessionAnswer, ToolCall, ToolSpec
 from fleetbus_schemas.chat import Text
-from fleetbus_workers.environment.outputs import plain_values
+from fleetbus_workers.environment.episode.normalization import to_plain_values
 from fleetbus_workers.gateway.images import PLACEHOLDER, LoadImage
 
 MAX_ID_CHARACTERS = 255
@@ -55,7 +55,7 @@ def write_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
-        return json.dumps(plain_values(value), allow_nan=False)
+        return json.dumps(to_plain_values(value), allow_nan=False)
 
 
 def read_object(data: Any) -> dict[str, Any]:
@@ -99,60 +99,62 @@ def read_seed(value: Any) -> int | None:
 
 
 async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tool: str = "") -> dict[str, Any]:
-    """``observation`` and ``metadata``; ``load`` None: a word stands for each image. ``tool``: the one that was called, whose
+    """``observation`` and ``metadata``; ``load`` None: placeholders for images. ``tool``: the one that was called, whose
     result then stands where OpenEnv's MCP clients look for it. Raises `FrameError` for an image that is gone."""
     try:
-        messages = [{"role": message.role, "content": await _content(message, load)} for message in answer.messages]
+        messages = [{"role": message.role, "content": await _render_content(message, load)} for message in answer.messages]
     except ObjectMissing as gone:
         raise FrameError("EXECUTION_ERROR", str(gone)) from gone
-    texts = [_text(message, load) for message in answer.messages if message.role != "system"]
-    told: dict[str, Any] = {"text": "\n".join(texts), "messages": messages}
+    texts = [_render_text(message, load) for message in answer.messages if message.role != "system"]
+    observation: dict[str, Any] = {"text": "\n".join(texts), "messages": messages}
     if tool:
-        content = [block for message in messages for block in _blocks(message["content"])]
-        result = {"content": content, "data": told["text"], "is_error": answer.tool_errors > 0}
-        told |= {"tool_name": tool, "result": result, "error": None}
+        content = [block for message in messages for block in _convert_to_mcp_blocks(message["content"])]
+        result = {"content": content, "data": observation["text"], "is_error": answer.tool_errors > 0}
+        observation |= {"tool_name": tool, "result": result, "error": None}
     metadata = answer.state | ({"truncated": True} if answer.truncated else {})
-    return {"observation": told | {"metadata": metadata}} | ({"metadata": metadata} if metadata else {})
+    return {"observation": observation | {"metadata": metadata}} | ({"metadata": metadata} if metadata else {})
 
 
-def listed(tools: Sequence[ToolSpec], *, schema: str = "input_schema") -> list[dict[str, Any]]:
+def describe_tools(tools: Sequence[ToolSpec], *, schema: str = "input_schema") -> list[dict[str, Any]]:
     return [{"name": tool.name, "description": tool.description, schema: tool.parameters} for tool in tools]
 
 
-def _text(message: ChatMessage, load: LoadImage | None) -> str:
+def _render_text(message: ChatMessage, load: LoadImage | None) -> str:
     if isinstance(message.content, str):
         return message.content
-    return "".join(part.text if isinstance(part, Text) else PLACEHOLDER if load else _word(part) for part in message.content)
+    return "".join(
+        part.text if isinstance(part, Text) else PLACEHOLDER if load else _describe_image(part) for part in message.content
+    )
 
 
-async def _content(message: ChatMessage, load: LoadImage | None) -> str | list[dict[str, Any]]:
+async def _render_content(message: ChatMessage, load: LoadImage | None) -> str | list[dict[str, Any]]:
     if isinstance(message.content, str) or load is None:
-        return _text(message, load)
+        return _render_text(message, load)
     return [
         {"type": "text", "text": part.text}
         if isinstance(part, Text)
-        else {"type": "image_url", "image_url": {"url": await _data_url(part, await load(part))}}
+        else {"type": "image_url", "image_url": {"url": await _encode_data_url(part, await load(part))}}
         for part in message.content
     ]
 
 
-def _blocks(content: Any) -> list[dict[str, Any]]:
+def _convert_to_mcp_blocks(content: Any) -> list[dict[str, Any]]:
     """Chat content as MCP content."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return [part if part["type"] == "text" else _image_block(part["image_url"]["url"]) for part in content]
+    return [part if part["type"] == "text" else _build_image_block(part["image_url"]["url"]) for part in content]
 
 
-def _image_block(url: str) -> dict[str, Any]:
+def _build_image_block(url: str) -> dict[str, Any]:
     kind, _, data = url.partition(";base64,")
     return {"type": "image", "data": data, "mimeType": kind.removeprefix("data:")}
 
 
-async def _data_url(image: Image, data: bytes) -> str:
+async def _encode_data_url(image: Image, data: bytes) -> str:
     encode = base64.b64encode
-    coded = encode(data) if len(data) <= INLINE_BYTES else await anyio.to_thread.run_sync(encode, data)
-    return f"data:{image.media_type};base64,{coded.decode()}"
+    encoded = encode(data) if len(data) <= INLINE_BYTES else await anyio.to_thread.run_sync(encode, data)
+    return f"data:{image.media_type};base64,{encoded.decode()}"
 
 
-def _word(image: Image) -> str:
+def _describe_image(image: Image) -> str:
     return f"[image, {image.width}x{image.height}]"

@@ -1,6 +1,6 @@
 """OpenEnv's JSON-RPC, as its MCP clients speak it over HTTP, over ``WS /mcp``, and inside frames: tools listed and called.
 
-Calling a tool is a step, rewards and counts included, and `reset` is implied where nobody reset before. Errors are answers.
+Calling a tool is a step, rewards and counts included, and `reset` is implied if there was none before. Errors are answers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
 from fleetbus_workers.gateway.openenv_episode import AtCapacity, OpenEnvEpisode
-from fleetbus_workers.gateway.openenv_frames import FrameError, listed, read_id
+from fleetbus_workers.gateway.openenv_frames import FrameError, describe_tools, read_id
 
 CREATE, CLOSE = "openenv/session/create", "openenv/session/close"
 
@@ -34,14 +34,14 @@ class RpcRequest:
         self.session = str(parameters.get("session_id") or "")
 
 
-def read_request(asked: Any) -> RpcRequest:
+def read_request(message_body: Any) -> RpcRequest:
     """Raises `RpcError` for what is no request."""
-    if not isinstance(asked, dict) or not isinstance(asked.get("method"), str):
+    if not isinstance(message_body, dict) or not isinstance(message_body.get("method"), str):
         raise RpcError(-32600, "a request is an object with a method")
-    parameters = asked.get("params") or {}
+    parameters = message_body.get("params") or {}
     if not isinstance(parameters, dict):
         raise RpcError(-32602, "params must be an object")
-    return RpcRequest(number_of(asked), asked["method"], parameters)
+    return RpcRequest(read_request_id(message_body), message_body["method"], parameters)
 
 
 def read_text(body: str | bytes) -> Any:
@@ -52,20 +52,20 @@ def read_text(body: str | bytes) -> Any:
         raise RpcError(-32700, "the request is no JSON") from error
 
 
-def number_of(asked: Any) -> str | int | None:
+def read_request_id(message_body: Any) -> str | int | None:
     """The id that an answer repeats."""
-    number = asked.get("id") if isinstance(asked, dict) else None
+    number = message_body.get("id") if isinstance(message_body, dict) else None
     return number if isinstance(number, (str, int)) and not isinstance(number, bool) else None
 
 
-async def called(episode: OpenEnvEpisode, request: RpcRequest) -> dict[str, Any]:
+async def execute_request(episode: OpenEnvEpisode, request: RpcRequest) -> dict[str, Any]:
     """The result of ``tools/list`` or ``tools/call``. Raises `RpcError`."""
     try:
         if request.method == "tools/list":
-            await _begin(episode)
-            return {"tools": listed(episode.tools, schema="inputSchema")}
+            await _ensure_started(episode)
+            return {"tools": describe_tools(episode.tools, schema="inputSchema")}
         if request.method == "tools/call":
-            return await _tool_called(episode, request.parameters)
+            return await _call_tool(episode, request.parameters)
     except FrameError as error:
         raise RpcError(-32603, str(error)) from error
     except (AtCapacity, SessionUnavailable, BusError) as error:
@@ -73,26 +73,26 @@ async def called(episode: OpenEnvEpisode, request: RpcRequest) -> dict[str, Any]
     raise RpcError(-32601, f"Method not found: {request.method}")
 
 
-async def _begin(episode: OpenEnvEpisode) -> None:
-    if not episode.begun:
+async def _ensure_started(episode: OpenEnvEpisode) -> None:
+    if not episode.is_active:
         await episode.reset({})
 
 
-async def _tool_called(episode: OpenEnvEpisode, parameters: dict[str, Any]) -> dict[str, Any]:
+async def _call_tool(episode: OpenEnvEpisode, parameters: dict[str, Any]) -> dict[str, Any]:
     name, arguments = parameters.get("name"), parameters.get("arguments") or {}
     if not isinstance(name, str):
         raise RpcError(-32602, "tools/call needs the name of a tool")
-    await _begin(episode)
+    await _ensure_started(episode)
     if all(tool.name != name for tool in episode.tools):
         raise RpcError(-32603, f"Unknown tool: {name!r}")
     action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-    told = await episode.step(action, request_id=read_id(parameters.get("request_id")))
-    return dict(told["observation"]["result"]) | {"reward": told["reward"], "done": told["done"]}
+    step_result = await episode.step(action, request_id=read_id(parameters.get("request_id")))
+    return dict(step_result["observation"]["result"]) | {"reward": step_result["reward"], "done": step_result["done"]}
 
 
-def result_of(number: Any, result: dict[str, Any]) -> dict[str, Any]:
+def build_result(number: Any, result: dict[str, Any]) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": number, "result": result}
 
 
-def error_of(number: Any, code: int, message: str) -> dict[str, Any]:
+def build_error(number: Any, code: int, message: str) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message, "data": None}}

@@ -1,4 +1,4 @@
-"""An ASGI application on a port of its own, until it is told to stop; what still runs then is finished, within limits."""
+"""Serves an ASGI application until a stop event; running requests are then finished, within limits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import anyio
 import uvicorn
 
-from fleetbus_workers.serving.connections import Bounds, bounded
-from fleetbus_workers.serving.listening import QuietServer
-from fleetbus_workers.serving.web_sockets import bounded_socket
+from fleetbus_workers.serving.connections import Bounds, build_bounded_protocol
+from fleetbus_workers.serving.listeners import SignalFreeServer
+from fleetbus_workers.serving.web_sockets import build_bounded_socket
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that none is closed under a request."""
@@ -26,7 +26,7 @@ BOUNDS = Bounds()
 async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *, bounds: Bounds = BOUNDS) -> None:
     """Serve on a bound socket until ``stop``; the socket is closed at the end. Where all connections that ``bounds`` allows are
     in use, a further one gets a 503."""
-    protocol = bounded(bounds)
+    protocol = build_bounded_protocol(bounds)
     configuration = uvicorn.Config(
         application,
         log_config=None,
@@ -35,7 +35,7 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
         http=protocol,
-        ws=bounded_socket(bounds),
+        ws=build_bounded_socket(bounds),
         limit_concurrency=protocol.bounds.connections,
         proxy_headers=False,
         ws_ping_interval=PING_SECONDS,
@@ -43,15 +43,15 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         ws_max_size=MAX_FRAME_BYTES,
         server_header=False,
     )
-    server = QuietServer(configuration)
+    server = SignalFreeServer(configuration)
     with listener:
         async with anyio.create_task_group() as group:
 
-            async def obey() -> None:
+            async def stop_on_request() -> None:
                 await stop.wait()
                 server.should_exit = True
 
-            group.start_soon(obey)
+            group.start_soon(stop_on_request)
             await server.serve(sockets=[listener])
             group.cancel_scope.cancel()
     if not server.started:

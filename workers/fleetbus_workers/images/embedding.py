@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fleetbus_workers.images.processing import Seen
+from fleetbus_workers.images.processing import ProcessedImage
 
 NUMBER_BITS = 16
 """Bits of the number of an embedding within its image."""
@@ -23,7 +23,7 @@ NUMBER_BITS = 16
 HASH_BITS = 62 - NUMBER_BITS
 
 
-class Placed(Protocol):
+class ImageSpan(Protocol):
     """Where an image stands in a history: tokens ``[start, stop)``."""
 
     @property
@@ -37,18 +37,18 @@ class ImageMismatch(Exception):
     """An image does not become the tokens that stand for it: two processors differ. One line."""
 
 
-def image_key(name: str) -> int:
+def compute_image_key(name: str) -> int:
     """The number of an image: the first `HASH_BITS` of its SHA-256 (hex)."""
     return int(name[:16], 16) >> (64 - HASH_BITS)
 
 
-def key_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def decode_image_keys(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """The numbers of the images that negative ids stand for."""
     keys: NDArray[np.int64] = (-ids - 1) >> NUMBER_BITS
     return keys
 
 
-def coded(ids: NDArray[np.int64], images: Sequence[tuple[Placed, Seen]]) -> NDArray[np.int64]:
+def encode_image_ids(ids: NDArray[np.int64], images: Sequence[tuple[ImageSpan, ProcessedImage]]) -> NDArray[np.int64]:
     """A copy of ``ids`` [T] with a negative id wherever an embedding stands. Raises `ImageMismatch` unless each image became
     exactly the ids in its place."""
     result = ids.copy()
@@ -59,14 +59,14 @@ def coded(ids: NDArray[np.int64], images: Sequence[tuple[Placed, Seen]]) -> NDAr
                 f"image {seen.name} is {len(seen.ids)} tokens here and {len(found)} in the history, or others: "
                 "engine and learner need the same model folder"
             )
-        codes = (image_key(seen.name) << NUMBER_BITS) + np.arange(len(seen.places), dtype=np.int64)
+        codes = (compute_image_key(seen.name) << NUMBER_BITS) + np.arange(len(seen.places), dtype=np.int64)
         result[placed.start + seen.places] = -codes - 1
     return result
 
 
-def features(model: Any, images: Sequence[Seen]) -> dict[int, torch.Tensor]:
+def compute_image_features(model: Any, images: Sequence[ProcessedImage]) -> dict[int, torch.Tensor]:
     """Embeddings [n, hidden] of images by their number, with gradient if it is on. Images of one shape go in together."""
-    alike: dict[tuple[object, ...], list[Seen]] = {}
+    alike: dict[tuple[object, ...], list[ProcessedImage]] = {}
     for seen in {each.name: each for each in images}.values():
         shape = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(seen.inputs.items()))
         alike.setdefault(shape, []).append(seen)
@@ -77,11 +77,11 @@ def features(model: Any, images: Sequence[Seen]) -> dict[int, torch.Tensor]:
         counts = [len(seen.places) for seen in group]
         if len(embeddings) != sum(counts):
             raise ImageMismatch(f"{type(model).__name__} makes {len(embeddings)} embeddings where {sum(counts)} tokens stand")
-        found |= {image_key(seen.name): part for seen, part in zip(group, torch.split(embeddings, counts), strict=True)}
+        found |= {compute_image_key(seen.name): part for seen, part in zip(group, torch.split(embeddings, counts), strict=True)}
     return found
 
 
-def embedded(model: Any, ids: torch.Tensor, found: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def compute_embeddings(model: Any, ids: torch.Tensor, found: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Embeddings [..., hidden] of coded ids int64 [...]; ``found`` has those of all images in them, by `image_key`."""
     embeddings: torch.Tensor = model.get_input_embeddings()(ids.clamp(min=0))
     places = ids < 0
@@ -98,9 +98,9 @@ def embedded(model: Any, ids: torch.Tensor, found: Mapping[int, torch.Tensor]) -
     return embeddings.masked_scatter(places[..., None], rows.to(embeddings))
 
 
-def shown_keys(ids: Iterable[NDArray[np.int64]]) -> set[int]:
+def list_image_keys(ids: Iterable[NDArray[np.int64]]) -> set[int]:
     """The numbers of all images in coded ids."""
-    return {int(key) for each in ids for key in np.unique(key_of(each[each < 0]))}
+    return {int(key) for each in ids for key in np.unique(decode_image_keys(each[each < 0]))}
 
 
 def _image_features(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

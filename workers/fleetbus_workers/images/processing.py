@@ -21,19 +21,19 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ShownImage
-from fleetbus_workers.images.folders import has_vision
-from fleetbus_workers.images.reading import ImageUnreadable
+from fleetbus_workers.images.model_folder import has_vision
+from fleetbus_workers.images.reader import ImageUnreadable
 
 MAX_PIXELS = 64_000_000
 """Larger images are refused: a small file may unpack to any size."""
 
-KEPT_BYTES = 256 << 20
+CACHE_BYTES = 256 << 20
 
-_OF_TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
+_TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessedImage:
     """An image as the model takes it. ``ids`` stand for it in a prompt; those at ``places`` (int64 [n], counted within
     ``ids``) are replaced by its n embeddings. ``inputs`` are the arguments of the model's ``get_image_features``."""
 
@@ -47,7 +47,9 @@ class Seen:
         return sum(tensor.nbytes for tensor in self.inputs.values()) + 8 * len(self.ids)
 
 
-def expanded(ids: Sequence[int], image_token_id: int, images: Sequence[Seen]) -> tuple[list[int], list[ShownImage]]:
+def expand_image_tokens(
+    ids: Sequence[int], image_token_id: int, images: Sequence[ProcessedImage]
+) -> tuple[list[int], list[ShownImage]]:
     """A prompt with each image token replaced by the ids that stand for its image, and where they stand, in order.
 
     Raises `ValueError` if the prompt does not have one image token per image.
@@ -56,64 +58,64 @@ def expanded(ids: Sequence[int], image_token_id: int, images: Sequence[Seen]) ->
         raise ValueError(f"the chat template shows {count} of {len(images)} images")
     result: list[int] = []
     shown: list[ShownImage] = []
-    coming = iter(images)
+    remaining = iter(images)
     for each in ids:
         if each != image_token_id:
             result.append(each)
             continue
-        seen = next(coming)
+        seen = next(remaining)
         shown.append(ShownImage(object=seen.name, start=len(result), stop=len(result) + len(seen.ids)))
         result += seen.ids
     return result, shown
 
 
 class ImageProcessor:
-    """The processor of a model folder. Keeps what it made of images, the least recently used dropped beyond ``kept_bytes``.
+    """The processor of a model folder. Keeps what it made of images, the least recently used dropped beyond ``cache_bytes``.
 
     Raises `UserError` if the folder has no processor that can be used here.
     """
 
-    def __init__(self, folder: Path, *, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         self._folder = folder
         self._processor = _open_processor(folder)
         self.image_token: str = str(getattr(self._processor, "image_token", "") or "")
         self.image_token_id = _image_token_id(self._processor, folder)
-        self._kept: OrderedDict[str, Seen] = OrderedDict()
-        self._kept_bytes, self._bytes = kept_bytes, 0
+        self._cache: OrderedDict[str, ProcessedImage] = OrderedDict()
+        self._cache_bytes, self._bytes = cache_bytes, 0
         self._lock = threading.Lock()
 
-    def known(self, name: str) -> Seen | None:
+    def known(self, name: str) -> ProcessedImage | None:
         """What was made of an image before, if it is still kept; never blocks for long."""
-        return self._kept.get(name)
+        return self._cache.get(name)
 
-    def see(self, name: str, data: bytes) -> Seen:
+    def see(self, name: str, data: bytes) -> ProcessedImage:
         """The image of these bytes (a file of any format that Pillow reads). Raises `ImageUnreadable`."""
         with self._lock:
-            if (seen := self._kept.get(name)) is not None:
-                self._kept.move_to_end(name)
+            if (seen := self._cache.get(name)) is not None:
+                self._cache.move_to_end(name)
                 return seen
-            seen = self._processed(name, opened_image(name, data))
-            self._kept[name] = seen
+            seen = self._process_image(name, open_image(name, data))
+            self._cache[name] = seen
             self._bytes += seen.size_bytes
-            while self._bytes > self._kept_bytes and self._kept:
-                self._bytes -= self._kept.popitem(last=False)[1].size_bytes
+            while self._bytes > self._cache_bytes and self._cache:
+                self._bytes -= self._cache.popitem(last=False)[1].size_bytes
             return seen
 
-    def whole(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
+    def process_prompt(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
         """What the processor makes of a whole prompt with its images: what a model is given outside of here."""
         return dict(self._processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt"))
 
-    def _processed(self, name: str, image: Any) -> Seen:
+    def _process_image(self, name: str, image: Any) -> ProcessedImage:
         try:
-            processed = self.whole(self.image_token, [image])
+            processed = self.process_prompt(self.image_token, [image])
         except Exception as error:  # a model's own code, which may fail in any way on what it is shown
             raise ImageUnreadable(f"image {name}: the model's processor fails: {_first_line(error)}") from error
         ids = processed["input_ids"][0].tolist()
-        inputs = {key: value for key, value in processed.items() if key not in _OF_TEXT and isinstance(value, torch.Tensor)}
-        return Seen(name, tuple(ids), np.flatnonzero(np.array(ids) == self.image_token_id), inputs)
+        inputs = {key: value for key, value in processed.items() if key not in _TEXT_INPUTS and isinstance(value, torch.Tensor)}
+        return ProcessedImage(name, tuple(ids), np.flatnonzero(np.array(ids) == self.image_token_id), inputs)
 
 
-def opened_image(name: str, data: bytes) -> Any:
+def open_image(name: str, data: bytes) -> Any:
     """A Pillow image, RGB. Raises `ImageUnreadable`."""
     try:
         with Pillow.open(io.BytesIO(data)) as image:

@@ -9,18 +9,18 @@ from typing import Protocol
 import msgspec
 
 from fleetbus_schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ShownImage, ToolSpec, VersionSpan
-from fleetbus_workers.images.placed import PlacedImage
+from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.weights.file import WeightsRejected
 
 __all__ = [
     "EngineFailed",
     "Generation",
     "GenerationRequest",
-    "Images",
-    "Measured",
+    "ImageSource",
     "PromptDelta",
     "RequestRefused",
     "Sampler",
+    "SamplerStats",
     "Template",
     "WeightsRejected",
 ]
@@ -64,7 +64,7 @@ class RequestRefused(Exception):
     """No engine of this kind can ever answer this request, and why: its episode ends with that reason, not with a retry."""
 
 
-class Measured(Protocol):
+class SamplerStats(Protocol):
     """A sampler that counts what it does. Not every sampler does."""
 
     @property
@@ -98,17 +98,17 @@ class Template(Protocol):
     stop_ids: frozenset[int]
     """The model's own end-of-turn ids."""
 
-    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         """Ids of the whole prompt of turn 0, ending where the assistant begins."""
 
-    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         """Ids between the last sampled token and the assistant's next turn: the end of its turn if it was not sampled,
         the new messages, and the assistant's header."""
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         """The sampled ids as text, without the end-of-turn token; `<done>` and tool-call tags stay."""
 
-    def ids_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         """The id of a token by its string, None if the vocabulary has no such single token."""
 
 
@@ -119,14 +119,14 @@ class PromptDelta(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[ShownImage, ...] = ()
 
 
-class Images(Protocol):
-    """The images that observations name, for a model that sees. Each call raises `fleetbus_workers.images.reading.ImageFailed`
+class ImageSource(Protocol):
+    """The images that observations name, for a model that sees. Each call raises `fleetbus_workers.images.reader.ImageFailed`
     for what
-    will never be seen, and `fleetbus_workers.images.reading.ImageUnread` for what cannot be fetched now."""
+    will never be seen, and `fleetbus_workers.images.reader.ImageUnread` for what cannot be fetched now."""
 
     async def expand(self, ids: list[int], messages: Sequence[ChatMessage]) -> PromptDelta:
         """``ids`` of ``messages``, with the tokens of each image where the template wrote one image token. Raises `ValueError`
         if those are not as many as the images."""
 
-    async def placed(self, images: Sequence[ShownImage]) -> tuple[PlacedImage, ...]:
+    async def load_images(self, images: Sequence[ShownImage]) -> tuple[PlacedImage, ...]:
         """The images of a whole history with their bytes."""

@@ -12,7 +12,7 @@ from typing import Any
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, Text
 from fleetbus_workers.images.processing import ImageProcessor
-from fleetbus_workers.inference.template import ChatTemplate
+from fleetbus_workers.inference.chat_template import ChatTemplate
 
 _WORD = "Fleetbusword"
 
@@ -28,11 +28,11 @@ class ImageTemplate(ChatTemplate):
         self._control = re.compile(f"{re.escape(processor.image_token)}|{self._control.pattern}")
         self._check_images()
 
-    def _plain(self, message: ChatMessage) -> dict[str, Any]:
+    def _convert_message(self, message: ChatMessage) -> dict[str, Any]:
         if isinstance(message.content, str):
-            return super()._plain(message)
+            return super()._convert_message(message)
         parts = [
-            {"type": "text", "text": self._broken(part.text)} if isinstance(part, Text) else {"type": "image"}
+            {"type": "text", "text": self._escape_special_tokens(part.text)} if isinstance(part, Text) else {"type": "image"}
             for part in message.content
         ]
         return {"role": message.role, "content": parts}

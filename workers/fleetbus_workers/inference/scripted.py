@@ -18,7 +18,7 @@ VOCABULARY = 256
 STOP = 1
 
 
-class WithoutModel:
+class StubSampler:
     """What samplers without a model have in common: every version is taken as it comes, and nothing is kept."""
 
     version = 0
@@ -36,7 +36,7 @@ class WithoutModel:
         """Nothing is kept."""
 
 
-class ScriptedSampler(WithoutModel):
+class ScriptedSampler(StubSampler):
     """Answers every turn with ``tokens`` tokens, after ``delay(request)`` seconds if given."""
 
     def __init__(self, *, tokens: int = 8, delay: Callable[[GenerationRequest], float] | None = None) -> None:
@@ -63,14 +63,14 @@ class ScriptedTemplate:
 
     stop_ids: frozenset[int] = frozenset({STOP})
 
-    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
-        return self.proceed((), messages)
+    def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        return self.encode_continuation((), messages)
 
-    def proceed(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         return [byte for message in messages if isinstance(message.content, str) for byte in message.content.encode()]
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
-    def ids_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return None

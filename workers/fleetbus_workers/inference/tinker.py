@@ -19,8 +19,8 @@ import msgspec
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
-from fleetbus_workers.inference.reloading import file_of
-from fleetbus_workers.tinker_service import SamplerPath, one_line, service_client
+from fleetbus_workers.inference.weight_folders import parse_file_uri
+from fleetbus_workers.tinker_service import SamplerPath, format_error, open_service_client
 from fleetbus_workers.weights.file import WeightsRejected
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ LOAD_SECONDS = 600.0
 class TinkerSampler:
     """`Sampler` whose weights are on a Tinker service; nothing is sampled before a version is loaded."""
 
-    def __init__(self, settings: TinkerSettings, *, max_length: int = 2048, slots: int = 32) -> None:
+    def __init__(self, settings: TinkerSettings, *, max_model_len: int = 2048, slots: int = 32) -> None:
         self.version = -1
         self._settings = settings
-        self._max_length = max_length
+        self._max_model_len = max_model_len
         self._service: Any = None
         self._client: Any = None
         self._room = anyio.Semaphore(slots)
@@ -46,7 +46,7 @@ class TinkerSampler:
 
     @property
     def stats(self) -> dict[str, float]:
-        """See `Measured.stats`."""
+        """See `SamplerStats.stats`."""
         return dict(self._stats)
 
     async def open(self) -> None:
@@ -55,7 +55,7 @@ class TinkerSampler:
             try:
                 with anyio.fail_after(OPEN_SECONDS):
                     self._service = await anyio.to_thread.run_sync(
-                        partial(service_client, self._settings), abandon_on_cancel=True
+                        partial(open_service_client, self._settings), abandon_on_cancel=True
                     )
             except TimeoutError:
                 raise UserError(f"the Tinker service {self._settings.url} did not answer in {OPEN_SECONDS:.0f} s") from None
@@ -74,7 +74,7 @@ class TinkerSampler:
         `RequestRefused`."""
         import tinker
 
-        limit = min(request.max_tokens, self._max_length - len(request.ids))
+        limit = min(request.max_tokens, self._max_model_len - len(request.ids))
         if limit < 1:
             return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
         sampling = request.sampling
@@ -97,12 +97,12 @@ class TinkerSampler:
                 prompt = tinker.ModelInput.from_ints(list(request.ids))
                 response = await client.sample_async(prompt=prompt, num_samples=1, sampling_params=parameters)
             except (tinker.BadRequestError, tinker.UnprocessableEntityError, ValueError) as error:
-                raise RequestRefused(f"the Tinker service refuses this request: {one_line(error)}") from error
+                raise RequestRefused(f"the Tinker service refuses this request: {format_error(error)}") from error
             except tinker.TinkerError as error:
-                raise EngineFailed(f"the Tinker service failed this request: {one_line(error)}") from error
-        return self._generation(request, response, version)
+                raise EngineFailed(f"the Tinker service failed this request: {format_error(error)}") from error
+        return self._build_generation(request, response, version)
 
-    def _generation(self, request: GenerationRequest, response: Any, version: int) -> Generation:
+    def _build_generation(self, request: GenerationRequest, response: Any, version: int) -> Generation:
         sequence = response.sequences[0] if response.sequences else None
         ids = list(sequence.tokens) if sequence is not None else []
         logprobs = list(sequence.logprobs or ()) if sequence is not None else []
@@ -126,17 +126,17 @@ class TinkerSampler:
 
         async with self._loading:
             try:
-                content = await anyio.Path(file_of(policy.uri)).read_bytes()
+                content = await anyio.Path(parse_file_uri(policy.uri)).read_bytes()
                 path = msgspec.json.decode(content, type=SamplerPath).sampler
             except (OSError, msgspec.DecodeError) as error:
                 raise WeightsRejected(
-                    f"{policy.uri} is no version of a Tinker service ({one_line(error)}): set learner.trainer = tinker"
+                    f"{policy.uri} is no version of a Tinker service ({format_error(error)}): set learner.trainer = tinker"
                 ) from error
             try:
                 with anyio.fail_after(LOAD_SECONDS):
                     client = await self._service.create_sampling_client_async(model_path=path)
             except (tinker.TinkerError, ValueError, TimeoutError) as error:
-                raise WeightsRejected(f"the Tinker service does not sample from {path}: {one_line(error)}") from error
+                raise WeightsRejected(f"the Tinker service does not sample from {path}: {format_error(error)}") from error
             self.version, self._client = policy.version, client
 
     def forget(self, cache_key: str) -> None:

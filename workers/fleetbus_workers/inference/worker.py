@@ -16,16 +16,16 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, inference_lanes, observations_consumer
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control, unless_drained
-from fleetbus.episodes import decoded
+from fleetbus.control import Control, run_until_drained
+from fleetbus.episodes import decode_entries
 from fleetbus.lanes import Lane, claim_lane
 from fleetbus.leases import Leases
-from fleetbus.ports import Ports
-from fleetbus.presence import Presence, present
+from fleetbus.runtime import Runtime
 from fleetbus.slots import Slots
+from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
-from fleetbus_workers.inference.answers import Answers
-from fleetbus_workers.inference.base import Images, Sampler, Template, WeightsRejected
+from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
+from fleetbus_workers.inference.observation_handler import ObservationHandler
 
 RELOAD_SECONDS = 5.0
 """Until a version that was rejected is tried again: its file may have been on its way."""
@@ -50,7 +50,7 @@ class InferenceWorker:
         sampler: Sampler,
         template: Template,
         fetch: Fetch | None = None,
-        images: Images | None = None,
+        images: ImageSource | None = None,
     ) -> None:
         self._bus = bus
         self._fetch = fetch
@@ -64,26 +64,28 @@ class InferenceWorker:
         self._sampler = sampler
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._leases = Leases(OBSERVATION_LEASE_SECONDS / 3)
-        self._answers = Answers(
+        self._handler = ObservationHandler(
             bus,
             self._subjects,
             worker=name,
             lane=lane.name,
             sampler=sampler,
             template=template,
-            max_length=configuration.inference.max_length,
+            max_model_len=configuration.inference.max_model_len,
             max_tries=configuration.environment.max_hops,
             leases=self._leases,
             counters=self._counters,
             images=images,
         )
-        self._slots = Slots(bus, self._answers.answer)
+        self._slots = Slots(bus, self._handler.handle_delivery)
         self._ready = anyio.Event()
 
     async def run(self) -> None:
         """Work until drained; cancelled, it drops everything, and others answer when the leases run out."""
         bus, subjects = self._bus, self._subjects
-        presence = Presence(bus, subjects, role="inference", worker=self._name, beat=self._heartbeat, lane=self._lane)
+        lifecycle = WorkerLifecycle(
+            bus, subjects, role="inference", worker=self._name, beat=self._build_heartbeat, lane=self._lane
+        )
         control = Control(
             bus,
             subjects,
@@ -91,17 +93,17 @@ class InferenceWorker:
             worker=self._name,
             drain=self._drain,
             cancel=lambda episodes: (),
-            busy_with=lambda: self._answers.turns,
+            busy_with=lambda: self._handler.turns,
         )
         async with (
             self._sampler.running(),
-            present(presence, bus, self._lane, slots=self._slot_count),
+            run_lifecycle(lifecycle, bus, self._lane, slots=self._slot_count),
             anyio.create_task_group() as group,
         ):
             group.start_soon(self._leases.run)
             group.start_soon(control.run)
             group.start_soon(self._follow_policy)
-            await self._work(presence)
+            await self._answer_observations(lifecycle)
             group.cancel_scope.cancel()
 
     async def _follow_policy(self) -> None:
@@ -112,29 +114,29 @@ class InferenceWorker:
         """
         subject = self._subjects.policy(self._policy)
         wanted: PolicyPublished | None = None
-        async with self._bus.read([subject], start=await self._newest_version(subject)) as reader:
+        async with self._bus.read([subject], start=await self._find_newest_position(subject)) as reader:
             while True:
                 with anyio.move_on_after(RELOAD_SECONDS if wanted is not None else math.inf):
-                    for entry, published in decoded(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
+                    for entry, published in decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
                         wanted = published
-                        self._answers.version_is_coming(entry.sequence)
-                if wanted is not None and await self._loaded(wanted):
+                        self._handler.expect_version(entry.sequence)
+                if wanted is not None and await self._load_version(wanted):
                     wanted = None
-                self._answers.version_is_settled()
+                self._handler.clear_expected_version()
 
-    async def _newest_version(self, subject: str) -> int:
+    async def _find_newest_position(self, subject: str) -> int:
         """Where the newest version stands in the log, or where to begin if there is none. It is the last entry unless a
         learner is just beginning; the others, each with the manifest of a whole model, are not read."""
         newest = 1
         last = await self._bus.last(subject)
-        if last is not None and decoded(PolicyPublished, [last], beside=(LineageStarted,)):
+        if last is not None and decode_entries(PolicyPublished, [last], beside=(LineageStarted,)):
             return last.sequence
         async for entry in self._bus.scan([subject]):
-            for found, _ in decoded(PolicyPublished, [entry], beside=(LineageStarted,)):
+            for found, _ in decode_entries(PolicyPublished, [entry], beside=(LineageStarted,)):
                 newest = found.sequence
         return newest
 
-    async def _loaded(self, published: PolicyPublished) -> bool:
+    async def _load_version(self, published: PolicyPublished) -> bool:
         """True if there is nothing left to do about this version."""
         if published.version <= self._sampler.version and self._ready.is_set():
             return True
@@ -142,13 +144,13 @@ class InferenceWorker:
             await self._sampler.load(await self._fetch(published) if self._fetch is not None else published)
         except WeightsRejected as rejected:
             self._counters["weights_rejected"] += 1
-            log.error("version not loaded", version=published.version, reason=str(rejected))
+            log.error("weights rejected; retrying", version=published.version, reason=str(rejected))
             return False
         self._counters["versions_loaded"] += 1
         self._ready.set()
         return True
 
-    async def _work(self, presence: Presence) -> None:
+    async def _answer_observations(self, lifecycle: WorkerLifecycle) -> None:
         """Pull once a version is loaded, until drained; then answer what is held."""
         lane_slots = self._slot_count // 2
         sources = {
@@ -156,14 +158,14 @@ class InferenceWorker:
             observations_consumer(self._policy, ANY_LANE): self._slot_count - lane_slots,
         }
         async with anyio.create_task_group() as answering:
-            await unless_drained(self._drain, self._ready.wait)  # nothing is pulled before a version is loaded
+            await run_until_drained(self._drain, self._ready.wait)  # nothing is pulled before a version is loaded
             await self._slots.run(sources, self._drain, answering)
-            await presence.draining(in_flight=self._slots.in_flight)
+            await lifecycle.publish_draining(in_flight=self._slots.in_flight)
             with anyio.move_on_after(self._drain_seconds):
-                await self._slots.all_free()
+                await self._slots.wait_until_idle()
             answering.cancel_scope.cancel()
 
-    def _heartbeat(self) -> Heartbeat:
+    def _build_heartbeat(self) -> Heartbeat:
         return Heartbeat(
             role="inference",
             worker=self._name,
@@ -172,10 +174,10 @@ class InferenceWorker:
             policy_version=self._sampler.version,
             lane=self._lane.name,
             draining=self._drain.is_set(),
-            counters=dict(self._counters) | self._engine_counters(),
+            counters=dict(self._counters) | self._read_engine_counters(),
         )
 
-    def _engine_counters(self) -> dict[str, float]:
+    def _read_engine_counters(self) -> dict[str, float]:
         """What the engine counts, as ``engine_...``; the prefix-hit rate is cached over cached and prefill tokens."""
         stats: Mapping[str, float] = getattr(self._sampler, "stats", {})
         return {f"engine_{name}": float(value) for name, value in stats.items()}
@@ -189,14 +191,14 @@ async def run_inference(
     drain: anyio.Event,
     sampler: Sampler,
     template: Template,
-    ports: Ports | None = None,
+    runtime: Runtime | None = None,
     fetch: Fetch | None = None,
-    images: Images | None = None,
+    images: ImageSource | None = None,
 ) -> None:
     """An inference worker from claiming a lane to its goodbye. ``fetch`` makes a published version a local file first;
     ``images`` shows what observations refer to, to a model that sees."""
     subjects = Subjects(configuration.run.name)
-    nonce = (ports or Ports()).nonce()
+    nonce = (runtime or Runtime()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
     lane = await claim_lane(bus, subjects, role="inference", names=lanes, worker=name, nonce=nonce)
     worker = InferenceWorker(

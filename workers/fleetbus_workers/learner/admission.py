@@ -1,4 +1,4 @@
-"""Groups are asked for as fast as staleness and the log allow; open requests of earlier lineages are taken over first."""
+"""Requests groups as fast as staleness and the log allow; open requests of earlier lineages are taken over first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import anyio
 import structlog
 
 from fleetbus.config.settings import LearnerSettings
-from fleetbus.core.capacity import groups_to_admit
+from fleetbus.core.capacity import count_admissible_groups
 from fleetbus.requests import Requests
 from fleetbus_schemas import EpisodeRequested
 from fleetbus_workers.learner.curriculum import Curriculum
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class Admission:
-    """The training requests of one lineage. ``progress`` tells the steps done and the newest version."""
+    """The training requests of one lineage. ``progress`` returns the steps done and the newest version."""
 
     def __init__(
         self,
@@ -51,44 +51,44 @@ class Admission:
                 continue
             self._pool.admit(request.group_id, request.group_size, version=request.policy_version)
             self._pool.expect(request.episode_id, request.group_id)
-            self._requests.remember(request, sequence)
+            self._requests.track(request, sequence)
             members[request.group_id].add(request.sample_index)
         for group_id, indices in members.items():
-            self.next_group = max(self.next_group, group_number(group_id) + 1)
+            self.next_group = max(self.next_group, parse_group_number(group_id) + 1)
             missing = set(range(self._pool.size(group_id))) - indices
-            await self._request(group_id, sorted(missing))
+            await self._request_group(group_id, sorted(missing))
 
     async def run(self, drain: anyio.Event) -> None:
         """Keep as many groups out as staleness allows, until drained."""
         while not drain.is_set():
             changed = self._pool.changed
-            allowed = self._allowed()
-            if not allowed:
+            admissible = self._count_admissible()
+            if not admissible:
                 await changed.wait()
                 continue
-            for _ in range(allowed):
-                await self._pause()
+            for _ in range(admissible):
+                await self._wait_while_failing()
                 await self._requests.wait_for_room()
                 group_id = f"g{self.next_group:06d}"
                 self.next_group += 1
-                await self._request(group_id, range(self._settings.group_size))
+                await self._request_group(group_id, range(self._settings.group_size))
 
-    async def _pause(self) -> None:
+    async def _wait_while_failing(self) -> None:
         """After rounds of groups without any use, one group at a time, until one can be used again."""
-        at_a_time = (1 + self._settings.max_staleness) * self._settings.groups
-        pause_seconds = self._pool.pause_seconds(at_a_time)
+        round_size = (1 + self._settings.max_staleness) * self._settings.groups
+        pause_seconds = self._pool.pause_seconds(round_size)
         if pause_seconds:
-            log.warning("admission pauses: no group of the last rounds had enough verdicts", seconds=pause_seconds)
+            log.warning("too few verdicts in recent groups; pausing admission", seconds=pause_seconds)
         with anyio.move_on_after(pause_seconds):
-            while self._pool.pause_seconds(at_a_time):
+            while self._pool.pause_seconds(round_size):
                 await self._pool.changed.wait()
 
-    def _allowed(self) -> int:
-        """None while the version of the last step is on its way: begun with the one before, they would soon be too stale."""
+    def _count_admissible(self) -> int:
+        """Groups that may be requested now; 0 until the newest step's version is published, or they would soon be stale."""
         step, _ = self._progress()
         if self._pool.published_step < step:
             return 0
-        return groups_to_admit(
+        return count_admissible_groups(
             step=step,
             last_step=self._settings.steps,
             batch=self._settings.groups,
@@ -96,14 +96,14 @@ class Admission:
             outstanding=len(self._pool),
         )
 
-    async def _request(self, group_id: str, indices: Sequence[int]) -> None:
+    async def _request_group(self, group_id: str, indices: Sequence[int]) -> None:
         """Publish the requests of a group together; all its episodes play the same task."""
         size = self._pool.admit(group_id, self._settings.group_size).size
-        task = self._curriculum.task(group_number(group_id))
+        task = self._curriculum.task(parse_group_number(group_id))
         _, version = self._progress()
 
         async def publish(index: int) -> None:
-            request = self._requests.make(
+            request = self._requests.build_request(
                 task,
                 episode_id=f"{group_id}-{index}",
                 group_id=group_id,
@@ -117,13 +117,13 @@ class Admission:
             sequence, result = await self._requests.publish(request)
             self._pool.requested(request.episode_id, sequence)
             if result is not None:
-                self._pool.finished(result)
+                self._pool.add_result(result)
 
         async with anyio.create_task_group() as group:
             for index in indices:
                 group.start_soon(publish, index)
 
 
-def group_number(group_id: str) -> int:
+def parse_group_number(group_id: str) -> int:
     """The number in a training group's id."""
     return int(group_id[1:])

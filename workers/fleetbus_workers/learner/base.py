@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus_schemas import TensorEntry
-from fleetbus_workers.images.placed import PlacedImage
+from fleetbus_workers.images.placed_image import PlacedImage
 
 
 class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):

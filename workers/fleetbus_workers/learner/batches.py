@@ -15,18 +15,18 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from fleetbus.archive import archived_entries
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.archive import read_archived_entries
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.config.settings import Configuration
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
 from fleetbus.core.shaping import overlong_penalty
-from fleetbus.core.turn_credit import turn_advantages, turn_returns
-from fleetbus.episodes import RETRY_SECONDS, decoded
+from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns
+from fleetbus.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.errors import RequestUnanswered, UserError
-from fleetbus.ports import Ports
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
-from fleetbus_workers.images.reading import ImageReader
+from fleetbus_workers.images.reader import ImageReader
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.images import read_images
 
@@ -45,27 +45,27 @@ class MissingActions(UserError):
 class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How rewards become advantages. ``overlong_limit`` and ``overlong_buffer`` are tokens of a whole episode."""
 
-    advantage: str = "grpo"
+    advantage_estimator: str = "grpo"
     minimum: int = 2
-    credit: Literal["episode", "turn"] = "episode"
+    credit_assignment: Literal["episode", "turn"] = "episode"
     turn_discount: float = 1.0
-    overlong: Literal["keep", "mask"] = "keep"
+    mask_truncated_completions: bool = False
     overlong_limit: int = 0
     overlong_buffer: int = 0
-    overlong_factor: float = 1.0
+    overlong_penalty_factor: float = 1.0
 
     @classmethod
-    def of(cls, configuration: Configuration) -> CreditPlan:
+    def from_configuration(cls, configuration: Configuration) -> CreditPlan:
         algorithm, learner = configuration.algorithm, configuration.learner
         return cls(
-            advantage=learner.advantage,
+            advantage_estimator=learner.advantage_estimator,
             minimum=learner.min_group_size,
-            credit=algorithm.credit,
+            credit_assignment=algorithm.credit_assignment,
             turn_discount=algorithm.turn_discount,
-            overlong=algorithm.overlong,
+            mask_truncated_completions=algorithm.mask_truncated_completions,
             overlong_limit=configuration.episode.max_episode_tokens,
             overlong_buffer=algorithm.overlong_buffer,
-            overlong_factor=algorithm.overlong_factor,
+            overlong_penalty_factor=algorithm.overlong_penalty_factor,
         )
 
 
@@ -77,7 +77,7 @@ async def read_sequences(
     plan: CreditPlan,
     temperature: float,
     archive: Path | None = None,
-    ports: Ports | None = None,
+    runtime: Runtime | None = None,
     images: ImageReader | None = None,
 ) -> list[TrainingSequence]:
     """The graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
@@ -86,76 +86,78 @@ async def read_sequences(
     Episodes that were shown images which ``images`` cannot read leave their group, with the reason.
     """
     results = [result for group in groups for result in group.graded]
-    actions = await read_actions(bus, subjects, results, archive=archive, ports=ports or Ports())
+    actions = await read_actions(bus, subjects, results, archive=archive, runtime=runtime or Runtime())
     shown = await read_images(images, groups, actions)
     usable = [result for group in groups for result in group.graded]
     return [
         msgspec.structs.replace(
-            _sequence(result, actions[result.episode_id], advantages, plan, temperature),
+            _build_sequence(result, actions[result.episode_id], advantages, plan, temperature),
             images=shown.get(result.episode_id, ()),
         )
-        for result, advantages in zip(usable, advantages_by_turn(groups, plan), strict=True)
+        for result, advantages in zip(usable, compute_episode_advantages(groups, plan), strict=True)
     ]
 
 
-def advantages_by_turn(groups: Sequence[Group], plan: CreditPlan) -> list[list[float]]:
+def compute_episode_advantages(groups: Sequence[Group], plan: CreditPlan) -> list[list[float]]:
     """The advantage of every turn of every graded episode of ``groups``, in their order.
 
     With credit per turn, what an episode's reward has beyond the rewards of its turns comes with its last turn.
     """
     results = [result for group in groups for result in group.graded]
     numbers = [number for number, group in enumerate(groups) for _ in group.graded]
-    rewards = [_shaped_reward(result, plan) for result in results]
+    rewards = [_shape_reward(result, plan) for result in results]
     turns = [len(result.actions) for result in results]
-    if plan.credit == "turn":
+    if plan.credit_assignment == "turn":
         returns = [
-            turn_returns(
+            compute_turn_returns(
                 result.turn_rewards, reward - sum(result.turn_rewards[:count]), turns=count, discount=plan.turn_discount
             )
             for result, reward, count in zip(results, rewards, turns, strict=True)
         ]
-        return turn_advantages(returns, numbers, minimum=plan.minimum, normalise=plan.advantage == "grpo")
-    estimate = ADVANTAGES[plan.advantage]
+        return compute_turn_advantages(returns, numbers, minimum=plan.minimum, normalise=plan.advantage_estimator == "grpo")
+    estimate = ADVANTAGES[plan.advantage_estimator]
     advantages = estimate(np.array(rewards, dtype=np.float64), np.array(numbers), minimum=plan.minimum)
     return [[float(value)] * count for value, count in zip(advantages, turns, strict=True)]
 
 
-def _shaped_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
+def _shape_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
     assert result.reward is not None
     penalty = overlong_penalty(
-        result.tokens, limit=plan.overlong_limit, buffer=plan.overlong_buffer, factor=plan.overlong_factor
+        result.tokens, limit=plan.overlong_limit, buffer=plan.overlong_buffer, factor=plan.overlong_penalty_factor
     )
     return result.reward + penalty
 
 
 async def read_actions(
-    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, ports: Ports
+    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
 ) -> dict[str, list[Action]]:
     """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
     wanted = {reference.sequence for result in results for reference in result.actions}
-    entries = await _entries_of(bus, subjects, results)
+    entries = await _read_entries(bus, subjects, results)
     for pause in LAG_PAUSES_SECONDS:
         missing = wanted - set(entries)
         if missing and archive is not None:
-            log.info("actions read from the archive", entries=len(missing))
-            entries |= await ports.offload(archived_entries, archive, missing, run=subjects.run)
+            log.info("actions trimmed from the log; reading them from the archive", entries=len(missing))
+            entries |= await runtime.offload(read_archived_entries, archive, missing, run=subjects.run)
         if not wanted - set(entries):
             break
         await anyio.sleep(pause)
-        entries |= await _entries_of(bus, subjects, results)
-    actions = {entry.sequence: action for entry, action in decoded(Action, [entries[key] for key in wanted & set(entries)])}
-    return {result.episode_id: _actions_of(result, actions, archive) for result in results}
+        entries |= await _read_entries(bus, subjects, results)
+    actions = {
+        entry.sequence: action for entry, action in decode_entries(Action, [entries[key] for key in wanted & set(entries)])
+    }
+    return {result.episode_id: _select_actions(result, actions, archive) for result in results}
 
 
-async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, Stored]:
+async def _read_entries(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, StreamEntry]:
     """By position what stands on the subjects of the episodes' Actions."""
-    entries: dict[int, Stored] = {}
+    entries: dict[int, StreamEntry] = {}
     limiter = anyio.CapacityLimiter(READS_AT_A_TIME)
 
     async def read(result: EpisodeFinished) -> None:
         lanes = sorted({reference.lane for reference in result.actions})
         async with limiter:
-            found = await _history(bus, [subjects.action(lane, result.episode_id) for lane in lanes])
+            found = await _read_history(bus, [subjects.action(lane, result.episode_id) for lane in lanes])
         entries.update((entry.sequence, entry) for entry in found)
 
     async with anyio.create_task_group() as group:
@@ -164,17 +166,17 @@ async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFin
     return entries
 
 
-async def _history(bus: Bus, subjects: list[str]) -> list[Stored]:
+async def _read_history(bus: Bus, subjects: list[str]) -> list[StreamEntry]:
     """However long the server is away: the batch is complete, and nobody else would train it."""
     while True:
         try:
             return await bus.history(subjects)
         except RequestUnanswered as unanswered:
-            log.warning("the log is asked again later", reason=str(unanswered))
+            log.warning("log read failed; retrying", reason=str(unanswered))
             await anyio.sleep(RETRY_SECONDS)
 
 
-def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive: Path | None) -> list[Action]:
+def _select_actions(result: EpisodeFinished, actions: Mapping[int, Action], archive: Path | None) -> list[Action]:
     try:
         return [actions[reference.sequence] for reference in result.actions]
     except KeyError as missing:
@@ -182,7 +184,7 @@ def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive:
         raise MissingActions(f"episode {result.episode_id}: the log has no Action at position {missing}; {hint}") from missing
 
 
-def _sequence(
+def _build_sequence(
     result: EpisodeFinished, actions: Sequence[Action], by_turn: Sequence[float], plan: CreditPlan, temperature: float
 ) -> TrainingSequence:
     ids = np.frombuffer(b"".join(action.prompt_delta + action.sampled for action in actions), "<u4").astype(np.int32)
@@ -190,10 +192,10 @@ def _sequence(
     logprobs = np.zeros(len(ids), np.float32)
     logprobs[mask] = np.frombuffer(b"".join(action.logprobs for action in actions), "<f4")
     versions = np.full(len(ids), -1, np.int32)
-    versions[mask] = np.concatenate([_versions(action) for action in actions])
+    versions[mask] = np.concatenate([_expand_versions(action) for action in actions])
     advantages = np.zeros(len(ids), np.float32)
     advantages[mask] = np.repeat(np.array(by_turn, np.float32), [len(action.sampled) // 4 for action in actions])
-    if plan.overlong == "mask" and result.outcome == "truncated":
+    if plan.mask_truncated_completions and result.outcome == "truncated":
         mask, advantages = np.zeros_like(mask), np.zeros_like(advantages)
     return TrainingSequence(
         episode_id=result.episode_id,
@@ -207,7 +209,7 @@ def _sequence(
     )
 
 
-def _versions(action: Action) -> NDArray[np.int32]:
+def _expand_versions(action: Action) -> NDArray[np.int32]:
     """The version that sampled each token of one Action; -1 if weights were swapped within it, for then its later tokens
     were sampled upon keys and values of the version before, and no single version made them."""
     version = action.versions[0].version if len(action.versions) == 1 else -1

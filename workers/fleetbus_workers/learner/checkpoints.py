@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from fleetbus_workers.learner.base import Trainer
-from fleetbus_workers.learner.disk import telling_when_full
+from fleetbus_workers.learner.disk_full import detect_full_disk
 
 WEIGHTS = "weights.safetensors"
 STATE = "trainer.state"
@@ -54,59 +54,59 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> 
             shutil.rmtree(stale)
     partial.mkdir()
     try:
-        with telling_when_full(folder):
-            _fill(partial, checkpoint, trainer)
+        with detect_full_disk(folder):
+            _write_files(partial, checkpoint, trainer)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(final)
-    _sync(folder)
+    _fsync(folder)
     return final
 
 
-def _fill(partial: Path, checkpoint: Checkpoint, trainer: Trainer) -> None:
+def _write_files(partial: Path, checkpoint: Checkpoint, trainer: Trainer) -> None:
     trainer.save_weights(partial / WEIGHTS)
     trainer.save_state(partial / STATE)
-    sums = {name: _digest(partial / name) for name in (WEIGHTS, STATE)}
+    sums = {name: _hash_file(partial / name) for name in (WEIGHTS, STATE)}
     (partial / INDEX).write_bytes(msgspec.json.encode(msgspec.structs.replace(checkpoint, sha256=sums)))
     for file in partial.iterdir():
-        _sync(file)
-    _sync(partial)
+        _fsync(file)
+    _fsync(partial)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint at ``path`` if it is whole, else None (and a line in the log)."""
     try:
         checkpoint = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
-        broken = [name for name, digest in checkpoint.sha256.items() if _digest(path / name) != digest]
+        broken = [name for name, digest in checkpoint.sha256.items() if _hash_file(path / name) != digest]
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("checkpoint passed over", path=str(path), reason=str(error))
+        log.warning("checkpoint unusable; skipping it", path=str(path), reason=str(error))
         return None
     if broken or not checkpoint.sha256:
-        log.warning("checkpoint passed over", path=str(path), reason=f"{', '.join(broken)} differs from its checksum")
+        log.warning("checkpoint unusable; skipping it", path=str(path), reason=f"{', '.join(broken)} differs from its checksum")
         return None
     return checkpoint
 
 
-def prune(folder: Path, keep: int, voids: Callable[[str, int], bool] = lambda lineage, step: False) -> None:
+def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], bool] = lambda lineage, step: False) -> None:
     """Remove all checkpoints but the newest ``keep``, those of steps that do not count, and what kills left half written.
 
-    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``voids`` says what does not count.
+    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``is_voided`` says what does not count.
     """
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
-    kept = {path for _, _, path in [each for each in whole if not voids(f"l{each[0]}", each[1])][-keep:]}
+    kept = {path for _, _, path in [each for each in whole if not is_voided(f"l{each[0]}", each[1])][-keep:]}
     for _, path in found:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from fleetbus.core.splits import split_tasks
-from fleetbus.datasets import shown
+from fleetbus.datasets import redact_location
 from fleetbus.errors import UserError
 from fleetbus.tasks import load_dataset
 from fleetbus_schemas import Task
@@ -41,9 +41,9 @@ class Curriculum:
         return [self.held_out[index % len(self.held_out)] for index in range(count)] if self.held_out else []
 
 
-def curriculum_from_file(path: str, *, seed: int) -> Curriculum:
+def load_curriculum(path: str, *, seed: int) -> Curriculum:
     """The tasks at a location (`fleetbus.datasets`), split by the hash of their keys; raises `UserError` if none is left."""
     train, held_out = split_tasks(load_dataset(path))
     if not train:
-        raise UserError(f"{shown(path)}: no tasks are left to train on after {len(held_out)} were held out; add tasks")
+        raise UserError(f"{redact_location(path)}: no training tasks remain after holding out {len(held_out)}; add tasks")
     return Curriculum(train, held_out, seed=seed)

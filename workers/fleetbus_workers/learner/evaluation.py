@@ -6,10 +6,10 @@ import anyio
 
 from fleetbus.requests import Requests
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
-from fleetbus_workers.learner.measures import SUCCESS
+from fleetbus_workers.learner.batch_metrics import SUCCESS
 
 
-class Awaited:
+class PendingEvaluation:
     """The results of one evaluation as they come in."""
 
     def __init__(self, count: int) -> None:
@@ -28,22 +28,22 @@ class Evaluations:
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._awaited: dict[str, Awaited] = {}
+        self._pending: dict[str, PendingEvaluation] = {}
 
-    def finished(self, result: EpisodeFinished) -> None:
-        awaited = self._awaited.get(result.group_id)
-        if awaited is not None:
-            awaited.add(result)
+    def add_result(self, result: EpisodeFinished) -> None:
+        pending = self._pending.get(result.group_id)
+        if pending is not None:
+            pending.add(result)
 
     async def play(
         self, name: str, tasks: list[Task], *, lineage: str, step: int, version: int, temperature: float
     ) -> EvaluationFinished:
         """Play one episode per task with ``version`` and return the verdict. Every episode ends by its deadline."""
         group = f"{lineage}-{name}"
-        awaited = self._awaited[group] = Awaited(len(tasks))
+        pending = self._pending[group] = PendingEvaluation(len(tasks))
         for index, task in enumerate(tasks):
             await self._requests.wait_for_room()
-            request = self._requests.make(
+            request = self._requests.build_request(
                 task,
                 episode_id=f"{group}-{index:04d}",
                 group_id=group,
@@ -57,10 +57,10 @@ class Evaluations:
             )
             _, result = await self._requests.publish(request)
             if result is not None:
-                awaited.add(result)
-        await awaited.complete.wait()
-        del self._awaited[group]
-        graded = [result for result in awaited.results.values() if result.outcome in GRADED]
+                pending.add(result)
+        await pending.complete.wait()
+        del self._pending[group]
+        graded = [result for result in pending.results.values() if result.outcome in GRADED]
         rewards = [result.reward for result in graded if result.reward is not None]
         return EvaluationFinished(
             lineage=lineage,

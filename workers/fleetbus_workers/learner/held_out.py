@@ -9,7 +9,7 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.episodes import decoded, episode_entry
+from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus.errors import UserError
 from fleetbus.requests import UNANSWERED, Requests
 from fleetbus_schemas import EpisodeFinished, LineageStarted, PolicyPublished, Subjects, Task
@@ -18,14 +18,14 @@ MAX_UNCLAIMED = 8
 """Episodes that are asked for and that no worker has taken up: while they wait, their deadlines come nearer."""
 
 
-async def newest_version(bus: Bus, subjects: Subjects, policy: str) -> PolicyPublished:
+async def find_newest_version(bus: Bus, subjects: Subjects, policy: str) -> PolicyPublished:
     """What was published last; raises `UserError` when nothing was."""
     subject = subjects.policy(policy)
     last = await bus.last(subject)
-    newest = decoded(PolicyPublished, [last] if last is not None else [], beside=(LineageStarted,))
+    newest = decode_entries(PolicyPublished, [last] if last is not None else [], beside=(LineageStarted,))
     if not newest:  # a learner is just beginning
         async for entry in bus.scan([subject]):
-            newest = decoded(PolicyPublished, [entry], beside=(LineageStarted,)) or newest
+            newest = decode_entries(PolicyPublished, [entry], beside=(LineageStarted,)) or newest
     if not newest:
         raise UserError(f"policy {policy} has no version yet: start the run's learner first, or wait for its first version")
     return newest[-1][1]
@@ -41,30 +41,31 @@ async def play(
     temperature: float,
     published: PolicyPublished,
     pinned: bool,
-    told: Callable[[int, int], None] = lambda done, count: None,
+    on_progress: Callable[[int, int], None] = lambda done, count: None,
 ) -> list[EpisodeFinished]:
     """One result for each of ``samples`` episodes of every task, in no order. ``name`` is in no other evaluation's episode ids.
 
     ``pinned``: no other version may answer; episodes that one would answer end ``lost``. Every episode ends by its deadline.
-    ``told`` hears how many are done of how many. Once a deadline passes before anybody took the episode up, no more are asked
+    ``on_progress`` hears how many are done of how many. Once a deadline passes before anybody took the episode up, no more are
+    asked
     for, and their results are missing.
     """
     subjects = Subjects(configuration.run.name)
     requests = Requests(bus, subjects, configuration=configuration, worker=name)
-    left = deque((number, sample) for number in range(len(tasks)) for sample in range(samples))
+    remaining = deque((number, sample) for number in range(len(tasks)) for sample in range(samples))
     places = anyio.Semaphore(MAX_UNCLAIMED)
     unclaimed: set[str] = set()
     open_ids: set[str] = set()
     results: list[EpisodeFinished] = []
 
-    async def ask() -> None:
-        while left:
+    async def request_episodes() -> None:
+        while remaining:
             await places.acquire()
             await requests.wait_for_room()
-            if not left:
+            if not remaining:
                 return
-            number, sample = left.popleft()
-            request = requests.make(
+            number, sample = remaining.popleft()
+            request = requests.build_request(
                 tasks[number],
                 episode_id=f"{name}-{number:04d}-{sample:03d}",
                 group_id=f"{name}-{number:04d}",
@@ -83,9 +84,9 @@ async def play(
     start = await bus.last_sequence() + 1
     async with bus.read([subjects.episodes], start=start) as reader, anyio.create_task_group() as group:
         group.start_soon(requests.close_expired)
-        group.start_soon(ask)
-        while left or open_ids:
-            entry = episode_entry(await reader.receive())
+        group.start_soon(request_episodes)
+        while remaining or open_ids:
+            entry = decode_episode_entry(await reader.receive())
             if entry is None or entry.episode_id not in open_ids:
                 continue
             if entry.episode_id in unclaimed:
@@ -93,10 +94,10 @@ async def play(
                 places.release()
             if isinstance(entry, EpisodeFinished):
                 open_ids.remove(entry.episode_id)
-                requests.answered(entry.episode_id)
+                requests.mark_answered(entry.episode_id)
                 results.append(entry)
-                told(len(results), len(tasks) * samples)
+                on_progress(len(results), len(tasks) * samples)
                 if entry.error_class == UNANSWERED and not entry.attempt:
-                    left.clear()
+                    remaining.clear()
         group.cancel_scope.cancel()
     return results

@@ -8,13 +8,13 @@ import anyio
 import structlog
 
 from fleetbus.core.groups import Group
-from fleetbus.core.history import moved_images
+from fleetbus.core.history import shift_images
 from fleetbus_schemas import Action, ShownImage
-from fleetbus_schemas.tokens import token_count
-from fleetbus_workers.images.placed import PlacedImage
-from fleetbus_workers.images.reading import ImageFailed, ImageReader, ImageUnread
+from fleetbus_schemas.tokens import count_tokens
+from fleetbus_workers.images.placed_image import PlacedImage
+from fleetbus_workers.images.reader import ImageFailed, ImageNotFetched, ImageReader
 
-TRIES = 5
+MAX_TRIES = 5
 PAUSE_SECONDS = 2.0
 EPISODES_AT_A_TIME = 8
 
@@ -34,7 +34,7 @@ async def read_images(
 
     async def read(group: Group, episode: str) -> None:
         async with limiter:
-            images, reason = await _placed(reader, shown[episode])
+            images, reason = await _load_images(reader, shown[episode])
         if reason:
             group.unusable[episode] = reason
         found[episode] = images
@@ -52,17 +52,17 @@ def shown_images(actions: Sequence[Action]) -> list[ShownImage]:
     images: list[ShownImage] = []
     length = 0
     for action in actions:
-        images += moved_images(action.images, length)
-        length += token_count(action.prompt_delta) + token_count(action.sampled)
+        images += shift_images(action.images, length)
+        length += count_tokens(action.prompt_delta) + count_tokens(action.sampled)
     return images
 
 
-async def _placed(reader: ImageReader | None, shown: Sequence[ShownImage]) -> tuple[tuple[PlacedImage, ...], str]:
+async def _load_images(reader: ImageReader | None, shown: Sequence[ShownImage]) -> tuple[tuple[PlacedImage, ...], str]:
     """The images with their bytes; or none, and why. Whatever may pass is tried again for a while."""
-    for left in reversed(range(TRIES)):
+    for left in reversed(range(MAX_TRIES)):
         try:
             if reader is None:
-                raise ImageUnread("this learner reads no images")
+                raise ImageNotFetched("this learner reads no images")
             return tuple(
                 [
                     PlacedImage(object=each.object, start=each.start, stop=each.stop, data=await reader.read(each.object))
@@ -70,10 +70,12 @@ async def _placed(reader: ImageReader | None, shown: Sequence[ShownImage]) -> tu
                 ]
             ), ""
         except ImageFailed as failed:
-            log.error("an episode is not trained", reason=str(failed))
+            log.error("image unavailable; excluding the episode", reason=str(failed))
             return (), failed.error_class
-        except ImageUnread as unread:
-            log.warning("an image is read again" if left else "an episode is not trained", reason=str(unread))
+        except ImageNotFetched as unread:
+            log.warning(
+                "image read failed; retrying" if left else "image unavailable; excluding the episode", reason=str(unread)
+            )
             if left:
                 await anyio.sleep(PAUSE_SECONDS)
     return (), "image_unread"

@@ -12,19 +12,21 @@ import anyio
 from fleetbus.core.capacity import lag
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
-from fleetbus.core.shaping import says_nothing
+from fleetbus.core.shaping import has_zero_variance
 from fleetbus_schemas import EpisodeFinished, Exclusion
 
 EXCLUSIONS_PER_ENTRY = 16_384
-"""What one entry of the book takes; a message holds some 40,000. The others wait for the next one, unsettled until then."""
+"""Exclusions that fit into one journal entry; a message holds some 40,000. The others wait for the next one, unsettled until
+then."""
 
 LONGEST_PAUSE_SECONDS = 60.0
 
 
 class GroupPool:
-    """Admitted groups by id. ``settled`` decides what counts; a result of an unknown episode is none of ours.
+    """Admitted groups by id. ``settled`` decides what counts; results of unknown episodes are ignored.
 
-    ``late`` says what becomes of groups beyond ``max_staleness``: "drop" discards them, "keep" trains them, "wait" takes no
+    ``stale_groups`` says what becomes of groups beyond ``max_staleness``: "drop" discards them, "keep" trains them, "wait"
+    takes no
     batch that would make an unfinished group late. ``replace_flat``: so many groups with equal rewards are discarded per
     batch (dynamic sampling), further ones are trained, so that a task without any signal ends all the same.
     """
@@ -35,18 +37,18 @@ class GroupPool:
         *,
         minimum: int,
         max_staleness: int,
-        late: Literal["drop", "keep", "wait"] = "drop",
+        stale_groups: Literal["drop", "keep", "wait"] = "drop",
         replace_flat: int = 0,
     ) -> None:
         self._ledger = ledger
         self._minimum = minimum
         self._max_staleness = max_staleness
-        self._late = late
+        self._late = stale_groups
         self._replace_flat = replace_flat
-        self._replaced = 0
+        self._replaced_count = 0
         self._failures = 0
-        self._begun: dict[str, int] = {}
-        self._completed: dict[str, int] = {}
+        self._start_steps: dict[str, int] = {}
+        self._completion_steps: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}
         self._excluded: list[Exclusion] = []
@@ -60,61 +62,63 @@ class GroupPool:
 
     def admit(self, group_id: str, size: int, *, version: int | None = None) -> Group:
         """Enter a group of which ``size`` episodes are requested, begun with ``version`` (None: with the newest)."""
-        self._begun.setdefault(group_id, self.published_step if version is None else self._step_of.get(version, 0))
+        self._start_steps.setdefault(group_id, self.published_step if version is None else self._step_of.get(version, 0))
         return self._groups.setdefault(group_id, Group(group_id=group_id, size=size))
 
     def size(self, group_id: str) -> int:
         """Episodes that the group is to have."""
         return self._groups[group_id].size
 
-    def published(self, version: int, step: int) -> None:
+    def record_version(self, version: int, step: int) -> None:
         """A version is the weights after ``step`` steps; versions of a lineage that was cut keep theirs."""
         self._step_of[version] = self.published_step = step
-        self._wake()
+        self._notify()
 
     def lag(self, group: Group, step: int) -> int:
         """Steps between the oldest weights that sampled the group and those of ``step``."""
         return lag(step, tuple(self._step_of.get(version, 0) for version in group.versions))
 
-    def queued(self, group: Group, step: int) -> int:
+    def steps_queued(self, group: Group, step: int) -> int:
         """The part of `lag` that passed after the group was complete; the rest passed while it was played."""
-        return min(self.lag(group, step), step - self._completed.get(group.group_id, step))
+        return min(self.lag(group, step), step - self._completion_steps.get(group.group_id, step))
 
     def expect(self, episode_id: str, group_id: str) -> None:
         """Enter an episode of an admitted group before its request is stored: its result may be read first."""
         self._group_of[episode_id] = group_id
-        self._ledger.asking(episode_id)
+        self._ledger.register_pending(episode_id)
 
     def requested(self, episode_id: str, sequence: int) -> bool:
         """The episode's request stands at this position of the log; False if it is settled or known already."""
-        return self._ledger.requested(episode_id, sequence)
+        return self._ledger.register(episode_id, sequence)
 
-    def finished(self, result: EpisodeFinished) -> None:
-        """Enter a result, which may be told again; a group that can't fill a batch any more is discarded with reasons."""
+    def add_result(self, result: EpisodeFinished) -> None:
+        """Add a result, which may be delivered twice; a group that can no longer fill a batch is discarded with reasons."""
         group = self._groups.get(self._group_of.get(result.episode_id, ""))
         if group is None or result.episode_id in group.results:
             return
-        self._ledger.requested(result.episode_id, result.request_sequence)
+        self._ledger.register(result.episode_id, result.request_sequence)
         group.add(result)
         if group.complete:
-            self._completed.setdefault(group.group_id, self.published_step)
-            self._judge(group)
-        self._wake()
+            self._completion_steps.setdefault(group.group_id, self.published_step)
+            self._discard_if_useless(group)
+        self._notify()
 
-    def pause_seconds(self, at_a_time: int) -> float:
-        """How long to wait before the next group is asked for: 0 unless one round after the other of ``at_a_time`` groups
+    def pause_seconds(self, round_size: int) -> float:
+        """How long to wait before the next group is asked for: 0 unless one round after the other of ``round_size`` groups
         failed. Whatever the environments depend on is down then, and failures would fill the log."""
-        rounds = min(self._failures // at_a_time, 10)
+        rounds = min(self._failures // round_size, 10)
         return min(2.0 ** (rounds - 1), LONGEST_PAUSE_SECONDS) if rounds else 0.0
 
-    def _judge(self, group: Group) -> None:
+    def _discard_if_useless(self, group: Group) -> None:
         """Discard a complete group that no batch can use."""
         too_small = len(group.graded) < self._minimum
         self._failures = self._failures + 1 if too_small else 0
         if too_small:
             self._discard(group, "group_too_small")
-        elif self._replaced < self._replace_flat and says_nothing([float(result.reward or 0.0) for result in group.graded]):
-            self._replaced += 1
+        elif self._replaced_count < self._replace_flat and has_zero_variance(
+            [float(result.reward or 0.0) for result in group.graded]
+        ):
+            self._replaced_count += 1
             self._discard(group, "no_signal")
 
     def take(self, count: int, step: int) -> list[Group]:
@@ -127,14 +131,14 @@ class GroupPool:
             for group in [group for group in ready if self.lag(group, step) > self._max_staleness]:
                 self._discard(group, "stale")
                 ready.remove(group)
-        if len(ready) < count or (self._late == "wait" and self._would_be_late(count, step)):
+        if len(ready) < count or (self._late == "wait" and self._would_exceed_staleness(count, step)):
             return []
         ready.sort(key=lambda group: (-self.lag(group, step), group.group_id))
         return ready[:count]
 
-    def _would_be_late(self, count: int, step: int) -> bool:
+    def _would_exceed_staleness(self, count: int, step: int) -> bool:
         """True if a group that is still played would be beyond the bound in the batch after this one, and has a place in it."""
-        due = [group for group in self._groups.values() if step - self._begun[group.group_id] >= self._max_staleness]
+        due = [group for group in self._groups.values() if step - self._start_steps[group.group_id] >= self._max_staleness]
         complete = sum(group.complete for group in due)
         return complete < len(due) and complete < count
 
@@ -148,11 +152,11 @@ class GroupPool:
         excluded = self.take_exclusions()
         for group in groups:
             self._remove(group)
-        self._replaced = 0
-        self._wake()
+        self._replaced_count = 0
+        self._notify()
         return trained, excluded
 
-    def trainable(self, groups: list[Group]) -> list[Group]:
+    def discard_ungraded(self, groups: list[Group]) -> list[Group]:
         """Those that still have an episode to train. The others are discarded, each episode for its own reason."""
         for group in [group for group in groups if not group.graded]:
             self._discard(group, "group_too_small")
@@ -173,17 +177,17 @@ class GroupPool:
     def _discard(self, group: Group, reason: str) -> None:
         self._excluded += group.discard(reason)
         self._remove(group)
-        self._wake()
+        self._notify()
 
     def _remove(self, group: Group) -> None:
         del self._groups[group.group_id]
-        self._begun.pop(group.group_id, None)
-        self._completed.pop(group.group_id, None)
+        self._start_steps.pop(group.group_id, None)
+        self._completion_steps.pop(group.group_id, None)
 
     def _settle(self, episode_id: str) -> None:
         self._ledger.settle(episode_id)
         self._group_of.pop(episode_id, None)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         self.changed.set()
         self.changed = anyio.Event()

@@ -1,4 +1,4 @@
-"""Versions of the policy: weights files in the run's folder, and what tells the inference workers about them."""
+"""Versions of the policy: weights files in the run's folder, and their announcement to the inference workers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswered
-from fleetbus.ports import Ports
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.learner.base import Trainer
-from fleetbus_workers.learner.beginning import published_versions
-from fleetbus_workers.learner.book import RETRY_SECONDS, Chain
-from fleetbus_workers.learner.disk import when_there_is_room
-from fleetbus_workers.weights.delta import smaller
+from fleetbus_workers.learner.disk_full import retry_while_disk_full
+from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender
+from fleetbus_workers.learner.resume import read_published_versions
+from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.manifests import put_manifest
 from fleetbus_workers.weights.store import FolderStore, WeightsStore
 
@@ -41,20 +41,20 @@ class Publication:
         lineage: str,
         folder: Path,
         keep: int,
-        ports: Ports,
+        runtime: Runtime,
         store: WeightsStore | None = None,
         objects: ObjectStore | None = None,
         full_every: int = 1,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
-        self._chain = Chain(bus, subjects.policy(policy), 0)
+        self._appender = FencedAppender(bus, subjects.policy(policy), 0)
         self._trainer = trainer
         self._policy = policy
         self._lineage = lineage
         self._folder = folder
         self._keep = max(keep, full_every + 1)  # a difference is of no use without what it is a difference to
-        self._ports = ports
+        self._runtime = runtime
         self._store = store or FolderStore()
         self._objects = objects
         self._manifests: dict[str, str] = {}
@@ -64,14 +64,14 @@ class Publication:
         self._published = 0
         self.version = -1
 
-    async def fence(self, started: LineageStarted, *, decided_on: Chain) -> dict[int, int]:
-        """From now on the learner before is refused; raises `Replaced` when this one is.
+    async def fence(self, started: LineageStarted, *, authority: FencedAppender) -> dict[int, int]:
+        """From now on appends of the previous learner are refused; raises `LearnerReplaced` when this one is.
 
         Returns the step of every version so far. The learner before may have published until this very moment, and its
         numbers must not come again.
         """
-        await self._chain.take_over(started, decided_on=decided_on)
-        versions = await published_versions(self._bus, self._subjects, self._policy)
+        await self._appender.take_over(started, authority=authority)
+        versions = await read_published_versions(self._bus, self._subjects, self._policy)
         self.version = max(versions, default=-1)
         return versions
 
@@ -79,11 +79,11 @@ class Publication:
         """Write the current weights under the next version number, announce them, and return the number."""
         version = self.version + 1
         file = (self._folder / f"{self._lineage}-v{version:06d}.safetensors").absolute()
-        manifest = await when_there_is_room(self._ports, self._trainer.save_weights, file)
-        travelling = await self._travelling(file)
-        uri = await self._until_put(file, partial(self._store.put, travelling))
-        manifest_object = await self._until_put(file, partial(put_manifest, self._objects, manifest, self._folder))
-        await self._chain.append(
+        manifest = await retry_while_disk_full(self._runtime, self._trainer.save_weights, file)
+        upload = await self._choose_upload(file)
+        uri = await self._put_with_retry(file, partial(self._store.put, upload))
+        manifest_object = await self._put_with_retry(file, partial(put_manifest, self._objects, manifest, self._folder))
+        await self._appender.append(
             PolicyPublished(
                 policy=self._policy,
                 version=version,
@@ -92,7 +92,7 @@ class Publication:
                 uri=uri,
                 manifest=() if manifest_object else manifest,
                 manifest_object=manifest_object,
-                size_bytes=travelling.stat().st_size,
+                size_bytes=upload.stat().st_size,
             )
         )
         self.version = version
@@ -100,56 +100,56 @@ class Publication:
         self._published += 1
         if manifest_object:
             self._manifests[file.name] = manifest_object
-        for gone in await self._ports.offload(prune_versions, self._folder, self._keep):
-            await self._remove(gone)
+        for removed in await self._runtime.offload(prune_versions, self._folder, self._keep):
+            await self._remove(removed)
         return version
 
-    async def _travelling(self, file: Path) -> Path:
+    async def _choose_upload(self, file: Path) -> Path:
         """What is sent of a version: all of it, or its difference to the version before when that is smaller."""
         if self._newest is None or self._published % self._full_every == 0:
             return file
         base, base_uri = self._newest
-        travelling: Path = await when_there_is_room(self._ports, partial(smaller, file, base=base, base_uri=base_uri))
-        return travelling
+        upload: Path = await retry_while_disk_full(self._runtime, partial(write_smaller, file, base=base, base_uri=base_uri))
+        return upload
 
-    async def _until_put(self, file: Path, put: Callable[[], Awaitable[str]]) -> str:
+    async def _put_with_retry(self, file: Path, put: Callable[[], Awaitable[str]]) -> str:
         while True:
             try:
                 return await put()
             except (FileNotFoundError, PermissionError):
                 raise
             except (LogFull, PublishUnanswered, RequestUnanswered, OSError) as error:
-                log.warning("weights are put again", file=file.name, reason=str(error))
+                log.warning("weights upload failed; retrying", file=file.name, reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
 
     async def _remove(self, file: Path) -> None:
-        """An old version that stays behind costs room and nothing else."""
+        """Best effort: an old version that is not removed only costs space."""
         try:
             await self._store.remove(file)
             manifest = self._manifests.pop(file.name, "")
             if self._objects is not None and manifest and manifest not in self._manifests.values():
                 await self._objects.remove(manifest)
         except (BusError, OSError) as error:
-            log.warning("old weights were not removed", file=file.name, reason=str(error))
+            log.warning("old weights not removed; leaving them in the store", file=file.name, reason=str(error))
 
 
 def prune_versions(folder: Path, keep: int) -> list[Path]:
-    """Keep the newest ``keep`` versions: whatever lineage made the others, nobody is told to load them any more. Returns what
+    """Keep the newest ``keep`` versions: no worker loads the others any more, whatever lineage made them. Returns what
     is gone, differences included.
 
     Version numbers never repeat; of files with one number the newest lineage's is the one that was published.
     """
-    files = sorted((int(found["version"]), int(found["lineage"]), found.string) for found in _versions_in(folder))
-    gone = []
+    files = sorted((int(found["version"]), int(found["lineage"]), found.string) for found in _list_version_files(folder))
+    removed = []
     for _, _, name in files[:-keep]:
         for path in (folder / name, (folder / name).with_suffix(".delta")):
             if path.exists():
                 path.unlink()
-                gone.append(path)
-    return gone
+                removed.append(path)
+    return removed
 
 
-def _versions_in(folder: Path) -> Iterator[re.Match[str]]:
+def _list_version_files(folder: Path) -> Iterator[re.Match[str]]:
     for path in folder.iterdir():
         found = _FILE.fullmatch(path.name)
         if found is not None:

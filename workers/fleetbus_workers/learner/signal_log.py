@@ -1,4 +1,4 @@
-"""The learner says in its log when training has nothing to learn from any more, and when it has again: once each."""
+"""Logs once when the learning signal disappears, and once when it is back."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ log = structlog.get_logger()
 
 
 class SignalLog:
-    """Fed with every step of this learner's lineage, as it is trained."""
+    """Takes every step of this learner's lineage as it is trained."""
 
     def __init__(self) -> None:
         self._signal = LearningSignal()
-        self._said = ""
+        self._logged_kind = ""
 
-    def trained(self, step: StepTrained, now_ns: int) -> None:
+    def record_step(self, step: StepTrained, now_ns: int) -> None:
         self._signal.apply(step, now_ns)
         found = self._signal.latest
         kind = found.kind if found is not None else ""
-        if kind == self._said:
+        if kind == self._logged_kind:
             return
-        self._said = kind
+        self._logged_kind = kind
         if found is None:
-            log.info("there is something to learn from again", step=step.step)
+            log.info("learning signal present again", step=step.step)
         elif found.kind == "solved":
             log.info(found.reason, advice=found.advice)
         else:

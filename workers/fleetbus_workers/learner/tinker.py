@@ -23,8 +23,8 @@ import numpy as np
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import TrainingSequence
-from fleetbus_workers.learner.tinker_batches import Measured, datum_arrays
-from fleetbus_workers.tinker_service import SamplerPath, one_line
+from fleetbus_workers.learner.tinker_batches import TinkerMetrics, build_datum_arrays
+from fleetbus_workers.tinker_service import SamplerPath, format_error
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import LearnerSettings, TinkerSettings
@@ -53,21 +53,21 @@ class TinkerTrainer:
         self._base_model = base_model
         self._settings = settings
         self._learner = learner
-        self._training: Any = None
+        self._training_client: Any = None
         self._updates = 0
         self._saved: tuple[int, str] | None = None
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
-        """See `Trainer.train`; entropy is NaN, because the service does not tell it. Further metrics: ``ratio_mean``, ``kl``
+        """See `Trainer.train`; entropy is NaN, because the service does not report it. Further metrics: ``ratio_mean``, ``kl``
         (k3, to the sampler), ``learning_rate``, ``sequences_sent`` and ``seconds``."""
         started = time.perf_counter()
         if any(sequence.temperature != 1.0 for sequence in batch):
             raise UserError("a Tinker service trains at temperature 1: set episode.temperature = 1")
-        measured = Measured(self._learner.clip_low, self._learner.clip_high)
+        measured = TinkerMetrics(self._learner.clip_ratio_low, self._learner.clip_ratio_high)
         norms: list[float] = []
-        rate = self._rate(progress)
+        rate = self._compute_learning_rate(progress)
         learning = [sequence for sequence in batch if sequence.advantages.any()]
-        for index, part in enumerate(_split(learning, self._learner.minibatches)):
+        for index, part in enumerate(_split_evenly(learning, self._learner.minibatches)):
             norms.append(self._update(part, rate, measured, version if index == 0 else None))
         metrics = measured.metrics() | {
             "tokens": float(sum(int(sequence.loss_mask.sum()) for sequence in batch)),
@@ -83,7 +83,7 @@ class TinkerTrainer:
         if self._saved is None or self._saved[0] != self._updates:
             name = f"v{self._updates:06d}-{uuid4().hex[:8]}"
             self._saved = self._updates, self._model.save_weights_for_sampler(name=name).result(timeout=CALL_SECONDS).path
-        _write(file, SamplerPath(sampler=self._saved[1]))
+        _write_atomically(file, SamplerPath(sampler=self._saved[1]))
         return ()
 
     def save_model(self, folder: Path) -> None:
@@ -99,7 +99,7 @@ class TinkerTrainer:
         """See `Trainer.save_state`: weights and optimizer are stored on the service."""
         name = f"s{self._updates:06d}-{uuid4().hex[:8]}"
         path = self._model.save_state(name=name).result(timeout=CALL_SECONDS).path
-        _write(file, StatePath(state=path, updates=self._updates))
+        _write_atomically(file, StatePath(state=path, updates=self._updates))
 
     def restore(self, weights: Path, state: Path) -> None:
         """See `Trainer.restore`. Raises `OSError`, or `UserError` if a file is not of such a trainer or its path is gone."""
@@ -120,50 +120,53 @@ class TinkerTrainer:
         """The training client, made at its first use: a model on the service costs memory there."""
         import tinker
 
-        if self._training is None:
+        if self._training_client is None:
             base_model, rank = self._base_model, self._settings.rank
             try:
-                self._training = self._client.create_lora_training_client(base_model=base_model, rank=rank)
+                self._training_client = self._client.create_lora_training_client(base_model=base_model, rank=rank)
             except (tinker.TinkerError, ValueError) as error:
                 raise UserError(
-                    f"the Tinker service makes no adapter of rank {rank} on {base_model}: {one_line(error)}"
+                    f"the Tinker service makes no adapter of rank {rank} on {base_model}: {format_error(error)}"
                 ) from error
-        return self._training
+        return self._training_client
 
-    def _rate(self, progress: float) -> float:
+    def _compute_learning_rate(self, progress: float) -> float:
         learner = self._learner
-        decayed = 1.0 - (1.0 - learner.learning_rate_final) * min(max(progress, 0.0), 1.0)
+        decayed = 1.0 - (1.0 - learner.min_lr_ratio) * min(max(progress, 0.0), 1.0)
         return learner.learning_rate * decayed * min(1.0, (self._updates + 1) / max(learner.warmup_steps, 1))
 
-    def _update(self, part: Sequence[TrainingSequence], rate: float, measured: Measured, fresh: int | None) -> float:
-        """One forward-backward and one optimizer step, submitted together; returns the gradient's norm, NaN if untold."""
+    def _update(self, part: Sequence[TrainingSequence], rate: float, measured: TinkerMetrics, fresh: int | None) -> float:
+        """One forward-backward and one optimizer step, submitted together; returns the gradient's norm, NaN if not reported."""
         import tinker
 
         tokens = sum(int(sequence.loss_mask.sum()) for sequence in part)
         data = [
             tinker.Datum(model_input=tinker.ModelInput.from_ints(arrays.inputs), loss_fn_inputs=arrays.loss_inputs)
-            for arrays in (datum_arrays(sequence, tokens) for sequence in part)
+            for arrays in (build_datum_arrays(sequence, tokens) for sequence in part)
         ]
-        clips = {"clip_low_threshold": 1 - self._learner.clip_low, "clip_high_threshold": 1 + self._learner.clip_high}
-        configured = None if self._settings.loss == "importance_sampling" else clips
-        passed = self._model.forward_backward(data, self._settings.loss, loss_fn_config=configured)
-        stepped = self._model.optim_step(
-            tinker.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, grad_clip_norm=self._learner.gradient_clip)
+        clips = {
+            "clip_low_threshold": 1 - self._learner.clip_ratio_low,
+            "clip_high_threshold": 1 + self._learner.clip_ratio_high,
+        }
+        loss_config = None if self._settings.loss == "importance_sampling" else clips
+        forward_future = self._model.forward_backward(data, self._settings.loss, loss_fn_config=loss_config)
+        step_future = self._model.optim_step(
+            tinker.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, grad_clip_norm=self._learner.max_grad_norm)
         )
-        output = passed.result(timeout=CALL_SECONDS)
-        told = stepped.result(timeout=CALL_SECONDS).metrics or {}
+        output = forward_future.result(timeout=CALL_SECONDS)
+        step_metrics = step_future.result(timeout=CALL_SECONDS).metrics or {}
         self._updates += 1
         for sequence, outputs in zip(part, output.loss_fn_outputs, strict=True):
             measured.add(sequence, np.asarray(outputs["logprobs"].data, np.float32), fresh)
-        return next((float(value) for name, value in told.items() if "grad_norm" in name), math.nan)
+        return next((float(value) for name, value in step_metrics.items() if "grad_norm" in name), math.nan)
 
 
-def _split(sequences: Sequence[TrainingSequence], parts: int) -> list[Sequence[TrainingSequence]]:
+def _split_evenly(sequences: Sequence[TrainingSequence], parts: int) -> list[Sequence[TrainingSequence]]:
     bounds = [part * len(sequences) // parts for part in range(parts + 1)]
     return [sequences[start:stop] for start, stop in pairwise(bounds) if stop > start]
 
 
-def _write(file: Path, content: msgspec.Struct) -> None:
+def _write_atomically(file: Path, content: msgspec.Struct) -> None:
     """All of it or nothing, as whoever opens ``file`` sees it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")

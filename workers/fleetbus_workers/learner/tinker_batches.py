@@ -18,7 +18,7 @@ class DatumArrays(msgspec.Struct, frozen=True, kw_only=True):
     loss_inputs: dict[str, NDArray[np.generic]]
 
 
-def datum_arrays(sequence: TrainingSequence, tokens: int) -> DatumArrays:
+def build_datum_arrays(sequence: TrainingSequence, tokens: int) -> DatumArrays:
     """``tokens`` sampled tokens are in the whole step: advantages are divided by them, because a service sums over tokens.
 
     The loss mask is the advantage: where nothing was sampled it is zero, and so is the gradient.
@@ -34,11 +34,11 @@ def datum_arrays(sequence: TrainingSequence, tokens: int) -> DatumArrays:
     )
 
 
-class Measured:
+class TinkerMetrics:
     """Metrics of one batch out of the log-probabilities that the service answers, over sampled tokens."""
 
-    def __init__(self, clip_low: float, clip_high: float) -> None:
-        self._low, self._high = 1 - clip_low, 1 + clip_high
+    def __init__(self, clip_ratio_low: float, clip_ratio_high: float) -> None:
+        self._low, self._high = 1 - clip_ratio_low, 1 + clip_ratio_high
         self._ratios: list[NDArray[np.float64]] = []
         self._advantages: list[NDArray[np.float64]] = []
         self._differences: list[NDArray[np.float64]] = []

@@ -15,13 +15,13 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control, unless_drained
+from fleetbus.control import Control, run_until_drained
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
-from fleetbus.episodes import episode_entry
-from fleetbus.ports import Ports
-from fleetbus.presence import Presence, present
+from fleetbus.episodes import decode_episode_entry
 from fleetbus.requests import Requests
+from fleetbus.runtime import Runtime
+from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,
@@ -31,21 +31,21 @@ from fleetbus_schemas import (
     Subjects,
     TrainingFinished,
 )
-from fleetbus_workers.images.reading import image_reader
+from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, compute_group_metrics
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
-from fleetbus_workers.learner.beginning import Beginning, find_beginning, requests_from_floor
-from fleetbus_workers.learner.book import Chain
-from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune, write_checkpoint
+from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune_checkpoints, write_checkpoint
 from fleetbus_workers.learner.curriculum import Curriculum
-from fleetbus_workers.learner.disk import when_there_is_room
+from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.evaluation import Evaluations
-from fleetbus_workers.learner.measures import measure_advantages, measure_groups
+from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import EXCLUSIONS_PER_ENTRY, GroupPool
 from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.resume import ResumePoint, find_resume_point, read_requests_from_floor
 from fleetbus_workers.learner.signal_log import SignalLog
-from fleetbus_workers.weights.store import objects_of, open_store
+from fleetbus_workers.weights.store import get_object_store, open_store
 
 log = structlog.get_logger()
 
@@ -65,8 +65,8 @@ class Learner:
         drain: anyio.Event,
         trainer: Trainer,
         curriculum: Curriculum,
-        beginning: Beginning,
-        ports: Ports,
+        resume_point: ResumePoint,
+        runtime: Runtime,
     ) -> None:
         self._bus = bus
         self._configuration = configuration
@@ -75,38 +75,38 @@ class Learner:
         self._drain = drain
         self._trainer = trainer
         self._curriculum = curriculum
-        self._beginning = beginning
-        self._ports = ports
+        self._resume_point = resume_point
+        self._runtime = runtime
         self._subjects = Subjects(configuration.run.name)
         self._images = image_reader(bus, configuration.run.name)
         self._folder: RunFolder = run_folder(configuration.run)
         policy = configuration.run.policy
-        self._train = Chain(bus, self._subjects.train(policy), beginning.train_last)
+        self._train = FencedAppender(bus, self._subjects.train(policy), resume_point.train_last)
         self._publication = Publication(
             bus,
             self._subjects,
             trainer,
             policy=policy,
-            lineage=beginning.lineage,
+            lineage=resume_point.lineage,
             folder=self._folder.weights,
             keep=self._settings.keep_weights,
-            ports=ports,
+            runtime=runtime,
             store=open_store(
                 bus, configuration.weights.store, run=configuration.run.name, public_url=configuration.weights.public_url
             ),
-            objects=objects_of(bus, configuration.run.name),
+            objects=get_object_store(bus, configuration.run.name),
             full_every=configuration.weights.full_every,
         )
-        self._lineage = beginning.lineage
-        self._step = beginning.step
-        settled = beginning.checkpoint.settled if beginning.checkpoint else ()
-        self._ledger = Ledger(beginning.floor, settled)
+        self._lineage = resume_point.lineage
+        self._step = resume_point.step
+        settled = resume_point.checkpoint.settled if resume_point.checkpoint else ()
+        self._ledger = Ledger(resume_point.floor, settled)
         self._pool = GroupPool(
             self._ledger,
             minimum=self._settings.min_group_size,
             max_staleness=self._settings.max_staleness,
-            late=self._settings.late,
-            replace_flat=_replaceable(configuration),
+            stale_groups=self._settings.stale_groups,
+            replace_flat=_compute_max_replaced(configuration),
         )
         self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name)
         self._admission = Admission(
@@ -114,20 +114,20 @@ class Learner:
             self._pool,
             curriculum,
             settings=self._settings,
-            lineage=beginning.lineage,
-            next_group=beginning.checkpoint.next_group if beginning.checkpoint else 0,
+            lineage=resume_point.lineage,
+            next_group=resume_point.checkpoint.next_group if resume_point.checkpoint else 0,
             progress=lambda: (self._step, self._publication.version),
         )
         self._evaluations = Evaluations(self._requests)
-        self._evaluated = set(beginning.evaluated)
+        self._evaluated = set(resume_point.evaluated)
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._unstored: Checkpoint | None = None
+        self._pending_checkpoint: Checkpoint | None = None
         self._signal = SignalLog()
 
     async def run(self) -> None:
         """Train until the last step or until drained."""
         bus, subjects = self._bus, self._subjects
-        presence = Presence(bus, subjects, role="learner", worker=self._name, beat=self._heartbeat, lane=None)
+        lifecycle = WorkerLifecycle(bus, subjects, role="learner", worker=self._name, beat=self._build_heartbeat, lane=None)
         control = Control(
             bus,
             subjects,
@@ -137,55 +137,55 @@ class Learner:
             cancel=lambda episodes: (),
             busy_with=lambda: (),
         )
-        await self._begin()
-        async with present(presence, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
+        await self._start_lineage()
+        async with run_lifecycle(lifecycle, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
             group.start_soon(control.run)
             group.start_soon(self._follow_results)
             group.start_soon(self._train.watch)
             group.start_soon(self._requests.close_expired)
             group.start_soon(self._admission.run, self._drain)
-            await self._work()
+            await self._train_steps()
             group.cancel_scope.cancel()
 
     # Beginning and end
 
-    async def _begin(self) -> None:
+    async def _start_lineage(self) -> None:
         """Restore, announce the lineage, take over the open requests, publish the first version."""
-        beginning = self._beginning
-        if beginning.checkpoint_path is not None:
-            path = beginning.checkpoint_path
-            await self._ports.offload(self._trainer.restore, path / WEIGHTS, path / STATE)
+        resume_point = self._resume_point
+        if resume_point.checkpoint_path is not None:
+            path = resume_point.checkpoint_path
+            await self._runtime.offload(self._trainer.restore, path / WEIGHTS, path / STATE)
         started = LineageStarted(
             lineage=self._lineage,
             worker=self._name,
-            parent=beginning.parent,
-            parent_step=beginning.step,
-            floor=beginning.floor,
+            parent=resume_point.parent,
+            parent_step=resume_point.step,
+            floor=resume_point.floor,
             seed=self._configuration.run.seed,
-            nonce=self._ports.nonce(),
+            nonce=self._runtime.nonce(),
         )
         await self._train.append(started)
-        versions = await self._publication.fence(started, decided_on=self._train)
-        log.info("lineage started", lineage=self._lineage, parent=beginning.parent, step=self._step)
+        versions = await self._publication.fence(started, authority=self._train)
+        log.info("lineage started", lineage=self._lineage, parent=resume_point.parent, step=self._step)
         for version, step in versions.items():
-            self._pool.published(version, step)
-        requests = await requests_from_floor(self._bus, self._subjects, self._configuration.run.pool, beginning)
+            self._pool.record_version(version, step)
+        requests = await read_requests_from_floor(self._bus, self._subjects, self._configuration.run.pool, resume_point)
         await self._admission.take_over(requests)
         await self._publish_version()
 
-    async def _work(self) -> None:
+    async def _train_steps(self) -> None:
         while self._step < self._settings.steps and not self._drain.is_set():
-            if (name := self._evaluation_due()) is not None:
-                await unless_drained(self._drain, self._evaluate, name, self._configuration.episode.temperature)
+            if (name := self._find_due_evaluation()) is not None:
+                await run_until_drained(self._drain, self._evaluate, name, self._configuration.episode.temperature)
             await self._train_batch()
         if self._drain.is_set() and self._step < self._settings.steps:
-            if self._unstored is not None:
-                await self._store_checkpoint(self._unstored)
+            if self._pending_checkpoint is not None:
+                await self._store_checkpoint(self._pending_checkpoint)
             log.info("drained", step=self._step)
             return
-        await self._finish()
+        await self._finish_training()
 
-    def _evaluation_due(self) -> str | None:
+    def _find_due_evaluation(self) -> str | None:
         """The name of the evaluation that belongs before the next step, unless it was played: a learner before may have been
         killed in it, and a batch that could not be trained asks again."""
         evaluation = self._configuration.evaluation
@@ -193,13 +193,13 @@ class Learner:
         wanted = evaluation.every and self._step % evaluation.every == 0 if self._step else evaluation.episodes
         return name if wanted and name not in self._evaluated else None
 
-    async def _finish(self) -> None:
-        await when_there_is_room(self._ports, self._trainer.save_model, self._folder.model)
+    async def _finish_training(self) -> None:
+        await retry_while_disk_full(self._runtime, self._trainer.save_model, self._folder.model)
         if self._configuration.evaluation.episodes:
-            await unless_drained(self._drain, self._evaluate_end)
+            await run_until_drained(self._drain, self._evaluate_end)
         if self._drain.is_set():
             return
-        await self._catch_up()
+        await self._read_remaining_results()
         self._pool.discard_all("training_finished")
         while True:
             excluded = tuple(self._pool.take_exclusions())
@@ -208,14 +208,14 @@ class Learner:
             )
             if len(excluded) < EXCLUSIONS_PER_ENTRY:
                 break
-        log.info("finished", model=str(self._folder.model))
+        log.info("training finished", model=str(self._folder.model))
 
-    async def _catch_up(self) -> None:
+    async def _read_remaining_results(self) -> None:
         """Enter every result that stands in the log by now: whoever begins at the last step may not have read any yet."""
         async for stored in self._bus.scan([self._subjects.episodes], start=self._ledger.floor):
-            entry = episode_entry(stored)
+            entry = decode_episode_entry(stored)
             if isinstance(entry, EpisodeFinished) and entry.split == "train":
-                self._pool.finished(entry)
+                self._pool.add_result(entry)
 
     async def _evaluate_end(self) -> None:
         async with anyio.create_task_group() as group:
@@ -240,22 +240,22 @@ class Learner:
 
     async def _follow_results(self) -> None:
         """Read results from the floor on, for ever; claims and goodbyes stand on the same subjects."""
-        async with self._bus.read([self._subjects.episodes], start=self._beginning.floor) as reader:
+        async with self._bus.read([self._subjects.episodes], start=self._resume_point.floor) as reader:
             while True:
-                entry = episode_entry(await reader.receive())
+                entry = decode_episode_entry(await reader.receive())
                 if isinstance(entry, EpisodeFinished):
-                    self._requests.answered(entry.episode_id)
+                    self._requests.mark_answered(entry.episode_id)
                     self._counters["results"] += 1
                     if entry.split == "eval":
-                        self._evaluations.finished(entry)
+                        self._evaluations.add_result(entry)
                     else:
-                        self._pool.finished(entry)
+                        self._pool.add_result(entry)
 
     # One step
 
     async def _train_batch(self) -> None:
         waited = anyio.current_time()
-        groups = await self._next_batch()
+        groups = await self._wait_for_batch()
         if not groups:
             return
         read = anyio.current_time()
@@ -263,49 +263,49 @@ class Learner:
             self._bus,
             self._subjects,
             groups,
-            plan=CreditPlan.of(self._configuration),
+            plan=CreditPlan.from_configuration(self._configuration),
             temperature=self._configuration.episode.temperature,
             archive=Path(self._settings.archive) if self._settings.archive else None,
-            ports=self._ports,
+            runtime=self._runtime,
             images=self._images,
         )
-        if not (groups := self._pool.trainable(groups)):
+        if not (groups := self._pool.discard_ungraded(groups)):
             return
         trained = anyio.current_time()
         progress = self._step / self._settings.steps
-        metrics = await self._ports.offload(
+        metrics = await self._runtime.offload(
             self._trainer.train, sequences, version=self._publication.version, progress=progress
         )
         done = anyio.current_time()
-        metrics |= self._measured(groups) | measure_advantages(sequences)
+        metrics |= self._measure_batch(groups) | compute_advantage_metrics(sequences)
         metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
         await self._record_step(groups, metrics)
 
-    def _measured(self, groups: list[Group]) -> dict[str, float]:
+    def _measure_batch(self, groups: list[Group]) -> dict[str, float]:
         lags = [self._pool.lag(group, self._step) for group in groups]
-        queued = [self._pool.queued(group, self._step) for group in groups]
-        measured = measure_groups(groups, lags, queued, max_staleness=self._settings.max_staleness)
+        steps_queued = [self._pool.steps_queued(group, self._step) for group in groups]
+        measured = compute_group_metrics(groups, lags, steps_queued, max_staleness=self._settings.max_staleness)
         if measured["groups_late"]:
-            log.warning("late groups are trained", groups=measured["groups_late"], lag=max(lags), step=self._step)
+            log.warning("training on stale groups", groups=measured["groups_late"], lag=max(lags), step=self._step)
         return measured
 
-    async def _next_batch(self) -> list[Group]:
+    async def _wait_for_batch(self) -> list[Group]:
         """The groups of the next step; [] when drained while waiting."""
         while not self._drain.is_set():
             groups = self._pool.take(self._settings.groups, self._step)
             if groups:
                 return groups
-            if self._requests.full and self._unstored is not None:
-                await self._store_checkpoint(self._unstored)  # the log is trimmed up to a checkpoint only
+            if self._requests.full and self._pending_checkpoint is not None:
+                await self._store_checkpoint(self._pending_checkpoint)  # the log is trimmed up to a checkpoint only
             with anyio.move_on_after(FULL_CHECK_SECONDS):
-                await unless_drained(self._drain, self._pool.changed.wait)
+                await run_until_drained(self._drain, self._pool.changed.wait)
         return []
 
     async def _record_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
         """The step goes to the log before the version that it made; a checkpoint holds what the log says by then."""
         self._step += 1
         trained, excluded = self._pool.settle(groups)
-        self._unstored = checkpoint = Checkpoint(
+        self._pending_checkpoint = checkpoint = Checkpoint(
             lineage=self._lineage,
             step=self._step,
             version=self._publication.version + 1,
@@ -325,7 +325,7 @@ class Learner:
         await self._train.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}
         log.info("trained", step=self._step, of=self._settings.steps, **measured)
-        self._signal.trained(done, self._bus.now_ns())
+        self._signal.record_step(done, self._bus.now_ns())
         await self._publish_version()
         self._counters["steps"] += 1
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps or self._drain.is_set():
@@ -333,13 +333,13 @@ class Learner:
 
     async def _publish_version(self) -> None:
         started = anyio.current_time()
-        self._pool.published(await self._publication.publish(self._step), self._step)
+        self._pool.record_version(await self._publication.publish(self._step), self._step)
         self._counters["seconds_publish"] += anyio.current_time() - started
 
     async def _store_checkpoint(self, checkpoint: Checkpoint) -> None:
         started = anyio.current_time()
         folder = self._folder.checkpoints.absolute()
-        path: Path = await when_there_is_room(self._ports, write_checkpoint, folder, checkpoint, self._trainer)
+        path: Path = await retry_while_disk_full(self._runtime, write_checkpoint, folder, checkpoint, self._trainer)
         await self._train.append(
             CheckpointStored(
                 lineage=checkpoint.lineage,
@@ -349,11 +349,11 @@ class Learner:
                 floor=checkpoint.floor,
             )
         )
-        await self._ports.offload(prune, folder, self._settings.keep_checkpoints, self._beginning.voids)
-        self._unstored = None
+        await self._runtime.offload(prune_checkpoints, folder, self._settings.keep_checkpoints, self._resume_point.is_voided)
+        self._pending_checkpoint = None
         self._counters["seconds_checkpoint"] += anyio.current_time() - started
 
-    def _heartbeat(self) -> Heartbeat:
+    def _build_heartbeat(self) -> Heartbeat:
         return Heartbeat(
             role="learner",
             worker=self._name,
@@ -365,7 +365,7 @@ class Learner:
         )
 
 
-def _replaceable(configuration: Configuration) -> int:
+def _compute_max_replaced(configuration: Configuration) -> int:
     """How many groups without signal a batch may replace."""
     algorithm = configuration.algorithm
     return algorithm.dynamic_sampling_batches * configuration.learner.groups if algorithm.dynamic_sampling else 0
@@ -379,14 +379,14 @@ async def run_learner(
     drain: anyio.Event,
     trainer: Trainer,
     curriculum: Curriculum,
-    ports: Ports | None = None,
+    runtime: Runtime | None = None,
 ) -> None:
     """A learner from where the log says training stands to the last step."""
     subjects = Subjects(configuration.run.name)
-    ports = ports or Ports()
-    beginning = await find_beginning(bus, subjects, configuration.run.policy, ports=ports)
-    if beginning.finished_step >= configuration.learner.steps:
-        log.info("training is finished already", step=beginning.finished_step)
+    runtime = runtime or Runtime()
+    resume_point = await find_resume_point(bus, subjects, configuration.run.policy, runtime=runtime)
+    if resume_point.finished_step >= configuration.learner.steps:
+        log.info("training already finished; nothing to do", step=resume_point.finished_step)
         return
     learner = Learner(
         bus,
@@ -395,7 +395,7 @@ async def run_learner(
         drain=drain,
         trainer=trainer,
         curriculum=curriculum,
-        beginning=beginning,
-        ports=ports,
+        resume_point=resume_point,
+        runtime=runtime,
     )
     await learner.run()

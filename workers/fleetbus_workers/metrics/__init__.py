@@ -1,1 +1,1 @@
-"""``fleetbus metrics``: a run's metrics for Prometheus and other sinks. It only looks."""
+"""``fleetbus metrics``: a run's metrics for Prometheus and other sinks. Read-only."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from fleetbus.metrics.names import Sample
 from fleetbus_schemas import GRADED
-from fleetbus_workers.overview.ending import Ending
-from fleetbus_workers.overview.follow import LogHealth
 from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.state import RECENT_EPISODES, FleetState
+from fleetbus_workers.overview.run_observer import LogHealth
+from fleetbus_workers.overview.state import RECENT_EPISODES, RunState
+from fleetbus_workers.overview.termination import Termination
 from fleetbus_workers.watchdog import Stall
 
 QUANTILES = (0.1, 0.5, 0.9)
@@ -19,28 +19,28 @@ _STAGE = "seconds_"
 
 
 def collect(
-    state: FleetState,
+    state: RunState,
     health: LogHealth,
     server: ServerView,
     stalls: Sequence[Stall],
     *,
     now: float,
     now_ns: int,
-    ending: Ending | None = None,
+    ending: Termination | None = None,
 ) -> list[Sample]:
     """All samples as of now; what is unknown has none. ``ending`` is that of a run that is over."""
     return [
-        *_progress(state, now_ns),
-        *_step(state),
-        *_episodes(state),
-        *_workers(state, now),
+        *_collect_progress(state, now_ns),
+        *_collect_step(state),
+        *_collect_episodes(state),
+        *_collect_workers(state, now),
         *([Sample("fleetbus_over", 1.0, (ending.how,))] if ending is not None else []),
         *(Sample("fleetbus_stalled", 1.0, (where,)) for where in sorted({stall.where for stall in stalls})),
-        *_log(health, server),
+        *_collect_log(health, server),
     ]
 
 
-def step_values(state: FleetState, written: set[tuple[str, int]]) -> Iterable[tuple[int, float, dict[str, float]]]:
+def iterate_step_values(state: RunState, written: set[tuple[str, int]]) -> Iterable[tuple[int, float, dict[str, float]]]:
     """Step, Unix time and metrics of the surviving lineage's steps that are not ``written`` yet, and are from now on.
 
     ``written`` are lineages and steps: what a later lineage trains again is another step of the same number.
@@ -51,7 +51,7 @@ def step_values(state: FleetState, written: set[tuple[str, int]]) -> Iterable[tu
             yield point.step, point.time_ns / 1e9, point.metrics | {"version": float(point.version)}
 
 
-def _progress(state: FleetState, now_ns: int) -> Iterable[Sample]:
+def _collect_progress(state: RunState, now_ns: int) -> Iterable[Sample]:
     numbers = state.numbers(now_ns)
     named = {
         "fleetbus_step": "step",
@@ -77,7 +77,7 @@ def _progress(state: FleetState, now_ns: int) -> Iterable[Sample]:
         yield Sample("fleetbus_evaluation_success_ratio", evaluation.success, (evaluation.name,))
 
 
-def _step(state: FleetState) -> Iterable[Sample]:
+def _collect_step(state: RunState) -> Iterable[Sample]:
     points = state.points()
     metrics = points[-1].metrics if points else {}
     stages = {name.removeprefix(_STAGE): value for name, value in metrics.items() if name.startswith(_STAGE)}
@@ -94,7 +94,7 @@ def _step(state: FleetState) -> Iterable[Sample]:
             yield Sample(name, metrics[key])
 
 
-def _episodes(state: FleetState) -> Iterable[Sample]:
+def _collect_episodes(state: RunState) -> Iterable[Sample]:
     rows = list(state.episodes.rows.values())[-RECENT_EPISODES:]
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     timings: defaultdict[str, list[float]] = defaultdict(list)
@@ -113,7 +113,7 @@ def _episodes(state: FleetState) -> Iterable[Sample]:
     )
 
 
-def _workers(state: FleetState, now: float) -> Iterable[Sample]:
+def _collect_workers(state: RunState, now: float) -> Iterable[Sample]:
     rows = state.workers(now)
     for (role, condition), count in Counter((row.role, row.state) for row in rows).items():
         yield Sample("fleetbus_workers", float(count), (role, condition))
@@ -124,12 +124,12 @@ def _workers(state: FleetState, now: float) -> Iterable[Sample]:
         yield Sample("fleetbus_worker_silent_seconds", row.seconds, labels)
         if row.policy_version >= 0:
             yield Sample("fleetbus_worker_version", float(row.policy_version), labels)
-    for beat in state.roster.beats():
+    for beat in state.worker_registry.list_heartbeats():
         for name, value in beat.counters.items():
             yield Sample("fleetbus_worker_counter_total", value, (beat.worker, beat.role, name))
 
 
-def _log(health: LogHealth, server: ServerView) -> Iterable[Sample]:
+def _collect_log(health: LogHealth, server: ServerView) -> Iterable[Sample]:
     yield Sample("fleetbus_log_bytes", float(health.bytes))
     yield Sample("fleetbus_log_limit_bytes", float(health.limit_bytes))
     yield Sample("fleetbus_log_entries_per_second", health.entries_per_second)

@@ -42,7 +42,7 @@ class Exposition:
 
 
 @contextmanager
-def served(exposition: Exposition, host: str, port: int) -> Iterator[int]:
+def serve_metrics(exposition: Exposition, host: str, port: int) -> Iterator[int]:
     """Serve ``/metrics`` for the length of the block and yield the port; raises `UserError` if it is taken."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(exposition)

@@ -1,1 +1,1 @@
-"""``fleetbus monitor``: one web page about one run. It only reads; above it is the command line, below it the bus."""
+"""``fleetbus monitor``: one web page about one run. Read-only; above it is the command line, below it the bus."""

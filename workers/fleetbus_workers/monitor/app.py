@@ -20,13 +20,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fleetbus.recording.episodes import EpisodeRow, episode_subjects, read_transcript
+from fleetbus.recording.episodes import EpisodeRow, build_episode_subjects, read_transcript
 from fleetbus_schemas import Action, Subjects
-from fleetbus_schemas.subjects import BadName, check_name
-from fleetbus_schemas.tokens import token_count, unpack_ids, unpack_logprobs
+from fleetbus_schemas.subjects import InvalidName, check_name
+from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
 from fleetbus_workers.monitor.timeline import timeline
-from fleetbus_workers.monitor.words import Words
-from fleetbus_workers.overview.follow import Watch
+from fleetbus_workers.monitor.token_decoder import TokenDecoder
+from fleetbus_workers.overview.run_observer import RunObserver
 from fleetbus_workers.watchdog import find_notes, find_stalls
 
 PAGE = Path(__file__).parent / "page"
@@ -36,7 +36,7 @@ MAX_ROWS = 1000
 READ_SECONDS = 20.0
 MAX_TOKENS_SHOWN = 20_000
 
-NOT_SERVED = "the run is over, and nobody serves its log any more: start `fleetbus monitor` again to read it from its files"
+NOT_SERVED = "the run is over, and no responderss log any more: start `fleetbus monitor` again to read it from its files"
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:",
@@ -50,7 +50,7 @@ class Site:
     """One watched run as a web application. Set ``stopping`` to end the streams of events."""
 
     def __init__(
-        self, watch: Watch, subjects: Subjects, words: Words, *, hosts: list[str] | None, admission: float = 0.7
+        self, watch: RunObserver, subjects: Subjects, words: TokenDecoder, *, hosts: list[str] | None, admission: float = 0.7
     ) -> None:
         self._watch = watch
         self._subjects = subjects
@@ -81,9 +81,9 @@ class Site:
     # Live
 
     async def events(self, _request: Request) -> Response:
-        return StreamingResponse(self._events(), media_type="text/event-stream")
+        return StreamingResponse(self._stream_events(), media_type="text/event-stream")
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _stream_events(self) -> AsyncIterator[bytes]:
         """``overview`` twice a second at most, only when it differs; ``curves`` when there are new points."""
         points, evaluations, history = -1, -1, -1
         last = b""
@@ -92,24 +92,24 @@ class Site:
             now = (len(state.points()), len(state.evaluations()), state.history)
             if now != (points, evaluations, history):
                 start = points if history == now[2] and points >= 0 else 0
-                yield _event("curves", self._curves(start))
+                yield _encode_event("curves", self._encode_curves(start))
                 points, evaluations, history = now
-            overview = self._overview_now()
+            overview = self._encode_overview()
             if overview != last:
-                yield _event("overview", overview)
+                yield _encode_event("overview", overview)
                 last = overview
             with anyio.move_on_after(TICK_SECONDS):
                 await self.stopping.wait()
 
     async def overview(self, _request: Request) -> Response:
-        return _json(self._overview_now())
+        return _build_json_response(self._encode_overview())
 
-    def _overview_now(self) -> bytes:
-        """The same bytes for everybody who asks within a tick."""
+    def _encode_overview(self) -> bytes:
+        """Cached: the same bytes for all requests within a tick."""
         now = anyio.current_time()
         if now - self._overview[0] >= TICK_SECONDS / 2:
             state, health, bus = self._watch.state, self._watch.health, self._watch.bus
-            ending = self._watch.ending(now)
+            ending = self._watch.find_termination(now)
             usage = {name: getattr(health, name) for name in ("bytes", "limit_bytes", "last_sequence", "followed")}
             facts = {
                 "run": self._subjects.run,
@@ -123,22 +123,22 @@ class Site:
                     "is_behind": self._watch.is_behind(now),
                 },
                 "server": self._watch.server,
-                "stalls": self._stalls(now, bus.now_ns()),
+                "stalls": self._find_stalls(now, bus.now_ns()),
                 "notes": [] if ending or self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
             }
             self._overview = (now, msgspec.json.encode(facts))
         return self._overview[1]
 
-    def _stalls(self, now: float, now_ns: int) -> list[dict[str, Any]]:
+    def _find_stalls(self, now: float, now_ns: int) -> list[dict[str, Any]]:
         if not self._watch.may_be_stuck(now):
             return []
         found = find_stalls(self._watch.state, self._watch.health, now=now, now_ns=now_ns, admission=self._admission)
         return [msgspec.structs.asdict(stall) | {"line": stall.line} for stall in found]
 
     async def curves(self, _request: Request) -> Response:
-        return _json(self._curves(0))
+        return _build_json_response(self._encode_curves(0))
 
-    def _curves(self, start: int) -> bytes:
+    def _encode_curves(self, start: int) -> bytes:
         """Points from number ``start`` on; all evaluations, which are few."""
         state = self._watch.state
         return msgspec.json.encode({"start": start, "points": state.points()[start:], "evaluations": state.evaluations()})
@@ -149,13 +149,19 @@ class Site:
         """Newest first. Query: ``state``, ``group``, ``split``, ``text`` (in id, task or error), ``offset``, ``limit``."""
         query = request.query_params
         state = self._watch.state
-        chosen = [row for row in reversed(state.episodes.rows.values()) if _matches(row, state.state_of(row), dict(query))]
-        offset, limit = _number(query.get("offset"), 0), min(_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+        chosen = [
+            row for row in reversed(state.episodes.rows.values()) if _matches(row, state.describe_state(row), dict(query))
+        ]
+        offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
         shown = [
-            {**msgspec.structs.asdict(row), "state": state.state_of(row), "trained_in": state.trained_in.get(row.episode_id, 0)}
+            {
+                **msgspec.structs.asdict(row),
+                "state": state.describe_state(row),
+                "trained_in": state.trained_in.get(row.episode_id, 0),
+            }
             for row in chosen[offset : offset + limit]
         ]
-        return _json(msgspec.json.encode({"total": len(chosen), "offset": offset, "rows": shown}))
+        return _build_json_response(msgspec.json.encode({"total": len(chosen), "offset": offset, "rows": shown}))
 
     async def groups(self, request: Request) -> Response:
         """Newest first. Query: ``offset``, ``limit``, ``flat`` (only groups whose rewards are all equal)."""
@@ -163,22 +169,24 @@ class Site:
         groups = self._watch.state.groups()[::-1]
         if query.get("flat"):
             groups = [group for group in groups if group.spread == 0 and not group.open]
-        offset, limit = _number(query.get("offset"), 0), min(_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
-        return _json(msgspec.json.encode({"total": len(groups), "offset": offset, "rows": groups[offset : offset + limit]}))
+        offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+        return _build_json_response(
+            msgspec.json.encode({"total": len(groups), "offset": offset, "rows": groups[offset : offset + limit]})
+        )
 
     # One episode
 
     async def episode(self, request: Request) -> Response:
         try:
             episode = check_name("episode", request.path_params["episode"])
-        except BadName as error:
+        except InvalidName as error:
             return PlainTextResponse(str(error), 400)
-        if self._watch.health.problem and self._watch.ending(anyio.current_time()) is not None:
+        if self._watch.health.problem and self._watch.find_termination(anyio.current_time()) is not None:
             return PlainTextResponse(NOT_SERVED, 503)
         entries = []
         try:
             with anyio.fail_after(READ_SECONDS):
-                async for entry in self._watch.bus.scan(episode_subjects(self._subjects, episode)):
+                async for entry in self._watch.bus.scan(build_episode_subjects(self._subjects, episode)):
                     entries.append(entry)  # noqa: PERF401  # what was read before a time limit is not shown in part
         except TimeoutError:
             return PlainTextResponse(f"the log was not read within {READ_SECONDS:g} s", 503)
@@ -188,12 +196,12 @@ class Site:
         row = self._watch.state.episodes.rows.get(episode)
         facts = {
             "episode": episode,
-            "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.state_of(row)},
+            "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.describe_state(row)},
             "trained_in": self._watch.state.trained_in.get(episode, 0),
             "task": transcript.request and transcript.request.task,
             "sampling": transcript.request and transcript.request.sampling,
             "claims": transcript.claims,
-            "result": _without_bytes(transcript.result),
+            "result": _strip_bytes(transcript.result),
             "spans": timeline(entries),
             "turns": [
                 {
@@ -201,14 +209,14 @@ class Site:
                     "attempt": turn.attempt,
                     "messages": turn.messages,
                     "tools": turn.tools,
-                    "action": turn.action and self._action(turn.action),
+                    "action": turn.action and self._describe_action(turn.action),
                 }
                 for turn in transcript.turns
             ],
         }
-        return _json(msgspec.json.encode(facts))
+        return _build_json_response(msgspec.json.encode(facts))
 
-    def _action(self, action: Action) -> dict[str, Any]:
+    def _describe_action(self, action: Action) -> dict[str, Any]:
         ids = unpack_ids(action.sampled)[:MAX_TOKENS_SHOWN]
         prompt = unpack_ids(action.prompt_delta)[:MAX_TOKENS_SHOWN]
         return {
@@ -220,11 +228,11 @@ class Site:
             "versions": action.versions,
             "ids": ids,
             "logprobs": unpack_logprobs(action.logprobs)[:MAX_TOKENS_SHOWN],
-            "words": self._words.of(ids),
+            "words": self._words.decode(ids),
             "prompt_ids": prompt,
-            "prompt_words": self._words.of(prompt),
-            "tokens": token_count(action.sampled),
-            "prompt_tokens": token_count(action.prompt_delta),
+            "prompt_words": self._words.decode(prompt),
+            "tokens": count_tokens(action.sampled),
+            "prompt_tokens": count_tokens(action.prompt_delta),
             "seconds_queued": action.seconds_queued,
             "seconds_generating": action.seconds_generating,
         }
@@ -255,11 +263,11 @@ def _matches(row: EpisodeRow, state: str, query: dict[str, str]) -> bool:
     return not text or any(text in field.lower() for field in (row.episode_id, row.task_key, row.error_class, row.worker))
 
 
-def _number(text: str | None, otherwise: int) -> int:
+def _parse_number(text: str | None, otherwise: int) -> int:
     return int(text) if text and text.isdecimal() and len(text) < 10 else otherwise
 
 
-def _without_bytes(result: Any) -> dict[str, Any] | None:
+def _strip_bytes(result: Any) -> dict[str, Any] | None:
     if result is None:
         return None
     facts = msgspec.structs.asdict(result)
@@ -267,9 +275,9 @@ def _without_bytes(result: Any) -> dict[str, Any] | None:
     return facts
 
 
-def _json(content: bytes) -> Response:
+def _build_json_response(content: bytes) -> Response:
     return Response(content, media_type="application/json")
 
 
-def _event(name: str, content: bytes) -> bytes:
+def _encode_event(name: str, content: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), content)

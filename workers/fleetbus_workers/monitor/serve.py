@@ -1,4 +1,4 @@
-"""Serves the page on one socket until it is told to stop; the socket is bound before anything is said about it."""
+"""Serves the page on one socket until it is asked to stop; the socket is bound before its address is announced."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import uvicorn
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Subjects
-from fleetbus_workers.assembly.model import model_folder
+from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.monitor.app import Site
-from fleetbus_workers.monitor.words import load_words
-from fleetbus_workers.overview.ending import Driver
-from fleetbus_workers.overview.follow import Watch
-from fleetbus_workers.overview.state import FleetState
-from fleetbus_workers.serving.connections import Bounds, bounded
-from fleetbus_workers.serving.listening import QuietServer, is_loopback, shown_host
+from fleetbus_workers.monitor.token_decoder import load_token_decoder
+from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.overview.termination import Driver
+from fleetbus_workers.serving.connections import Bounds, build_bounded_protocol
+from fleetbus_workers.serving.listeners import SignalFreeServer, format_host, is_loopback
 
 STOP_SECONDS = 3
 
@@ -30,20 +30,20 @@ async def serve(
     host: str,
     bound: socket.socket,
     stop: anyio.Event,
-    told: Callable[[str], None],
+    on_ready: Callable[[str], None],
     nats_http: Callable[[], str | None] = lambda: None,
     driver: Driver | None = None,
 ) -> None:
-    """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``told`` gets the address once it answers;
+    """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
     is who
     makes the run go on, as far as it is known."""
     subjects = Subjects(configuration.run.name)
-    watch = Watch(bus, subjects, FleetState(configuration.learner.steps), driver)
-    words = await anyio.to_thread.run_sync(load_words, model_folder(configuration.run))
+    watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
+    words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     hosts = ["localhost", "127.0.0.1", "[::1]"] if is_loopback(host) else None
     site = Site(watch, subjects, words, hosts=hosts, admission=configuration.nats.admission)
-    protocol = bounded(Bounds())
+    protocol = build_bounded_protocol(Bounds())
     settings = uvicorn.Config(
         site.app,
         http=protocol,
@@ -54,18 +54,18 @@ async def serve(
         timeout_graceful_shutdown=STOP_SECONDS,
         ws="none",
     )
-    server = QuietServer(settings)
+    server = SignalFreeServer(settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch.run)
-        tasks.start_soon(watch.look_at_server, nats_http)
+        tasks.start_soon(watch.fetch_server_view, nats_http)
 
-        async def until_told() -> None:
+        async def wait_until_ready() -> None:
             await stop.wait()
             site.stopping.set()
             server.should_exit = True
 
-        tasks.start_soon(until_told)
-        told(f"http://{shown_host(host)}:{bound.getsockname()[1]}/")
+        tasks.start_soon(wait_until_ready)
+        on_ready(f"http://{format_host(host)}:{bound.getsockname()[1]}/")
         try:
             await server.serve(sockets=[bound])
         finally:

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from fleetbus.bus.base import Stored
-from fleetbus.episodes import decoded, episode_entry
+from fleetbus.bus.base import StreamEntry
+from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
 
 Kind = Literal["waiting", "open", "queue", "generate", "travel", "environment", "verify", "lost"]
@@ -46,42 +46,42 @@ class _Builder:
             self.at = end
 
 
-def timeline(entries: Iterable[Stored]) -> list[Span]:
+def timeline(entries: Iterable[StreamEntry]) -> list[Span]:
     """The spans of one episode from its entries in log order; empty without its request."""
     builder: _Builder | None = None
     attempt, worker, turn, doing = 0, "", -1, ""
     for entry in entries:
         kind = entry.subject.split(".", 3)[2]
         if builder is None:
-            if kind == "task" and decoded(EpisodeRequested, [entry]):
+            if kind == "task" and decode_entries(EpisodeRequested, [entry]):
                 builder = _Builder(entry.time_ns)
             continue
         if kind == "obs":
-            for _, observation in decoded(Observation, [entry]):
+            for _, observation in decode_entries(Observation, [entry]):
                 if (observation.attempt, observation.turn) == (attempt, turn) or observation.attempt < attempt:
                     continue  # sent again to another engine: it still waits for the same action
                 builder.to("open" if doing == "open" else "environment", entry.time_ns, attempt=attempt, worker=worker)
                 turn, doing = observation.turn, "action"
         elif kind == "act":
-            for _, action in decoded(Action, [entry]):
+            for _, action in decode_entries(Action, [entry]):
                 if action.attempt == attempt and action.turn == turn and doing == "action":
-                    _answered(builder, entry, action)
+                    _add_inference_spans(builder, entry, action)
                     doing = "environment"
         elif kind == "episode":
-            happened = episode_entry(entry)
+            entry_message = decode_episode_entry(entry)
             about: dict[str, int | str] = {"attempt": attempt, "worker": worker}
-            match happened:
+            match entry_message:
                 case AttemptStarted():
                     builder.to("lost" if attempt else "waiting", entry.time_ns, **about)
-                    attempt, worker, turn, doing = happened.attempt, happened.worker, -1, "open"
+                    attempt, worker, turn, doing = entry_message.attempt, entry_message.worker, -1, "open"
                 case AttemptReleased():
                     builder.to("environment", entry.time_ns, **about)
                 case EpisodeFinished():
-                    _finished(builder, entry, happened, about)
+                    _add_final_spans(builder, entry, entry_message, about)
     return builder.spans if builder else []
 
 
-def _answered(builder: _Builder, entry: Stored, action: Action) -> None:
+def _add_inference_spans(builder: _Builder, entry: StreamEntry, action: Action) -> None:
     """The engine says how long the observation waited and how long it generated; the rest was under way."""
     about: dict[str, int | str] = {"attempt": action.attempt, "turn": action.turn, "worker": action.worker}
     ends = builder.at + max(action.seconds_queued, 0.0)
@@ -90,7 +90,7 @@ def _answered(builder: _Builder, entry: Stored, action: Action) -> None:
     builder.to("travel", entry.time_ns, **about)
 
 
-def _finished(builder: _Builder, entry: Stored, result: EpisodeFinished, about: dict[str, int | str]) -> None:
+def _add_final_spans(builder: _Builder, entry: StreamEntry, result: EpisodeFinished, about: dict[str, int | str]) -> None:
     """Verify and close come last; what is before them was the environment's."""
     last = sum(result.timings.get(stage, 0.0) for stage in ("verify", "close"))
     end = (entry.time_ns - builder._zero_ns) / 1e9

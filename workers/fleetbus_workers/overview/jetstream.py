@@ -18,7 +18,7 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import log_stream
 from fleetbus.errors import BusClosed, BusError
-from fleetbus_workers.overview.nats_http import Client, Cut, NatsServer, StreamBytes, read_nats_server
+from fleetbus_workers.overview.nats_http import Client, NatsServer, SlowClientDisconnect, StreamBytes, read_nats_server
 
 ANSWER_SECONDS = 2.0
 PAGES = 8
@@ -49,7 +49,7 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     uptime: str = ""
     clients: tuple[Client, ...] = ()
-    cut: tuple[Cut, ...] = ()
+    cut: tuple[SlowClientDisconnect, ...] = ()
     streams: tuple[StreamBytes, ...] = ()
     hint: str = ""
 
@@ -62,12 +62,12 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.redelivered for each in self.consumers)
 
 
-async def look_at_server(bus: Bus, run: str, nats_http: str | None = None) -> ServerView:
+async def fetch_server_view(bus: Bus, run: str, nats_http: str | None = None) -> ServerView:
     """The server's view of the run, as far as it can be had; ``nats_http`` as `read_nats_server` takes it."""
     stream = log_stream(run)
-    info = await _ask(bus, f"$JS.API.STREAM.INFO.{stream}", {})
+    info = await _request_api(bus, f"$JS.API.STREAM.INFO.{stream}", {})
     state = info.get("state", {})
-    consumers = await _consumers(bus, stream) if state else ()
+    consumers = await _fetch_consumers(bus, stream) if state else ()
     told = NatsServer()
     if nats_http is not None:
         told = await anyio.to_thread.run_sync(partial(read_nats_server, nats_http, run, consumers=not consumers))
@@ -75,7 +75,7 @@ async def look_at_server(bus: Bus, run: str, nats_http: str | None = None) -> Se
         entries=state.get("messages"),
         bytes=state.get("bytes"),
         oldest=state.get("first_ts", ""),
-        consumers=consumers or _by_kind(told.consumers),
+        consumers=consumers or _group_by_kind(told.consumers),
         connections=told.connections,
         slow_consumers=told.slow_consumers,
         memory_bytes=told.memory_bytes,
@@ -89,18 +89,18 @@ async def look_at_server(bus: Bus, run: str, nats_http: str | None = None) -> Se
     )
 
 
-async def _consumers(bus: Bus, stream: str) -> tuple[ConsumerPending, ...]:
+async def _fetch_consumers(bus: Bus, stream: str) -> tuple[ConsumerPending, ...]:
     found: list[dict[str, Any]] = []
     for _ in range(PAGES):
-        answer = await _ask(bus, f"$JS.API.CONSUMER.LIST.{stream}", {"offset": len(found)})
+        answer = await _request_api(bus, f"$JS.API.CONSUMER.LIST.{stream}", {"offset": len(found)})
         page = answer.get("consumers") or []
         found += page
         if not page or len(found) >= answer.get("total", 0):
             break
-    return _by_kind(found)
+    return _group_by_kind(found)
 
 
-def _by_kind(listed: Iterable[dict[str, Any]]) -> tuple[ConsumerPending, ...]:
+def _group_by_kind(listed: Iterable[dict[str, Any]]) -> tuple[ConsumerPending, ...]:
     found: dict[str, list[dict[str, Any]]] = {}
     for each in listed:
         kind = each["name"].partition("_")[0]
@@ -118,7 +118,7 @@ def _by_kind(listed: Iterable[dict[str, Any]]) -> tuple[ConsumerPending, ...]:
     )
 
 
-async def _ask(bus: Bus, subject: str, question: dict[str, Any]) -> dict[str, Any]:
+async def _request_api(bus: Bus, subject: str, question: dict[str, Any]) -> dict[str, Any]:
     try:
         answer = json.loads(await bus.request(subject, json.dumps(question).encode(), timeout=ANSWER_SECONDS))
     except BusClosed:

@@ -1,4 +1,4 @@
-"""What a NATS server tells of itself over HTTP: ``/varz``, ``/connz`` and ``/jsz``, asked when their address is known.
+"""Monitoring data of a NATS server over HTTP: ``/varz``, ``/connz`` and ``/jsz``, asked when their address is known.
 
 The endpoints are off unless the server was started with them (``-m 8222``); a server of `fleetbus up` always has them, on
 loopback. Nothing here is ever an error: what is not told is unknown, and `NatsServer.problem` says in one line why.
@@ -18,7 +18,7 @@ import msgspec
 
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import lane_stream, log_stream
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
 
 ANSWER_SECONDS = 2.0
@@ -49,7 +49,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     idle: str = ""
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class SlowClientDisconnect(msgspec.Struct, frozen=True, kw_only=True):
     """A client that the server cut off for being slow; ``at`` is RFC 3339."""
 
     worker: str
@@ -76,13 +76,13 @@ class NatsServer(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     cpu_percent: float | None = None
     clients: tuple[Client, ...] = ()
-    cut: tuple[Cut, ...] = ()
+    cut: tuple[SlowClientDisconnect, ...] = ()
     streams: tuple[StreamBytes, ...] = ()
     consumers: tuple[dict[str, Any], ...] = ()
     problem: str = ""
 
 
-def checked_address(url: str) -> str:
+def parse_monitoring_address(url: str) -> str:
     """``url`` if it can be an address of monitoring; raises `UserError`."""
     try:
         parts = urlsplit(url)
@@ -90,7 +90,7 @@ def checked_address(url: str) -> str:
     except ValueError:
         is_address = False
     if url and not is_address:
-        raise UserError(f"--nats-http {without_credentials(url)} is no HTTP address: http://127.0.0.1:8222 would be one")
+        raise UserError(f"--nats-http {strip_credentials(url)} is no HTTP address: http://127.0.0.1:8222 would be one")
     return url.rstrip("/")
 
 
@@ -104,10 +104,10 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
     if not url:
         return NatsServer(problem=HOW)
     try:
-        about = _ask(url, "varz")
-        clients = _ask(url, f"connz?state=open&sort=pending&limit={CLIENTS}").get("connections") or []
-        closed = _ask(url, f"connz?state=closed&limit={CLIENTS}").get("connections") or []
-        details = _ask(url, f"jsz?streams=true&consumers={str(consumers).lower()}").get("account_details") or []
+        about = _fetch(url, "varz")
+        clients = _fetch(url, f"connz?state=open&sort=pending&limit={CLIENTS}").get("connections") or []
+        closed = _fetch(url, f"connz?state=closed&limit={CLIENTS}").get("connections") or []
+        details = _fetch(url, f"jsz?streams=true&consumers={str(consumers).lower()}").get("account_details") or []
         return NatsServer(
             version=str(about.get("version", "")),
             uptime=str(about.get("uptime", "")),
@@ -115,40 +115,40 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
             slow_consumers=about.get("slow_consumers"),
             memory_bytes=about.get("mem"),
             cpu_percent=about.get("cpu"),
-            clients=tuple(_clients(clients, run)),
-            cut=tuple(_cut(closed, run)),
-            streams=tuple(_streams(details, run)),
-            consumers=tuple(_consumers(details, run)),
+            clients=tuple(_parse_clients(clients, run)),
+            cut=tuple(_parse_disconnects(closed, run)),
+            streams=tuple(_parse_streams(details, run)),
+            consumers=tuple(_parse_consumers(details, run)),
         )
-    except _Silent as silent:
-        return NatsServer(problem=f"no server monitoring at {without_credentials(url)}: {silent}")
+    except _EndpointUnavailable as silent:
+        return NatsServer(problem=f"no server monitoring at {strip_credentials(url)}: {silent}")
     except (AttributeError, KeyError, TypeError) as error:
-        return NatsServer(problem=f"{without_credentials(url)} does not answer as nats-server does ({type(error).__name__})")
+        return NatsServer(problem=f"{strip_credentials(url)} does not answer as nats-server does ({type(error).__name__})")
 
 
-class _Silent(Exception):
-    """The text says why there is no answer."""
+class _EndpointUnavailable(Exception):
+    """The message is the reason why there is no answer."""
 
 
-def _ask(url: str, endpoint: str) -> dict[str, Any]:
+def _fetch(url: str, endpoint: str) -> dict[str, Any]:
     try:
         with _OPENER.open(f"{url}/{endpoint}", timeout=ANSWER_SECONDS) as answer:
             content = json.loads(answer.read(MAX_ANSWER_BYTES))
     except urllib.error.HTTPError as error:
-        raise _Silent(f"status {error.code}") from error
+        raise _EndpointUnavailable(f"status {error.code}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise _Silent(getattr(reason, "strerror", None) or str(reason) or "no answer") from error
+        raise _EndpointUnavailable(getattr(reason, "strerror", None) or str(reason) or "no answer") from error
     except ValueError as error:
-        raise _Silent("what answers there is no nats-server") from error
+        raise _EndpointUnavailable("what answers there is no nats-server") from error
     if not isinstance(content, dict):
-        raise _Silent("what answers there is no nats-server")
+        raise _EndpointUnavailable("what answers there is no nats-server")
     return content
 
 
-def _clients(connections: Iterable[dict[str, Any]], run: str) -> Iterator[Client]:
+def _parse_clients(connections: Iterable[dict[str, Any]], run: str) -> Iterator[Client]:
     for each in connections:
-        role, worker = _named(each, run)
+        role, worker = _parse_client_name(each, run)
         if role or each.get("pending_bytes"):
             yield Client(
                 worker=worker,
@@ -161,13 +161,15 @@ def _clients(connections: Iterable[dict[str, Any]], run: str) -> Iterator[Client
             )
 
 
-def _cut(closed: Iterable[dict[str, Any]], run: str) -> Iterator[Cut]:
+def _parse_disconnects(closed: Iterable[dict[str, Any]], run: str) -> Iterator[SlowClientDisconnect]:
     for each in closed:
         if str(each.get("reason", "")).startswith(SLOW):
-            yield Cut(worker=_named(each, run)[1], reason=each["reason"], at=str(each.get("stop", "")))
+            yield SlowClientDisconnect(
+                worker=_parse_client_name(each, run)[1], reason=each["reason"], at=str(each.get("stop", ""))
+            )
 
 
-def _named(each: dict[str, Any], run: str) -> tuple[str, str]:
+def _parse_client_name(each: dict[str, Any], run: str) -> tuple[str, str]:
     """Role and worker out of ``fleetbus <run> <role> <worker>``, as `fleetbus.bus.nats.connect` names its connections; no role
     for those that are not of this run."""
     name = str(each.get("name", ""))
@@ -177,20 +179,20 @@ def _named(each: dict[str, Any], run: str) -> tuple[str, str]:
     return "", name or f"connection {each.get('cid', '?')}"
 
 
-def _streams(details: Iterable[dict[str, Any]], run: str) -> Iterator[StreamBytes]:
+def _parse_streams(details: Iterable[dict[str, Any]], run: str) -> Iterator[StreamBytes]:
     own = (log_stream(run), lane_stream(run), f"OBJ_{weights_bucket(run)}")
-    for stream in _all_streams(details):
+    for stream in _iterate_streams(details):
         if stream["name"] in own:
             state = stream["state"]
             yield StreamBytes(name=stream["name"], entries=state["messages"], bytes=state["bytes"])
 
 
-def _consumers(details: Iterable[dict[str, Any]], run: str) -> Iterator[dict[str, Any]]:
-    for stream in _all_streams(details):
+def _parse_consumers(details: Iterable[dict[str, Any]], run: str) -> Iterator[dict[str, Any]]:
+    for stream in _iterate_streams(details):
         if stream["name"] == log_stream(run):
             yield from stream.get("consumer_detail") or ()
 
 
-def _all_streams(details: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _iterate_streams(details: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for account in details:
         yield from account.get("stream_detail") or ()

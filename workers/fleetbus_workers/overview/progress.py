@@ -75,9 +75,9 @@ class Progress:
             case PolicyPublished():
                 self.version = message.version
             case EpisodeFinished():
-                self._finished(message, time_ns)
+                self._apply_result(message, time_ns)
 
-    def heard(self, beat: Heartbeat, now_seconds: float) -> None:
+    def record_heartbeat(self, beat: Heartbeat, now_seconds: float) -> None:
         self._workers[beat.worker] = WorkerView(beat=beat, heard_at=now_seconds)
 
     def workers(self, now_seconds: float) -> list[Heartbeat]:
@@ -98,7 +98,7 @@ class Progress:
             return 0.0, 0.0
         return (len(within) - 1) / seconds, sum(tokens for _, tokens in within[1:]) / seconds
 
-    def _finished(self, message: EpisodeFinished, time_ns: int) -> None:
+    def _apply_result(self, message: EpisodeFinished, time_ns: int) -> None:
         self.episodes += 1
         self.outcomes[message.outcome] += 1
         self._recent.append((time_ns, message.tokens))

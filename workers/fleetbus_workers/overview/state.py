@@ -1,7 +1,7 @@
 """What the page shows of a run, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
 
 Shares the rows of episodes with ``fleetbus episodes`` and the rates with ``fleetbus up``. Above it are the routes, below it the
-entries that `fleetbus_workers.overview.follow` reads.
+entries that `fleetbus_workers.overview.run_observer` reads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.lineage import survives, surviving_steps
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.lineage import compute_surviving_steps, is_surviving
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
 from fleetbus_schemas import (
     GRADED,
@@ -30,9 +30,9 @@ from fleetbus_schemas import (
     TrainingFinished,
     WorkerStarted,
 )
-from fleetbus_workers.overview.ending import LastWords
 from fleetbus_workers.overview.progress import Progress
-from fleetbus_workers.overview.roster import Roster, WorkerRow
+from fleetbus_workers.overview.termination import TerminationState
+from fleetbus_workers.overview.worker_registry import WorkerRegistry, WorkerRow
 
 KEPT_EPISODES = 50_000
 """Older rows are forgotten; the log still has them."""
@@ -41,7 +41,7 @@ RECENT_EPISODES = 500
 """Outcomes and errors are counted over all episodes, means over this many."""
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One training step on the curves. ``time_ns`` is when it was stored; ``metrics`` are finite."""
 
     step: int
@@ -53,7 +53,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
-class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation on the curves."""
 
     step: int
@@ -82,13 +82,13 @@ class GroupRow(msgspec.Struct, kw_only=True):
     spread: float | None = None
 
 
-class FleetState:
+class RunState:
     """The fold. `apply` takes entries in the order of the log."""
 
     def __init__(self, steps: int) -> None:
         self.progress = Progress(steps)
-        self.roster = Roster()
-        self.last_words = LastWords()
+        self.worker_registry = WorkerRegistry()
+        self.termination_state = TerminationState()
         self.episodes = EpisodeIndex()
         self.trained_in: dict[str, int] = {}
         self.requested = 0
@@ -108,34 +108,36 @@ class FleetState:
         self.checkpoint = 0
         self.history = 0
         """Counts the times that the curves lost points: whoever has drawn them draws them again."""
-        self._points: list[Point] = []
-        self._evaluations: list[Evaluated] = []
+        self._points: list[StepPoint] = []
+        self._evaluations: list[EvaluationPoint] = []
         self._lineages: list[LineageStarted] = []
         self._claimed: set[str] = set()
 
     # Folding
 
-    def apply(self, entry: Stored, message: Message, now: float, now_ns: int) -> None:
+    def apply(self, entry: StreamEntry, message: Message, now: float, now_ns: int) -> None:
         """Take in an entry; ``now`` is monotonic seconds, ``now_ns`` the server's time."""
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
         self.progress.apply(message, entry.time_ns)
-        self.roster.happened(message, (now_ns - entry.time_ns) / 1e9, now)
+        self.worker_registry.record_life_event(message, (now_ns - entry.time_ns) / 1e9, now)
         self.episodes.add(entry)
-        self.last_words.apply(message, entry.time_ns)
+        self.termination_state.apply(message, entry.time_ns)
         match message:
             case AttemptStarted():
                 self._claimed.add(message.episode_id)
                 self.takeovers += message.reason == "taken_over"
             case EpisodeFinished():
-                self._finished(message, entry)
+                self._apply_result(message, entry)
             case StepTrained():
-                self._stepped(message, entry)
+                self._apply_step(message, entry)
             case EvaluationFinished():
-                self._evaluations.append(Evaluated(**{name: getattr(message, name) for name in Evaluated.__struct_fields__}))
+                self._evaluations.append(
+                    EvaluationPoint(**{name: getattr(message, name) for name in EvaluationPoint.__struct_fields__})
+                )
             case LineageStarted() if ".train." in entry.subject:
                 self._lineages.append(message)
                 self.lineage_ns = entry.time_ns
-                self._since_now()
+                self._reset_step_counters()
                 self.history += 1
                 self.finished = False
             case CheckpointStored():
@@ -146,9 +148,9 @@ class FleetState:
                 pass
         if entry.subject.split(".", 3)[2] == "task":
             self.requested += 1
-            self._forget_old()
+            self._prune_settled()
 
-    def _finished(self, message: EpisodeFinished, entry: Stored) -> None:
+    def _apply_result(self, message: EpisodeFinished, entry: StreamEntry) -> None:
         self.last_progress_ns = entry.time_ns
         if message.split == "train":
             self.since_step[message.outcome] += 1
@@ -157,11 +159,11 @@ class FleetState:
         if message.error_class:
             self.errors[message.error_class] += 1
 
-    def _stepped(self, message: StepTrained, entry: Stored) -> None:
+    def _apply_step(self, message: StepTrained, entry: StreamEntry) -> None:
         self.last_progress_ns = self.last_step_ns = entry.time_ns
-        self._since_now()
+        self._reset_step_counters()
         self._points.append(
-            Point(
+            StepPoint(
                 step=message.step,
                 version=message.version,
                 lineage=message.lineage,
@@ -173,11 +175,11 @@ class FleetState:
         )
         self.trained_in.update(dict.fromkeys(message.episodes, message.step))
 
-    def _since_now(self) -> None:
+    def _reset_step_counters(self) -> None:
         self.since_step.clear()
         self.groups_since_step.clear()
 
-    def _forget_old(self) -> None:
+    def _prune_settled(self) -> None:
         rows = self.episodes.rows
         if len(rows) <= KEPT_EPISODES + 1_000:
             return
@@ -188,29 +190,29 @@ class FleetState:
 
     # Showing
 
-    def quiet_since_ns(self, oldest_open_ns: int) -> int:
+    def compute_last_progress_ns(self, oldest_open_ns: int) -> int:
         """Since when nothing has progressed: the last progress, the beginning of the lineage, or the request of what has been
         open the longest, whichever came last; 0 if there is nothing to wait for."""
         if not oldest_open_ns and not self.lineage_ns:
             return 0
         return max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
 
-    def heard(self, beat: Heartbeat, now: float) -> None:
-        self.roster.heard(beat, now)
+    def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        self.worker_registry.record_heartbeat(beat, now)
 
     def workers(self, now: float) -> list[WorkerRow]:
-        return self.roster.rows(now)
+        return self.worker_registry.rows(now)
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[StepPoint]:
         """The steps of the lineage that survives, in order."""
-        surviving = surviving_steps(self._lineages)
-        return [point for point in self._points if survives(surviving, point.lineage, point.step)]
+        surviving = compute_surviving_steps(self._lineages)
+        return [point for point in self._points if is_surviving(surviving, point.lineage, point.step)]
 
-    def evaluations(self) -> list[Evaluated]:
-        surviving = surviving_steps(self._lineages)
-        return [each for each in self._evaluations if survives(surviving, each.lineage, each.step)]
+    def evaluations(self) -> list[EvaluationPoint]:
+        surviving = compute_surviving_steps(self._lineages)
+        return [each for each in self._evaluations if is_surviving(surviving, each.lineage, each.step)]
 
-    def state_of(self, row: EpisodeRow) -> str:
+    def describe_state(self, row: EpisodeRow) -> str:
         """Its outcome, or how far it is."""
         return row.outcome or ("running" if row.episode_id in self._claimed else "waiting")
 
@@ -218,7 +220,7 @@ class FleetState:
         """The counters of the overview."""
         rows = list(self.episodes.rows.values())[-RECENT_EPISODES:]
         graded = [row for row in rows if row.outcome in GRADED and row.reward is not None]
-        waiting, running, oldest_ns = self._open()
+        waiting, running, oldest_ns = self._count_open()
         episodes, tokens = self.progress.rates()
         quiet = (now_ns - self.last_time_ns) / 1e9 if self.last_time_ns else 0.0
         if quiet > 15:
@@ -235,7 +237,7 @@ class FleetState:
             "waiting": waiting,
             "running": running,
             "oldest_open_seconds": (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0,
-            "stuck_seconds": max(now_ns - since, 0) / 1e9 if (since := self.quiet_since_ns(oldest_ns)) else 0.0,
+            "stuck_seconds": max(now_ns - since, 0) / 1e9 if (since := self.compute_last_progress_ns(oldest_ns)) else 0.0,
             "episodes_per_second": episodes,
             "tokens_per_second": tokens,
             "reward": statistics.fmean(row.reward or 0.0 for row in graded) if graded else None,
@@ -251,7 +253,7 @@ class FleetState:
             "since_progress_seconds": (now_ns - self.last_progress_ns) / 1e9 if self.last_progress_ns else None,
         }
 
-    def _open(self) -> tuple[int, int, int]:
+    def _count_open(self) -> tuple[int, int, int]:
         waiting = running = oldest = 0
         for row in self.episodes.rows.values():
             if row.outcome:
@@ -273,7 +275,7 @@ class FleetState:
             group = groups.setdefault(row.group_id, GroupRow(group_id=row.group_id, task_key=row.task_key))
             group.episodes += 1
             group.ids.append(row.episode_id)
-            state = self.state_of(row)
+            state = self.describe_state(row)
             group.outcomes[state] = group.outcomes.get(state, 0) + 1
             is_graded = row.outcome in GRADED
             group.rewards.append(row.reward if is_graded else None)

@@ -15,15 +15,15 @@ import structlog
 
 from fleetbus.archive import read_archive
 from fleetbus.archive_writer import ArchiveWriter, open_archive
-from fleetbus.bus.base import Bus, Reader, Stored
+from fleetbus.bus.base import Bus, Reader, StreamEntry
 from fleetbus.config.settings import Configuration
 from fleetbus.control import Control
 from fleetbus.errors import BusClosed, BusError, UserError
 from fleetbus.lanes import LEASE_SECONDS, Lane, NoLaneFree, claim_lane
-from fleetbus.ports import Ports
-from fleetbus.presence import Presence, present
+from fleetbus.runtime import Runtime
+from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, Subjects
-from fleetbus_workers.recorder.trimming import Trimming
+from fleetbus_workers.recorder.log_trimmer import LogTrimmer
 
 LANE = "recorder"
 
@@ -49,19 +49,19 @@ class Recorder:
         subjects: Subjects,
         settings: RecorderSettings,
         archive: ArchiveWriter,
-        trimming: Trimming,
+        trimmer: LogTrimmer,
         drain: anyio.Event,
         drain_seconds: float,
-        ports: Ports,
+        runtime: Runtime,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._settings = settings
         self._archive = archive
-        self._trimming = trimming
+        self._trimmer = trimmer
         self._drain = drain
         self._drain_seconds = drain_seconds
-        self._ports = ports
+        self._runtime = runtime
         self._archived = 0
         self._archived_bytes = 0
         self._advanced = anyio.Event()
@@ -69,13 +69,13 @@ class Recorder:
     async def run(self) -> None:
         """Follow the log until drained; then archive what is there by then, and return."""
         last = self._archive.last_sequence
-        await self._trimming.enter_archived(last)
+        await self._trimmer.load_archived(last)
         async with self._bus.read([self._subjects.log], start=last + 1) as reader, anyio.create_task_group() as group:
-            group.start_soon(self._follow, reader)
-            group.start_soon(self._keep_trimming)
+            group.start_soon(self._archive_entries, reader)
+            group.start_soon(self._trim_periodically)
             await self._drain.wait()
             with anyio.move_on_after(self._drain_seconds):
-                await self._catch_up()
+                await self._archive_remaining()
             group.cancel_scope.cancel()
 
     def heartbeat(self, worker: str) -> Heartbeat:
@@ -88,24 +88,24 @@ class Recorder:
             counters={
                 "archived": float(self._archived),
                 "archived_bytes": float(self._archived_bytes),
-                "archived_up_to": float(self._trimming.followed),
-                "trimmed_up_to": float(self._trimming.trimmed),
-                "unsettled": float(self._trimming.unsettled),
+                "archived_up_to": float(self._trimmer.last_entered),
+                "trimmed_up_to": float(self._trimmer.trimmed),
+                "unsettled": float(self._trimmer.unsettled),
             },
         )
 
-    async def _follow(self, reader: Reader) -> None:
+    async def _archive_entries(self, reader: Reader) -> None:
         while True:
             batch = await self._collect(reader)
-            await self._ports.offload(self._archive.append, batch)
+            await self._runtime.offload(self._archive.append, batch)
             for entry in batch:
-                self._trimming.enter(entry)
+                self._trimmer.enter(entry)
             self._archived += len(batch)
             self._archived_bytes += sum(len(entry.payload) for entry in batch)
             self._advanced.set()
             self._advanced = anyio.Event()
 
-    async def _collect(self, reader: Reader) -> list[Stored]:
+    async def _collect(self, reader: Reader) -> list[StreamEntry]:
         """The next entries: at least one, as many as come in a batch's time, up to a batch's bytes."""
         batch = [await reader.receive()]
         size = len(batch[0].payload)
@@ -115,19 +115,19 @@ class Recorder:
                 size += len(batch[-1].payload)
         return batch
 
-    async def _keep_trimming(self) -> None:
+    async def _trim_periodically(self) -> None:
         while True:
             await anyio.sleep(self._settings.trim_seconds)
             try:
-                await self._trimming.trim()
+                await self._trimmer.trim()
             except BusClosed:
                 raise
             except BusError as error:
-                log.warning("log not trimmed", reason=str(error))
+                log.warning("log trim failed; retrying", reason=str(error))
 
-    async def _catch_up(self) -> None:
+    async def _archive_remaining(self) -> None:
         end = await self._bus.last_sequence()
-        while self._trimming.followed < end:
+        while self._trimmer.last_entered < end:
             await self._advanced.wait()
 
 
@@ -139,34 +139,36 @@ async def run_recorder(
     drain: anyio.Event,
     folder: Path,
     settings: RecorderSettings | None = None,
-    ports: Ports | None = None,
+    runtime: Runtime | None = None,
 ) -> None:
     """A recorder from claiming its place to its goodbye. Raises `UserError` when the run has one already, or ``folder`` is
     the archive of something else."""
-    ports, settings = ports or Ports(), settings or RecorderSettings()
+    runtime, settings = runtime or Runtime(), settings or RecorderSettings()
     subjects = Subjects(configuration.run.name)
     with open_archive(folder, subjects.run, segment_bytes=settings.segment_bytes) as archive:
-        await _check_same_log(bus, subjects, folder, archive, ports)
-        lane = await _claim(bus, subjects, name, ports)
+        await _check_same_log(bus, subjects, folder, archive, runtime)
+        lane = await _claim_lane(bus, subjects, name, runtime)
         window_seconds = await bus.duplicate_window_seconds()
-        trimming = Trimming(bus, subjects, archive, window_seconds=window_seconds, ports=ports)
+        trimmer = LogTrimmer(bus, subjects, archive, window_seconds=window_seconds, runtime=runtime)
         drain_seconds = configuration.limits.drain
         recorder = Recorder(
-            bus, subjects=subjects, settings=settings, archive=archive, trimming=trimming, drain=drain,
-            drain_seconds=drain_seconds, ports=ports,
+            bus, subjects=subjects, settings=settings, archive=archive, trimmer=trimmer, drain=drain,
+            drain_seconds=drain_seconds, runtime=runtime,
         )  # fmt: skip
-        presence = Presence(bus, subjects, role="recorder", worker=name, beat=lambda: recorder.heartbeat(name), lane=lane)
+        lifecycle = WorkerLifecycle(
+            bus, subjects, role="recorder", worker=name, beat=lambda: recorder.heartbeat(name), lane=lane
+        )
         control = Control(
             bus, subjects, role="recorder", worker=name, drain=drain, cancel=lambda episodes: (), busy_with=lambda: ()
         )
-        async with present(presence, bus, lane, slots=1), anyio.create_task_group() as group:
+        async with run_lifecycle(lifecycle, bus, lane, slots=1), anyio.create_task_group() as group:
             group.start_soon(control.run)
             await recorder.run()
-            await presence.draining(in_flight=0)
+            await lifecycle.publish_draining(in_flight=0)
             group.cancel_scope.cancel()
 
 
-async def _claim(bus: Bus, subjects: Subjects, name: str, ports: Ports) -> Lane:
+async def _claim_lane(bus: Bus, subjects: Subjects, name: str, runtime: Runtime) -> Lane:
     try:
         return await claim_lane(
             bus,
@@ -174,20 +176,20 @@ async def _claim(bus: Bus, subjects: Subjects, name: str, ports: Ports) -> Lane:
             role="recorder",
             names=(LANE,),
             worker=name,
-            nonce=ports.nonce(),
+            nonce=runtime.nonce(),
             wait_seconds=LEASE_SECONDS + 5,
         )
     except NoLaneFree as taken:
         raise UserError(f"run {subjects.run} has a recorder already: stop it before you start another") from taken
 
 
-async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: ArchiveWriter, ports: Ports) -> None:
+async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: ArchiveWriter, runtime: Runtime) -> None:
     """A run that was removed and made again has the same name and another log: its entries must not follow the old ones."""
     if archive.last is None:
         return
     first = await bus.next_entry(subjects.log, start=1)
     if first is not None and archive.last_sequence <= await bus.last_sequence():
-        archived = await ports.offload(lambda: list(islice(read_archive(folder, start=first.sequence), 1)))
+        archived = await runtime.offload(lambda: list(islice(read_archive(folder, start=first.sequence), 1)))
         if not archived or archived[0].sequence != first.sequence or archived[0] == first:
             return
     raise UserError(f"{folder} is the archive of an earlier log of run {subjects.run}: give another --archive")

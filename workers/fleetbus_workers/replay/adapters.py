@@ -92,30 +92,30 @@ async def _environments(
     if callable(wanted):
         yield wanted
         return
-    from fleetbus_workers.environment.by_task import environments_by_task
-    from fleetbus_workers.environment.picture_store import keep_pictures
-    from fleetbus_workers.environment.specs import environment_factory
-    from fleetbus_workers.environment.verifier import VerifierLimits
+    from fleetbus_workers.environment.images.store import build_image_store
+    from fleetbus_workers.environment.isolation.verifier import VerifierLimits
+    from fleetbus_workers.environment.keyed_specs import build_keyed_factory
+    from fleetbus_workers.environment.specs import build_environment_factory
     from fleetbus_workers.replay.stage_bus import StageObjects
     from fleetbus_workers.replay.verifying import RepeatingVerifier
 
     verifier = RepeatingVerifier(VerifierLimits(seconds=configuration.limits.verify))
     style = configuration.environment.prompt
     make_factory = partial(
-        environment_factory,
+        build_environment_factory,
         verifier=verifier,
         observation_bytes=configuration.environment.observation_bytes,
         prompt=None if style == "auto" else style,
         configuration=configuration,
-        keep=keep_pictures(StageObjects({})) if configuration.environment.images else None,
+        store_image=build_image_store(StageObjects({})) if configuration.environment.images else None,
     )
-    factory = environments_by_task(wanted or configuration.run.environment, make_factory)
+    factory = build_keyed_factory(wanted or configuration.run.environment, make_factory)
     async with verifier.running(), factory.running():
         yield factory
 
 
 async def _inference(recording: Recording, configuration: Configuration, replay: Replay, progress: Progress | None) -> Report:
-    from fleetbus_workers.assembly.engines import images_for, opened_engine
+    from fleetbus_workers.assembly.engines import build_image_source, launch_engine
     from fleetbus_workers.replay.inference import replay_inference
     from fleetbus_workers.replay.stage import WORKER
 
@@ -125,7 +125,7 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
         weights = restore_files(recording.files, Path(place))
         if replay.weights is not None:
             weights |= {file.name: file for file in replay.weights.iterdir() if file.is_file()}
-        async with opened_engine(configuration, WORKER) as (sampler, template):
+        async with launch_engine(configuration, WORKER) as (sampler, template):
             scoring = None
             if configuration.inference.engine == "torch" and replay.speed is None and not replay.sample_again:
                 scoring = await anyio.to_thread.run_sync(partial(_scoring, configuration, sampler))
@@ -140,7 +140,7 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
                 tolerance=replay.tolerance,
                 patience_seconds=replay.patience_seconds,
                 scorer=scoring,
-                images=lambda bus: images_for(template, bus, recording.run),
+                images=lambda bus: build_image_source(template, bus, recording.run),
                 progress=progress,
             )
     _tell_of_tokens(report, scoring)
@@ -149,12 +149,12 @@ async def _inference(recording: Recording, configuration: Configuration, replay:
 
 def _scoring(configuration: Configuration, sampler: Sampler) -> ScoringSampler | None:
     """None for a model that is scored by other means than its text."""
-    from fleetbus_workers.assembly.model import model_folder
+    from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.replay.scoring import scoring_sampler
 
     settings = configuration.inference
-    folder = model_folder(configuration.run)
-    return scoring_sampler(sampler, folder, max_length=settings.max_length, threads=settings.threads)
+    folder = find_model_folder(configuration.run)
+    return scoring_sampler(sampler, folder, max_model_len=settings.max_model_len, threads=settings.threads)
 
 
 def _tell_of_tokens(report: Report, scoring: ScoringSampler | None) -> None:
@@ -186,19 +186,19 @@ async def _learner(recording: Recording, configuration: Configuration, replay: R
 
 
 def _trainer(configuration: Configuration, replay: Replay) -> TorchTrainer:
-    from fleetbus_workers.assembly.trainers import trainer_settings
+    from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
-    return TorchTrainer(_model(configuration, replay), settings=trainer_settings(configuration))
+    return TorchTrainer(_model(configuration, replay), settings=build_trainer_settings(configuration))
 
 
 def _model(configuration: Configuration, replay: Replay) -> Path:
     from transformers.utils.logging import disable_progress_bar
 
-    from fleetbus_workers.assembly.model import model_folder
+    from fleetbus_workers.assembly.model import find_model_folder
 
     disable_progress_bar()
-    folder = replay.model or model_folder(configuration.run)
+    folder = replay.model or find_model_folder(configuration.run)
     if not folder.is_dir():
         raise UserError(f"the model folder {folder} is not there: give another with --model")
     return folder

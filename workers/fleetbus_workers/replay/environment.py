@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.config.settings import Configuration
 from fleetbus.recording import Recording
 from fleetbus.recording.redaction import Redactor
@@ -136,7 +136,7 @@ class _Director:
                 if episode_id in self._open:
                     await self._heard(self._stories[episode_id], entry, message, group)
 
-    async def _heard(self, story: Story, entry: Stored, message: Message, group: anyio.abc.TaskGroup) -> None:
+    async def _heard(self, story: Story, entry: StreamEntry, message: Message, group: anyio.abc.TaskGroup) -> None:
         if isinstance(message, Observation):
             if message.turn < self._next[story.episode_id]:
                 return  # sent again
@@ -153,7 +153,7 @@ class _Director:
         elif isinstance(message, Observation):
             await self._answer(story, message, group)
 
-    def _observed(self, story: Story, entry: Stored, observation: Observation) -> Difference | None:
+    def _observed(self, story: Story, entry: StreamEntry, observation: Observation) -> Difference | None:
         turn = self._next[story.episode_id]
         if turn >= len(story.turns) or observation.turn != turn:
             recorded = f"{story.result.outcome} after {len(story.turns)} turns" if story.result else "(nothing)"
@@ -164,7 +164,7 @@ class _Director:
         observation = msgspec.structs.replace(observation, request_sequence=position)
         return self._compared(story, entry, asked.observation, observation, asked.observation_entry.sequence)
 
-    def _finished(self, story: Story, entry: Stored, result: EpisodeFinished) -> Difference | None:
+    def _finished(self, story: Story, entry: StreamEntry, result: EpisodeFinished) -> Difference | None:
         turn = self._next[story.episode_id]
         if turn < len(story.turns):
             shown = f"EpisodeFinished {result.outcome} {result.error_class} {result.error}".strip()
@@ -174,7 +174,9 @@ class _Director:
         translated = self._stage.positions.translated(result, self._stage.positions.recorded)
         return self._compared(story, entry, story.result, translated, story.result_entry.sequence)
 
-    def _compared(self, story: Story, entry: Stored, recorded: Message, replayed: Message, sequence: int) -> Difference | None:
+    def _compared(
+        self, story: Story, entry: StreamEntry, recorded: Message, replayed: Message, sequence: int
+    ) -> Difference | None:
         kind = type(recorded).__name__
         self._report.compared[kind] += 1
         found = first_difference(recorded, replayed, ignored=self._ignored)
@@ -185,7 +187,7 @@ class _Director:
         what = f"{kind} of turn {recorded.turn}" if isinstance(recorded, Observation) else kind
         return self._different(story, what, found.field, found.recorded, found.replayed, sequence)
 
-    def _cleaned(self, entry: Stored, message: Message) -> Message:
+    def _cleaned(self, entry: StreamEntry, message: Message) -> Message:
         """What a recorder that redacts would have kept of it."""
         cleaned = self._redactor.clean(msgspec.structs.replace(entry, payload=encode(message)))
         return decode(type(message), cleaned.payload, subject=entry.subject)
@@ -224,7 +226,7 @@ class _Director:
         else:
             group.start_soon(self._act, observation, action, asked.action_entry)
 
-    async def _act(self, observation: Observation, action: Action, recorded: Stored) -> None:
+    async def _act(self, observation: Observation, action: Action, recorded: StreamEntry) -> None:
         await self._pace.wait(recorded)
         subject = self._stage.subjects.action(observation.environment_lane, observation.episode_id)
         self._stage.feed(subject, action, recorded)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus_schemas import Action
-from fleetbus_workers.inference.answers import turn_seed
 from fleetbus_workers.inference.base import GenerationRequest
+from fleetbus_workers.inference.observation_handler import compute_turn_seed
 from fleetbus_workers.replay.story import Asked
 
 Ids = NDArray[np.int64]
@@ -55,7 +55,7 @@ def _request(asked: Asked, action: Action) -> GenerationRequest:
         sampling=asked.observation.sampling,
         stop_ids=frozenset(),
         max_tokens=len(action.sampled),
-        seed=turn_seed(asked.observation),
+        seed=compute_turn_seed(asked.observation),
     )
 
 

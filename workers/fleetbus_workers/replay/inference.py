@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.logs import REDACTED
@@ -26,7 +26,7 @@ from fleetbus.recording import Recording
 from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, LineageStarted, Message, PolicyPublished
 from fleetbus_schemas.message import MalformedMessage, decode_any
-from fleetbus_workers.inference.base import Images, Sampler, Template
+from fleetbus_workers.inference.base import ImageSource, Sampler, Template
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.replay.compare import LOGPROB_TOLERANCE, first_difference
 from fleetbus_workers.replay.expected import Expected, Scorer, expected_turns
@@ -35,7 +35,7 @@ from fleetbus_workers.replay.report import UNLOADED, Difference, Report
 from fleetbus_workers.replay.stage import PATIENCE_SECONDS, WORKER, Pace, Stage, perform, staged
 from fleetbus_workers.replay.story import Asked, Story, read_stories
 from fleetbus_workers.replay.wrapped_sampler import WatchedSampler
-from fleetbus_workers.weights.manifests import with_manifest
+from fleetbus_workers.weights.manifests import inline_manifest
 
 LANE = "e0"
 """The environment lane that the replayed episodes are said to run on."""
@@ -53,7 +53,7 @@ async def replay_inference(
     tolerance: float = LOGPROB_TOLERANCE,
     patience_seconds: float = PATIENCE_SECONDS,
     scorer: Scorer | None = None,
-    images: Callable[[Bus], Images | None] = lambda bus: None,
+    images: Callable[[Bus], ImageSource | None] = lambda bus: None,
     progress: Progress | None = None,
 ) -> Report:
     """Answer every Observation again and compare the Actions. ``weights`` are files by their recorded name, for versions whose
@@ -120,7 +120,7 @@ class _Director:
         self._gone = False
 
     async def direct(
-        self, versions: list[tuple[Stored, PolicyPublished]], stories: list[Story], weights: dict[str, Path]
+        self, versions: list[tuple[StreamEntry, PolicyPublished]], stories: list[Story], weights: dict[str, Path]
     ) -> None:
         if not versions:
             raise UserError("the recording has no published version of the policy: nothing can be sampled")
@@ -140,9 +140,9 @@ class _Director:
                 self._report.skipped["actions whose version is not at hand, or after one that differs"] += left
             group.cancel_scope.cancel()
 
-    async def _load(self, entry: Stored, published: PolicyPublished, weights: dict[str, Path]) -> bool:
+    async def _load(self, entry: StreamEntry, published: PolicyPublished, weights: dict[str, Path]) -> bool:
         await self._pace.wait(entry)
-        published = with_manifest(published, self._stage.objects)
+        published = inline_manifest(published, self._stage.objects)
         name = published.uri.rpartition("/")[2]
         if name in weights:
             published = msgspec.structs.replace(published, uri=weights[name].absolute().as_uri())
@@ -303,7 +303,7 @@ def _once(rejected: str, uri: str) -> str:
     return rejected.removesuffix(f": {path}").removesuffix(f": '{path}'")
 
 
-def _published(recording: Recording, policy: str) -> Iterable[tuple[Stored, PolicyPublished]]:
+def _published(recording: Recording, policy: str) -> Iterable[tuple[StreamEntry, PolicyPublished]]:
     """Every published version in order."""
     subject = recording.subjects.policy(policy)
     for entry in recording.entries:

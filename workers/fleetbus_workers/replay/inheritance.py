@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.lineage import survives, surviving_steps
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.lineage import compute_surviving_steps, is_surviving
 from fleetbus.recording import Recording
 from fleetbus_schemas import CheckpointStored, EpisodeRequested
 from fleetbus_schemas.message import MalformedMessage, decode_any
-from fleetbus_workers.learner.admission import group_number
+from fleetbus_workers.learner.admission import parse_group_number
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
 from fleetbus_workers.replay.learner_book import COMPARED, Lineage, settled_before
 from fleetbus_workers.replay.stage import Stage
@@ -42,7 +42,7 @@ class Inheritance:
         self._lineage = lineage
         self._stories = stories
         self._checkpoints = checkpoints
-        self._surviving = surviving_steps([each.started for each in lineages if each.sequence <= lineage.sequence])
+        self._surviving = compute_surviving_steps([each.started for each in lineages if each.sequence <= lineage.sequence])
         self._settled = settled_before(lineages, lineage)
         self._stored = self._newest()
 
@@ -56,7 +56,7 @@ class Inheritance:
         return stored[-1] if stored else None
 
     def _is_begun_from(self, stored: CheckpointStored) -> bool:
-        return stored.step == self._lineage.start and survives(self._surviving, stored.lineage, stored.step)
+        return stored.step == self._lineage.start and is_surviving(self._surviving, stored.lineage, stored.step)
 
     @property
     def missing(self) -> str:
@@ -87,7 +87,7 @@ class Inheritance:
             stage.feed_as_recorded(entry)
         return open_episodes
 
-    def _is_inherited(self, request: EpisodeRequested, entry: Stored) -> bool:
+    def _is_inherited(self, request: EpisodeRequested, entry: StreamEntry) -> bool:
         return request.split == "train" and bool(request.lineage) and entry.sequence >= self._lineage.started.floor
 
     def _folder(self, stored: CheckpointStored) -> Path:
@@ -98,7 +98,7 @@ class Inheritance:
         made = read_checkpoint(folder)
         assert made is not None
         asked = [
-            group_number(told.request.group_id) + 1
+            parse_group_number(told.request.group_id) + 1
             for entry in self._before("task", self._sequence_of(stored))
             if (told := self._stories.get(entry.subject.rpartition(".")[2])) is not None
             if told.request.split == "train" and told.request.lineage
@@ -122,7 +122,7 @@ class Inheritance:
                 return entry.sequence
         return self._lineage.sequence
 
-    def _before(self, kind: str, sequence: int) -> Iterator[Stored]:
+    def _before(self, kind: str, sequence: int) -> Iterator[StreamEntry]:
         """Recorded entries of one kind before a position."""
         for entry in self._recording.entries:
             if entry.sequence >= sequence:
@@ -131,7 +131,7 @@ class Inheritance:
                 yield entry
 
 
-def _decoded(entry: Stored) -> object:
+def _decoded(entry: StreamEntry) -> object:
     try:
         return decode_any(COMPARED, entry.payload, subject=entry.subject)
     except MalformedMessage:

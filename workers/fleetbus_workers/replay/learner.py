@@ -19,8 +19,8 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, WeightsSettings
-from fleetbus.ports import Ports
 from fleetbus.recording import Recording
+from fleetbus.runtime import Runtime
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.worker import run_learner
@@ -98,7 +98,7 @@ async def _train(
     if make_trainer is not None:
         trainer = await anyio.to_thread.run_sync(make_trainer)
     else:
-        trainer = director.untrained(masked=stage.configuration.algorithm.overlong == "mask")
+        trainer = director.untrained(masked=stage.configuration.algorithm.mask_truncated_completions)
 
     async def work(bus: Bus, drain: anyio.Event) -> None:
         await run_learner(
@@ -108,7 +108,7 @@ async def _train(
             drain=director.drain,
             trainer=trainer,
             curriculum=cast(Curriculum, tasks),
-            ports=Ports(offload=director.offload),
+            runtime=Runtime(offload=director.offload),
         )
 
     await perform(stage, work, director.direct)

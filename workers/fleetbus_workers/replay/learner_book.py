@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.lineage import survives, surviving_steps
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.lineage import compute_surviving_steps, is_surviving
 from fleetbus.errors import UserError
 from fleetbus.recording import Recording
 from fleetbus_schemas import (
@@ -44,7 +44,7 @@ class Lineage(msgspec.Struct, kw_only=True):
     started: LineageStarted
     sequence: int
     fence: int
-    published: dict[Key, tuple[Stored, Message]] = msgspec.field(default_factory=dict)
+    published: dict[Key, tuple[StreamEntry, Message]] = msgspec.field(default_factory=dict)
 
     @property
     def start(self) -> int:
@@ -86,7 +86,7 @@ def read_lineages(recording: Recording) -> list[Lineage]:
     return [*found.values()]
 
 
-def _begin(found: dict[str, Lineage], entry: Stored, message: LineageStarted, recording: Recording) -> None:
+def _begin(found: dict[str, Lineage], entry: StreamEntry, message: LineageStarted, recording: Recording) -> None:
     if message.parent and not found:
         raise UserError(
             f"{recording.path} begins with lineage {message.lineage} of {message.parent}: record the run from its start"
@@ -106,8 +106,8 @@ def _lineage_of(message: Message) -> str:
 def settled_before(lineages: Sequence[Lineage], lineage: Lineage) -> set[str]:
     """Episodes that were trained or excluded for good when ``lineage`` began."""
     earlier = [each for each in lineages if each.sequence <= lineage.sequence]
-    surviving = surviving_steps([each.started for each in earlier])
-    steps = [step for each in earlier[:-1] for step in each.steps if survives(surviving, step.lineage, step.step)]
+    surviving = compute_surviving_steps([each.started for each in earlier])
+    steps = [step for each in earlier[:-1] for step in each.steps if is_surviving(surviving, step.lineage, step.step)]
     return set(consumed_by(steps))
 
 

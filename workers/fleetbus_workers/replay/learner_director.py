@@ -13,10 +13,10 @@ from typing import Any
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import LearnerSettings
-from fleetbus.episodes import decoded
-from fleetbus.ports import run_in_thread
+from fleetbus.episodes import decode_entries
+from fleetbus.runtime import run_in_thread
 from fleetbus_schemas import Action, CheckpointStored, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
 from fleetbus_workers.replay.compare import first_difference
 from fleetbus_workers.replay.learner_book import COMPARED, Key, Lineage, consumed_by, key_of
@@ -25,7 +25,7 @@ from fleetbus_workers.replay.report import Difference, Report
 from fleetbus_workers.replay.stage import Pace, Stage
 from fleetbus_workers.replay.told import Told
 from fleetbus_workers.replay.untrained import RecordedTrainer, Trained, WrongBatch
-from fleetbus_workers.weights.manifests import with_manifest
+from fleetbus_workers.weights.manifests import inline_manifest
 
 ADMISSION_SECONDS = 5.0
 """Longest wait for requests: of training for those that were recorded before it ended, and for those that may not come."""
@@ -153,7 +153,7 @@ class LearnerDirector:
             return ADMISSION_SECONDS if self._beyond else 0.0
         return self._patience_seconds if self._owed() else ADMISSION_SECONDS
 
-    async def _heard(self, entry: Stored, message: Message) -> None:
+    async def _heard(self, entry: StreamEntry, message: Message) -> None:
         key = key_of(entry.subject, message)
         recorded = self._expected.pop(key, None)
         if recorded is None:
@@ -232,7 +232,11 @@ class LearnerDirector:
         return RecordedTrainer(
             self._lineage.start,
             {message.step: message for message in messages if isinstance(message, StepTrained)},
-            {each.version: with_manifest(each, self._stage.objects) for each in messages if isinstance(each, PolicyPublished)},
+            {
+                each.version: inline_manifest(each, self._stage.objects)
+                for each in messages
+                if isinstance(each, PolicyPublished)
+            },
             episode=self._recorded,
             wrong=wrong,
             overlong_masked=masked,
@@ -242,7 +246,7 @@ class LearnerDirector:
         told = self._stories.get(episode_id)
         if told is None or told.result is None:
             return None
-        return Trained(result=told.result, actions=tuple(action for _, action in decoded(Action, told.trained)))
+        return Trained(result=told.result, actions=tuple(action for _, action in decode_entries(Action, told.trained)))
 
     def _position(self, episode_id: str) -> int:
         told = self._stories.get(episode_id)

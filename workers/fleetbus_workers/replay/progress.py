@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import anyio
 
-from fleetbus.together import flat_task_group
+from fleetbus.task_groups import open_flat_task_group
 
 TOLD_SECONDS = 0.2
 """How often progress is told."""
@@ -63,7 +63,7 @@ async def telling(tell: Callable[[], None]) -> AsyncIterator[None]:
             tell()
             await anyio.sleep(TOLD_SECONDS)
 
-    async with flat_task_group() as group:
+    async with open_flat_task_group() as group:
         group.start_soon(repeat)
         yield
         group.cancel_scope.cancel()

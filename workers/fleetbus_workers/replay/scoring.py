@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from fleetbus_schemas import PolicyPublished, VersionSpan
-from fleetbus_workers.images.folders import has_vision
+from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import Generation, GenerationRequest, Sampler
 from fleetbus_workers.inference.torch import TorchSampler
-from fleetbus_workers.inference.torch.choosing import choose
+from fleetbus_workers.inference.torch.sampling import sample_tokens
 from fleetbus_workers.inference.torch.turn import Turn
-from fleetbus_workers.learner.torch.batches import MicroBatch, micro_batches, shared_prefix
-from fleetbus_workers.learner.torch.forward import SharedPrefix, can_share, head_is_plain
+from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches
+from fleetbus_workers.learner.torch.forward import SharedPrefix, can_share_prefix, has_plain_head
 from fleetbus_workers.replay.distinct import History, distinct_histories
 from fleetbus_workers.replay.expected import Expected
 from fleetbus_workers.replay.wrapped_sampler import WrappedSampler
@@ -58,17 +58,17 @@ class ScoringSampler(WrappedSampler):
     forward passes, ``seconds`` of all that scoring took.
     """
 
-    def __init__(self, sampler: Sampler, folder: Path, *, max_length: int, threads: int = 1) -> None:
+    def __init__(self, sampler: Sampler, folder: Path, *, max_model_len: int, threads: int = 1) -> None:
         from transformers import AutoModelForCausalLM
 
         super().__init__(sampler)
-        self._max_length = max_length
+        self._max_model_len = max_model_len
         self._threads = threads
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         self._model.eval().requires_grad_(False)
         self._parameters = unique_tensors(self._model.state_dict())
         self._vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
-        self._shares, self._plain_head = can_share(self._model), head_is_plain(self._model)
+        self._shares, self._plain_head = can_share_prefix(self._model), has_plain_head(self._model)
         self._known: dict[tuple[str, int], Proved] = {}
         self.proved = self.sampled = self.tokens = 0
         self.seconds = self.forward_seconds = 0.0
@@ -87,7 +87,7 @@ class ScoringSampler(WrappedSampler):
 
     async def generate(self, request: GenerationRequest) -> Generation:
         known = self._known.get((request.cache_key, len(request.ids)))
-        generation = known and _answer(known, request, self._max_length, self.version)
+        generation = known and _answer(known, request, self._max_model_len, self.version)
         if not generation:
             self.sampled += 1
             return await super().generate(request)
@@ -113,11 +113,11 @@ class ScoringSampler(WrappedSampler):
     def _batches(self, histories: Sequence[History]) -> Iterator[tuple[MicroBatch, SharedPrefix | None]]:
         """The passes that score these histories."""
         ids, masks = [history.ids for history in histories], [history.mask for history in histories]
-        prefix = shared_prefix(ids, masks) if self._shares else 0
+        prefix = find_shared_prefix(ids, masks) if self._shares else 0
         shared = SharedPrefix(self._model, torch.from_numpy(ids[0][:prefix])) if prefix else None
         self.tokens += prefix + sum(len(each) - prefix for each in ids)
         budget = TOKENS if self._plain_head else max(LOGITS // self._vocabulary, 1)
-        for batch in micro_batches(ids, masks, prefix=prefix, size=ROWS, budget=budget):
+        for batch in split_micro_batches(ids, masks, prefix=prefix, size=ROWS, budget=budget):
             yield batch, shared
 
     def _chosen_again(self, histories: Sequence[History], batch: MicroBatch, shared: SharedPrefix | None) -> Iterator[Proved]:
@@ -136,16 +136,16 @@ class ScoringSampler(WrappedSampler):
 
     def _choose(self, turns: Sequence[Expected], hidden: torch.Tensor, places: torch.Tensor) -> tuple[list[int], list[float]]:
         """What the sampler chooses for each token of ``turns``; ``places`` [n] says which row of ``hidden`` comes before it."""
-        drawn = [Turn(turn.request, self._max_length) for turn in turns]
+        drawn = [Turn(turn.request, self._max_model_len) for turn in turns]
         owners = [turn for turn, expected in zip(drawn, turns, strict=True) for _ in expected.sampled]
         ids: list[int] = []
         logprobs: list[float] = []
         size = max(LOGITS // self._vocabulary, 1)
         for part in (places[start : start + size] for start in range(0, len(places), size)):
             here = owners[len(ids) : len(ids) + len(part)]
-            uniforms = np.fromiter((turn.uniform() for turn in here), np.float32, len(here))
+            uniforms = np.fromiter((turn.draw_uniform() for turn in here), np.float32, len(here))
             logits = self._logits(hidden[part])
-            chosen, under = choose(logits, uniforms, [turn.temperature for turn in here], [turn.top_p for turn in here])
+            chosen, under = sample_tokens(logits, uniforms, [turn.temperature for turn in here], [turn.top_p for turn in here])
             ids += chosen
             logprobs += under
         return ids, logprobs
@@ -172,16 +172,16 @@ class ScoringSampler(WrappedSampler):
         return logits.float()
 
 
-def scoring_sampler(sampler: Sampler, folder: Path, *, max_length: int, threads: int) -> ScoringSampler | None:
+def scoring_sampler(sampler: Sampler, folder: Path, *, max_model_len: int, threads: int) -> ScoringSampler | None:
     """In front of a torch sampler of a causal language model of text; None in front of any other."""
     if type(sampler) is not TorchSampler or has_vision(folder):
         return None
-    return ScoringSampler(sampler, folder, max_length=max_length, threads=threads)
+    return ScoringSampler(sampler, folder, max_model_len=max_model_len, threads=threads)
 
 
-def _answer(known: Proved, request: GenerationRequest, max_length: int, version: int) -> Generation | None:
+def _answer(known: Proved, request: GenerationRequest, max_model_len: int, version: int) -> Generation | None:
     """The recorded tokens if this request is the one that they were proved for, and if it ends where they end."""
-    expected, turn = known.expected, Turn(request, max_length)
+    expected, turn = known.expected, Turn(request, max_model_len)
     same = (request.seed, request.sampling) == (expected.request.seed, expected.request.sampling)
     if not same or not np.array_equal(turn.ids, expected.ids):
         return None

@@ -21,7 +21,7 @@ import anyio
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus.python_process import python_command
+from fleetbus.python_process import build_module_command
 from fleetbus.recording import Recording, RecordingReader, read_header
 from fleetbus_workers.replay.adapters import Replay, replay_here
 from fleetbus_workers.replay.progress import Progress, follow, note_all, progress_pipe, telling, telling_parent
@@ -115,7 +115,7 @@ def _report(answer: Report | UserError) -> Report:
 
 async def _answer(job: Job) -> Report | UserError:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # as many processes as CPUs, one thread each
-    command = python_command("fleetbus_workers.replay.shards")
+    command = build_module_command("fleetbus_workers.replay.shards")
     ended = await anyio.run_process(
         command, input=pickle.dumps(job), stderr=None, check=False, env={**os.environ, **threads}, pass_fds=(job.pipe,)
     )

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_stream import MemoryStream
@@ -78,7 +78,7 @@ class Pace:
         """True if nothing ever waits."""
         return not self._speed
 
-    async def wait(self, entry: Stored) -> None:
+    async def wait(self, entry: StreamEntry) -> None:
         """Until it is that entry's time."""
         if self._speed:
             due = self._began + (entry.time_ns - self._first_ns) / 1e9 / self._speed
@@ -101,7 +101,7 @@ class Published:
         self._next = start
         self._wake = anyio.Event()
 
-    async def receive(self, patience_seconds: float) -> tuple[Stored, Message] | None:
+    async def receive(self, patience_seconds: float) -> tuple[StreamEntry, Message] | None:
         """The next one, or None when there was none for so long. Cancelling it loses nothing."""
         found = self._advance()
         if found is None:
@@ -112,11 +112,11 @@ class Published:
                     found = self._advance()
         return found
 
-    def on_stored(self, entry: Stored) -> None:
+    def on_stored(self, entry: StreamEntry) -> None:
         if not self._wake.is_set() and entry.subject.startswith(self._beginnings):
             self._wake.set()
 
-    def _advance(self) -> tuple[Stored, Message] | None:
+    def _advance(self) -> tuple[StreamEntry, Message] | None:
         while self._next <= self._stream.last_sequence:
             entry = self._stream.get(self._next)
             self._next += 1
@@ -148,15 +148,15 @@ class Stage:
         self._log = server.stream_for(self.subjects.log.replace(">", "task"))
         self._fed = 0
 
-    def feed(self, subject: str, message: Message, recorded: Stored) -> int:
+    def feed(self, subject: str, message: Message, recorded: StreamEntry) -> int:
         """Store an input, note its position and return it."""
         return self._store(subject, encode(message, subject=subject), recorded)
 
-    def feed_as_recorded(self, entry: Stored) -> int:
+    def feed_as_recorded(self, entry: StreamEntry) -> int:
         """Store an entry as it was recorded, note its position and return it."""
         return self._store(entry.subject, entry.payload, entry)
 
-    def _store(self, subject: str, payload: bytes, recorded: Stored) -> int:
+    def _store(self, subject: str, payload: bytes, recorded: StreamEntry) -> int:
         self._fed += 1
         sequence = self._log.store(subject, payload, f"fed-{self._fed}", None, self.server.now_ns()).sequence
         self.positions.note(recorded.sequence, sequence)

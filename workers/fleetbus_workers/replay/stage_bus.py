@@ -10,10 +10,10 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from fleetbus.bus.base import Published
+from fleetbus.bus.base import PublishAck
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import HEADER_BYTES, MAX_PAYLOAD_BYTES, MemoryBus
-from fleetbus.bus.memory_link import Link
+from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from fleetbus.errors import BusError
 
@@ -53,7 +53,7 @@ class StageBus(MemoryBus):
         message_id: str | None = None,
         expected_last: int | None = None,
         timeout: float = 30.0,
-    ) -> Published:
+    ) -> PublishAck:
         if len(payload) + HEADER_BYTES > MAX_PAYLOAD_BYTES:
             raise BusError(f"{subject}: {len(payload)} bytes and headers exceed the server's limit of {MAX_PAYLOAD_BYTES}")
         await anyio.lowlevel.checkpoint()
@@ -66,6 +66,6 @@ class StageBus(MemoryBus):
 
 def stage_bus(server: MemoryServer, run: str, worker: str, objects: dict[str, bytes]) -> StageBus:
     """A client of ``server`` that stays connected for as long as it is used, with these objects in its bucket."""
-    bus = StageBus(server, Link(True), run, worker, 0)
+    bus = StageBus(server, MemoryConnection(True), run, worker, 0)
     bus.contents = dict(objects)
     return bus

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from fleetbus.bus.base import Stored
+from fleetbus.bus.base import StreamEntry
 from fleetbus.core.history import Turn, fold_history
-from fleetbus.episodes import decoded, episode_entry
+from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus.logs import REDACTED
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
 
@@ -19,9 +19,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """One recorded turn: the Observation, and the Action that answered it, if one did."""
 
     observation: Observation
-    observation_entry: Stored
+    observation_entry: StreamEntry
     action: Action | None = None
-    action_entry: Stored | None = None
+    action_entry: StreamEntry | None = None
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +29,11 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
 
     episode_id: str
     request: EpisodeRequested | None
-    request_entry: Stored | None
+    request_entry: StreamEntry | None
     claims: tuple[AttemptStarted, ...]
     turns: tuple[Asked, ...]
     result: EpisodeFinished | None
-    result_entry: Stored | None
+    result_entry: StreamEntry | None
 
     @property
     def redacted(self) -> bool:
@@ -46,9 +46,9 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
         return REDACTED in repr(texts)
 
 
-def read_stories(entries: Iterable[Stored]) -> dict[str, Story]:
+def read_stories(entries: Iterable[StreamEntry]) -> dict[str, Story]:
     """All episodes of a recording, in order of their first entry."""
-    found: dict[str, dict[str, list[Stored]]] = {}
+    found: dict[str, dict[str, list[StreamEntry]]] = {}
     for entry in entries:
         kind = entry.subject.split(".", 3)[2]
         if kind in ("task", "obs", "act", "episode"):
@@ -56,14 +56,14 @@ def read_stories(entries: Iterable[Stored]) -> dict[str, Story]:
     return {episode_id: _story(episode_id, kinds) for episode_id, kinds in found.items()}
 
 
-def _story(episode_id: str, kinds: dict[str, list[Stored]]) -> Story:
+def _story(episode_id: str, kinds: dict[str, list[StreamEntry]]) -> Story:
     about = kinds.get("episode", [])
-    told = [(entry, episode_entry(entry)) for entry in about]
+    told = [(entry, decode_episode_entry(entry)) for entry in about]
     claims = [each for _, each in told if isinstance(each, AttemptStarted)]
     results = [(entry, each) for entry, each in told if isinstance(each, EpisodeFinished)]
-    requests = decoded(EpisodeRequested, kinds.get("task", []))
-    actions = decoded(Action, kinds.get("act", []))
-    observations = decoded(Observation, kinds.get("obs", []))
+    requests = decode_entries(EpisodeRequested, kinds.get("task", []))
+    actions = decode_entries(Action, kinds.get("act", []))
+    observations = decode_entries(Observation, kinds.get("obs", []))
     return Story(
         episode_id=episode_id,
         request=requests[0][1] if requests else None,
@@ -77,10 +77,10 @@ def _story(episode_id: str, kinds: dict[str, list[Stored]]) -> Story:
 
 def _turns(
     claims: list[AttemptStarted],
-    observations: list[tuple[Stored, Observation]],
-    actions: list[tuple[Stored, Action]],
+    observations: list[tuple[StreamEntry, Observation]],
+    actions: list[tuple[StreamEntry, Action]],
 ) -> Iterable[Asked]:
-    asked: dict[tuple[int, int], tuple[Stored, Observation]] = {}
+    asked: dict[tuple[int, int], tuple[StreamEntry, Observation]] = {}
     for entry, observation in observations:
         asked.setdefault((observation.attempt, observation.turn), (entry, observation))
     entries = {entry.sequence: entry for entry, _ in actions}

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from fleetbus.bus.base import Stored
-from fleetbus.episodes import decoded, episode_entry
+from fleetbus.bus.base import StreamEntry
+from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus.errors import UserError
 from fleetbus.recording import Recording
-from fleetbus.recording.objects import referenced_objects
+from fleetbus.recording.objects import find_referenced_objects
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Task
 
 
@@ -19,11 +19,11 @@ class Told(msgspec.Struct, kw_only=True):
 
     request: EpisodeRequested
     result: EpisodeFinished | None = None
-    result_entry: Stored | None = None
-    actions: dict[int, Stored] = msgspec.field(default_factory=dict)
+    result_entry: StreamEntry | None = None
+    actions: dict[int, StreamEntry] = msgspec.field(default_factory=dict)
 
     @property
-    def trained(self) -> Iterator[Stored]:
+    def trained(self) -> Iterator[StreamEntry]:
         """The Actions that the result names, in order."""
         for reference in self.result.actions if self.result is not None else ():
             if (entry := self.actions.get(reference.sequence)) is not None:
@@ -39,20 +39,20 @@ def read_told(recording: Recording) -> dict[str, Told]:
             continue
         told = found.get(rest.rpartition(".")[2])
         if kind == "task" and told is None:
-            for _, request in decoded(EpisodeRequested, [entry]):
+            for _, request in decode_entries(EpisodeRequested, [entry]):
                 found[request.episode_id] = Told(request=request)
         elif told is None:
             continue
         elif kind == "act":
             told.actions[entry.sequence] = entry
-        elif told.result is None and isinstance(message := episode_entry(entry), EpisodeFinished):
+        elif told.result is None and isinstance(message := decode_episode_entry(entry), EpisodeFinished):
             told.result, told.result_entry = message, entry
     return found
 
 
 def check_images(recording: Recording, stories: Iterable[Told]) -> None:
     """A learner trains on the images that its Actions show: without them it would leave their episodes out."""
-    named = {name for told in stories for entry in told.trained for name in referenced_objects(entry)}
+    named = {name for told in stories for entry in told.trained for name in find_referenced_objects(entry)}
     missing = len(named - set(recording.objects))
     if missing:
         raise UserError(f"{recording.path} lacks {missing} of {len(named)} images: record the run again, with its objects")

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import anyio
 
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.sandbox.channel import Channel, ChannelBroken
-from fleetbus_workers.environment.verifier import Verifier, VerifierLimits, VerifierTools
-from fleetbus_workers.environment.verifier.sandbox import answer_calls
+from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken
+from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits, VerifierTools
+from fleetbus_workers.environment.isolation.verifier.sandbox import answer_calls
 
 MAX_IDLE = 8
 """Processes that wait for another request."""
@@ -48,19 +48,19 @@ class RepeatingVerifier(Verifier):
     ) -> Verdict:
         """See `Verifier.verify`; at most as many at a time."""
         request = {"code": code, "final_answer": final_answer, "conversation": conversation}
-        assert self._places is not None
-        async with self._places:
+        assert self._slots is not None
+        async with self._slots:
             with anyio.move_on_after(self.limits.seconds):
-                verdict = await self._repeated(request, tools)
+                verdict = await self._verify_in_reused(request, tools)
                 if verdict.reward is not None:
                     return verdict
         return await self._fresh.verify(code, final_answer=final_answer, conversation=conversation, tools=tools)
 
-    async def _repeated(self, request: dict[str, Any], tools: VerifierTools) -> Verdict:
+    async def _verify_in_reused(self, request: dict[str, Any], tools: VerifierTools) -> Verdict:
         """The verdict of a process that may have given others before; it is kept for the next if it gave one."""
         channel = None
         try:
-            channel = self._idle.pop() if self._idle else await self._started()
+            channel = self._idle.pop() if self._idle else await self._start_channel()
             verdict = await answer_calls(channel, request, tools)
             if verdict.reward is not None and len(self._idle) < MAX_IDLE:
                 self._idle.append(channel)
@@ -72,7 +72,7 @@ class RepeatingVerifier(Verifier):
             if channel is not None:
                 channel.close()
 
-    async def _started(self) -> Channel:
+    async def _start_channel(self) -> Channel:
         """A new process; raises `ChannelBroken` if there is none to be had."""
         zygote = await self._running_zygote()
         mine, theirs = socket.socketpair()

@@ -1,5 +1,4 @@
-"""The process that runs verifier code for a replay: `fleetbus_workers.environment.verifier.zygote`, whose children give many
-verdicts.
+"""The process that runs verifier code for a replay: `verifier/zygote.py`, whose children give many verdicts.
 
 A fork costs twice the CPU time of everything else that an episode needs. Episodes of a recording need no protection from each
 other, so a child takes one request after the other, each run in a scope of its own. The host is as well protected from them as
@@ -14,14 +13,16 @@ import signal
 import socket
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "environment", "verifier"))
+sys.path.insert(
+    0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "environment", "isolation", "verifier")
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    from fleetbus_workers.environment.sandbox.inside import confine
-    from fleetbus_workers.environment.verifier import zygote
+    from fleetbus_workers.environment.isolation.sandbox.inside import confine
+    from fleetbus_workers.environment.isolation.verifier import zygote
 else:
     import zygote
     from zygote import confine
@@ -48,9 +49,9 @@ def run_child(channel: int, limits: dict[str, int]) -> NoReturn:
             code = compile(request["code"], "<verifier>", "exec", dont_inherit=True)
             zygote.load_imports(code)
             if has_rights:
-                zygote.give_up_rights(parent)
+                zygote.drop_rights(parent)
                 has_rights = False
-            answer: dict[str, Any] = {"reward": zygote.plain(zygote.call_verifier(code, request, connection))}
+            answer: dict[str, Any] = {"reward": zygote.to_plain_number(zygote.call_verifier(code, request, connection))}
         except BaseException as error:  # no verdict here: the worker's own way of verifying decides what that means
             answer = {"error": f"{type(error).__name__}: {error}"[: zygote.OUTPUT_CHARACTERS]}
         connection.send(answer | {"output": output.tail()})

@@ -1,1 +1,1 @@
-"""HTTP served to others: ports that are bound first, connections and WebSockets that cannot be held for ever."""
+"""HTTP servers: sockets bound in advance, connections and WebSockets with time limits."""

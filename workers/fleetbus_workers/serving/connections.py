@@ -1,9 +1,9 @@
-"""HTTP/1.1 connections that say what they want in time, and take what they get: the rest are cut.
+"""HTTP/1.1 connections with time limits for requests and answers; slower ones are aborted.
 
 uvicorn's protocol with the three limits that it has not: a request's head has to be complete after ``head_seconds``, an answer
 has to be taken within ``send_seconds``, and where all places are taken the connection that has waited longest without a request
-makes room for the newcomer. Bodies are the applications' (`fleetbus_workers.gateway.bodies`); what is no HTTP, and heads
-beyond 64 KiB, are refused by h11. `docs/decisions/0091` says why not another server. Above it are the gateways and the
+makes room for the newcomer. Bodies are read by the applications (`request_body`); what is no HTTP, and heads beyond 64 KiB,
+are refused by h11. `docs/decisions/0091` says why not another server. Above it are the gateways and the
 monitor's page.
 """
 
@@ -41,13 +41,13 @@ class BoundedProtocol(H11Protocol):
         self._head: asyncio.TimerHandle | None = None
         self._send: asyncio.TimerHandle | None = None
         while len(self.connections) > self.bounds.connections - 1 and self.waiting:
-            next(iter(self.waiting)).cut()
-        self._wait()
+            next(iter(self.waiting)).abort_connection()
+        self._mark_waiting()
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_waiting()
+        self._unmark_waiting()
         self._disarm_send()
         self._unset_keepalive_if_required()
 
@@ -57,50 +57,50 @@ class BoundedProtocol(H11Protocol):
         if self.transport.get_protocol() is not self or self.transport.is_closing():
             return
         if self.cycle is not before:
-            self._stop_waiting()
+            self._unmark_waiting()
         elif self._between_requests():
             self._disarm_head()
         elif self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._stop_waiting()
+        self._unmark_waiting()
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self._wait()
+            self._mark_waiting()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._send = self.loop.call_later(self.bounds.send_seconds, self.cut)
+        self._send = self.loop.call_later(self.bounds.send_seconds, self.abort_connection)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._disarm_send()
 
-    def cut(self) -> None:
+    def abort_connection(self) -> None:
         """End the connection at once, whatever is under way."""
-        self._stop_waiting()
+        self._unmark_waiting()
         self.connections.discard(self)
         self.transport.abort()
 
     def _between_requests(self) -> bool:
         return self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
-    def _wait(self) -> None:
+    def _mark_waiting(self) -> None:
         self.waiting[self] = None
         self.waiting.move_to_end(self)
 
-    def _stop_waiting(self) -> None:
+    def _unmark_waiting(self) -> None:
         self.waiting.pop(self, None)
         self._disarm_head()
 
     def _expect_head(self) -> None:
         """The limit counts from the first byte, or from the connection's beginning; more bytes do not prolong it."""
         if self._head is None:
-            self._head = self.loop.call_later(self.bounds.head_seconds, self.cut)
+            self._head = self.loop.call_later(self.bounds.head_seconds, self.abort_connection)
 
     def _disarm_head(self) -> None:
         if self._head is not None:
@@ -113,15 +113,15 @@ class BoundedProtocol(H11Protocol):
             self._send = None
 
 
-def bounded(bounds: Bounds) -> type[BoundedProtocol]:
+def build_bounded_protocol(bounds: Bounds) -> type[BoundedProtocol]:
     """The protocol of one server, for `uvicorn.Config(http=...)`; connections are counted per server. Its own ``bounds`` have
     as many of them as this process can hold."""
-    held = msgspec.structs.replace(bounds, connections=room_for(bounds.connections))
-    members: dict[str, Any] = {"bounds": held, "waiting": OrderedDict()}
+    available_bounds = msgspec.structs.replace(bounds, connections=reserve_descriptors(bounds.connections))
+    members: dict[str, Any] = {"bounds": available_bounds, "waiting": OrderedDict()}
     return cast("type[BoundedProtocol]", type("Bounded", (BoundedProtocol,), members))
 
 
-def room_for(connections: int) -> int:
+def reserve_descriptors(connections: int) -> int:
     """How many connections this process can hold, ``connections`` at most; asks for as many open files as that takes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES

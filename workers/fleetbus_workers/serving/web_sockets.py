@@ -1,4 +1,4 @@
-"""WebSockets whose clients are gone, or take nothing, end: uvicorn's protocol with the limit on sending that it has not.
+"""Ends WebSockets whose clients are gone or stop reading: uvicorn's protocol with the limit on sending that it has not.
 
 uvicorn closes such a connection politely, which waits for ever where bytes are left that nobody takes: the application would
 never hear of it, and its session would keep its slot. Beside it is `fleetbus_workers.serving.connections`, for HTTP.
@@ -22,48 +22,48 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     """One WebSocket. What its client does not take within ``send_seconds`` ends it."""
 
     bounds: ClassVar[Bounds]
-    _cut: asyncio.TimerHandle | None = None
+    _abort_timer: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._cut_in(self.bounds.send_seconds)
+        self._schedule_abort(self.bounds.send_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._stay()
+            self._cancel_abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stay()
+        self._cancel_abort()
         super().connection_lost(exc)
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
-        self._cut_in(END_SECONDS)
+        self._schedule_abort(END_SECONDS)
 
     def handle_close(self, event: Frame) -> None:
         super().handle_close(event)
-        self._cut_in(END_SECONDS)
+        self._schedule_abort(END_SECONDS)
 
     def handle_parser_exception(self) -> None:
         super().handle_parser_exception()
-        self._cut_in(END_SECONDS)
+        self._schedule_abort(END_SECONDS)
 
     async def send(self, message: Any) -> None:
         await super().send(message)
         if message["type"] == "websocket.close":
-            self._cut_in(self.close_timeout + END_SECONDS)
+            self._schedule_abort(self.close_timeout + END_SECONDS)
 
-    def _cut_in(self, seconds: float) -> None:
-        self._stay()
-        self._cut = self.loop.call_later(seconds, self.transport.abort)
+    def _schedule_abort(self, seconds: float) -> None:
+        self._cancel_abort()
+        self._abort_timer = self.loop.call_later(seconds, self.transport.abort)
 
-    def _stay(self) -> None:
-        if self._cut is not None:
-            self._cut.cancel()
-            self._cut = None
+    def _cancel_abort(self) -> None:
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+            self._abort_timer = None
 
 
-def bounded_socket(bounds: Bounds) -> type[BoundedSocket]:
+def build_bounded_socket(bounds: Bounds) -> type[BoundedSocket]:
     """The protocol of one server, for `uvicorn.Config(ws=...)`."""
     return cast("type[BoundedSocket]", type("Socket", (BoundedSocket,), {"bounds": bounds}))

@@ -1,6 +1,6 @@
 """An engine for simulations: its tokens depend on the whole history, the version and the seed, as those of a model do.
 
-So a wrong history, a wrong version or a wrong seed shows in the tokens, and `sampled_ids` tells what they have to be.
+So a wrong history, a wrong version or a wrong seed shows in the tokens, and `compute_sampled_ids` tells what they have to be.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import anyio
 from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, WeightsRejected
-from fleetbus_workers.inference.scripted import STOP, WithoutModel
-from fleetbus_workers.simulation.environments import chosen
+from fleetbus_workers.inference.scripted import STOP, StubSampler
+from fleetbus_workers.simulation.environments import is_selected
+from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.process import Process
-from fleetbus_workers.simulation.scenario import Mischief
-from fleetbus_workers.simulation.watch import Watch
+from fleetbus_workers.simulation.scenario import FaultProfile
 
 TOKENS = 8
 
 
-def sampled_ids(ids: Sequence[int], versions: Sequence[VersionSpan], seed: int) -> list[int]:
+def compute_sampled_ids(ids: Sequence[int], versions: Sequence[VersionSpan], seed: int) -> list[int]:
     """What the engine samples after ``ids``; the last id stops the turn."""
     history = pack_ids(ids)
     sampled: list[int] = []
@@ -34,21 +34,23 @@ def sampled_ids(ids: Sequence[int], versions: Sequence[VersionSpan], seed: int) 
     return [*sampled[:-1], STOP]
 
 
-class SimulatedSampler(WithoutModel):
+class SimulatedSampler(StubSampler):
     """See `fleetbus_workers.inference.base.Sampler`."""
 
-    def __init__(self, process: Process, mischief: Mischief, *, seed: int, draw: random.Random, watch: Watch) -> None:
+    def __init__(
+        self, process: Process, fault_profile: FaultProfile, *, seed: int, draw: random.Random, observer: Observer
+    ) -> None:
         self.version = -1
         self._process = process
-        self._mischief = mischief
+        self._mischief = fault_profile
         self._seed = seed
         self._draw = draw
-        self._watch = watch
+        self._observer = observer
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self._process.hold(generations=1)
         try:
-            return await self._generated(request)
+            return await self._generate(request)
         finally:
             self._process.hold(generations=-1)
 
@@ -56,31 +58,31 @@ class SimulatedSampler(WithoutModel):
         self._process.rejected_at = None
         await anyio.sleep(0.2 * self._draw.random())
         if self.version >= 0 and self._draw.random() < self._mischief.weights_rejected:
-            self._watch.disturb("weights_rejected", self._process.name)
+            self._observer.disturb("weights_rejected", self._process.name)
             self._process.rejected_at = anyio.current_time()
             raise WeightsRejected("a tensor is not finite")
         self.version = policy.version
 
-    async def _generated(self, request: GenerationRequest) -> Generation:
+    async def _generate(self, request: GenerationRequest) -> Generation:
         before = self.version
         await anyio.sleep(0.1 + 0.3 * self._draw.random())
-        if chosen(f"{self._seed}/poison/{request.cache_key}", self._mischief.poison_observation):
+        if is_selected(f"{self._seed}/poison/{request.cache_key}", self._mischief.poison_observation):
             self._process.crash()
             await anyio.sleep_forever()
         if self._draw.random() < self._mischief.engine_failed:
-            self._watch.disturb_message("engine_failed", f"engine.engine.obs.{request.cache_key}")
+            self._observer.disturb_message("engine_failed", f"engine.engine.obs.{request.cache_key}")
             raise EngineFailed("out of memory")
         count = min(TOKENS, request.max_tokens)
-        versions = _spans(before, self.version, self._draw.randrange(count + 1), count)
+        versions = _build_version_spans(before, self.version, self._draw.randrange(count + 1), count)
         return Generation(
-            ids=sampled_ids(request.ids, versions, request.seed),
+            ids=compute_sampled_ids(request.ids, versions, request.seed),
             logprobs=[-1.0] * count,
             finish_reason="stop",
             versions=versions,
         )
 
 
-def _spans(before: int, after: int, swapped_at: int, count: int) -> tuple[VersionSpan, ...]:
+def _build_version_spans(before: int, after: int, swapped_at: int, count: int) -> tuple[VersionSpan, ...]:
     """Which version sampled which tokens when weights were swapped within a turn."""
     if before == after or swapped_at in (0, count):
         return (VersionSpan(version=before if swapped_at else after, start=0, stop=count),)

@@ -1,6 +1,7 @@
 """Environments for simulations: what they show depends on every action before, and anything may go wrong at any stage.
 
-A wrong, missing or doubled action shows in the next observation and in the reward. `Played` keeps what really happened with
+A wrong, missing or doubled action shows in the next observation and in the reward. `EnvironmentRecord` keeps what really
+happened with
 one attempt's environment, for the checks to compare with what was recorded.
 """
 
@@ -18,19 +19,20 @@ import structlog
 
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.process import Process
-from fleetbus_workers.simulation.scenario import Mischief
-from fleetbus_workers.simulation.watch import Watch
+from fleetbus_workers.simulation.scenario import FaultProfile
 
 STAGES = ("open", "reset", "step", "verify", "close")
 SLOW_SECONDS = 9.0
 """The longest that a slow stage takes; no limit is shorter."""
 
 
-class Played(msgspec.Struct, kw_only=True):
+class EnvironmentRecord(msgspec.Struct, kw_only=True):
     """What happened with the environment of one attempt.
 
-    ``mischief``: stages that hung, raised, or gave an odd verdict; ``idle_seconds``: from its last call until it was closed.
+    ``fault_profile``: stages that hung, raised, or gave an odd verdict; ``idle_seconds``: from its last call until it was
+    closed.
     """
 
     process: Process
@@ -40,16 +42,16 @@ class Played(msgspec.Struct, kw_only=True):
     closed: bool = False
     idle_seconds: float = 0.0
     reward: float | None = None
-    mischief: set[str] = msgspec.field(default_factory=set)
+    fault_profile: set[str] = msgspec.field(default_factory=set)
     diverges: bool = False
 
 
-def chosen(name: str, share: float) -> bool:
+def is_selected(name: str, share: float) -> bool:
     """True for that share of all names; always the same ones."""
     return share > 0 and int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") < share * 2**32
 
 
-def seen_after(start: str, sampled: list[bytes]) -> str:
+def render_observation(start: str, sampled: list[bytes]) -> str:
     """What a replayable environment shows after these actions."""
     digest = hashlib.blake2b(start.encode(), digest_size=6)
     for action in sampled:
@@ -58,7 +60,7 @@ def seen_after(start: str, sampled: list[bytes]) -> str:
     return digest.hexdigest()
 
 
-def reward_of(seen: str) -> float:
+def compute_reward(seen: str) -> float:
     """In (0, 1], never 0: a zero would be an infrastructure failure that became a reward."""
     return (1 + int(seen[:2], 16) % 4) / 4
 
@@ -69,50 +71,52 @@ class SimulatedEnvironment:
     def __init__(
         self,
         process: Process,
-        mischief: Mischief,
+        fault_profile: FaultProfile,
         *,
         replayable: bool,
         seed: int,
         draw: random.Random,
-        watch: Watch,
-        register: Callable[[Played], None],
+        observer: Observer,
+        register: Callable[[EnvironmentRecord], None],
     ) -> None:
         context = structlog.contextvars.get_contextvars()
-        self.played = Played(process=process, episode=str(context["episode"]), attempt=int(context["attempt"]))
+        self.environment_record = EnvironmentRecord(
+            process=process, episode=str(context["episode"]), attempt=int(context["attempt"])
+        )
         self.replayable = replayable
-        self._mischief = mischief
+        self._mischief = fault_profile
         self._seed = seed
         self._draw = draw
-        self._watch = watch
+        self._observer = observer
         self._register = register
         self._sampled: list[bytes] = []
         self._turns = 0
         self._start = ""
         self._called_until = 0.0
-        self.played.diverges = draw.random() < mischief.diverge
-        self._salt = str(draw.random()) if not replayable or self.played.diverges else ""
+        self.environment_record.diverges = draw.random() < fault_profile.diverge
+        self._salt = str(draw.random()) if not replayable or self.environment_record.diverges else ""
 
     async def open(self, task: Task) -> None:
-        self._register(self.played)
-        self.played.process.hold(environments=1)
+        self._register(self.environment_record)
+        self.environment_record.process.hold(environments=1)
         self._turns = int(task.config["turns"])
         self._start = f"{task.key}{self._salt}"
         await self._work("open", 0.3)
 
     async def reset(self) -> Start:
         await self._work("reset", 0.1)
-        return Start(messages=(ChatMessage(role="user", content=self._seen()),))
+        return Start(messages=(ChatMessage(role="user", content=self._render()),))
 
     async def step(self, action: Action) -> Step:
         await self._work("step", 0.4)
-        if chosen(f"{self._seed}/poison/{self.played.episode}", self._mischief.poison_episode):
-            await self._kill_the_worker()
+        if is_selected(f"{self._seed}/poison/{self.environment_record.episode}", self._mischief.poison_episode):
+            await self._kill_worker()
         self._sampled.append(action.sampled)
         failed = self._draw.random() < self._mischief.tool_error
         if len(self._sampled) >= self._turns:
             return Step(terminated=True, tool_calls=1, tool_errors=int(failed))
-        shown = ChatMessage(role="tool", content=self._seen())
-        return Step(messages=(shown,), reward=self._turn_reward(), tool_calls=1, tool_errors=int(failed))
+        shown = ChatMessage(role="tool", content=self._render())
+        return Step(messages=(shown,), reward=self._compute_turn_reward(), tool_calls=1, tool_errors=int(failed))
 
     async def state(self) -> dict[str, Any]:
         return {"actions": len(self._sampled)}
@@ -120,26 +124,26 @@ class SimulatedEnvironment:
     async def verify(self) -> Verdict:
         await self._work("verify", 0.2)
         if self._draw.random() < self._mischief.odd_verdict:
-            self.played.mischief.add("verify")
+            self.environment_record.fault_profile.add("verify")
             return Verdict(reward=self._draw.choice((None, math.nan)), reason="no verdict")
-        self.played.reward = reward_of(self._seen())
-        return Verdict(reward=self.played.reward)
+        self.environment_record.reward = compute_reward(self._render())
+        return Verdict(reward=self.environment_record.reward)
 
     async def close(self) -> None:
-        self.played.closes += 1
-        self.played.idle_seconds = anyio.current_time() - self._called_until
+        self.environment_record.closes += 1
+        self.environment_record.idle_seconds = anyio.current_time() - self._called_until
         try:
             await self._work("close", 0.2)
-            self.played.closed = True
+            self.environment_record.closed = True
         finally:
-            self.played.process.hold(environments=-1)
+            self.environment_record.process.hold(environments=-1)
 
-    def _seen(self) -> str:
-        return seen_after(self._start, self._sampled)
+    def _render(self) -> str:
+        return render_observation(self._start, self._sampled)
 
-    def _turn_reward(self) -> float:
+    def _compute_turn_reward(self) -> float:
         if self._draw.random() < self._mischief.fail:
-            self.played.mischief.add("step")
+            self.environment_record.fault_profile.add("step")
             return math.nan
         return 0.0
 
@@ -148,20 +152,20 @@ class SimulatedEnvironment:
         chance = self._draw.random()
         seconds *= 0.5 + self._draw.random()
         if chance < self._mischief.hang:
-            self._note(stage, "hang")
+            self._trace(stage, "hang")
             await anyio.sleep_forever()
         if chance < self._mischief.hang + self._mischief.slow:
             seconds += self._draw.random() * (SLOW_SECONDS - seconds)
         await anyio.sleep(seconds)
         self._called_until = anyio.current_time()
         if 1 - chance < self._mischief.fail:
-            self._note(stage, "raise")
+            self._trace(stage, "raise")
             raise self._draw.choice((EnvironmentFailed("the server is gone"), ValueError("odd"), TimeoutError()))
 
-    def _note(self, stage: str, what: str) -> None:
-        self.played.mischief.add(stage)
-        self._watch.trace("environment", self.played.episode, self.played.attempt, stage, what)
+    def _trace(self, stage: str, what: str) -> None:
+        self.environment_record.fault_profile.add(stage)
+        self._observer.trace("environment", self.environment_record.episode, self.environment_record.attempt, stage, what)
 
-    async def _kill_the_worker(self) -> None:
-        self.played.process.crash()
+    async def _kill_worker(self) -> None:
+        self.environment_record.process.crash()
         await anyio.sleep_forever()

@@ -11,9 +11,9 @@ from typing import Literal
 import anyio
 
 from fleetbus.bus.memory import MemoryServer
-from fleetbus_workers.simulation.noise import SeededNoise
-from fleetbus_workers.simulation.watch import Watch
-from fleetbus_workers.simulation.wire import Gate, Wire, Witness
+from fleetbus_workers.simulation.network_faults import SeededNetworkFaults
+from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.simulated_bus import BusObserver, Gate, SimulatedBus
 
 RUN = "sim"
 
@@ -24,7 +24,7 @@ class Process:
     """``open_environments`` and ``generating`` are what it really holds, whatever it says in its heartbeats;
     ``rejected_at`` is when its engine rejected weights, None once it was given weights again."""
 
-    def __init__(self, role: str, name: str, slots: int, watch: Watch) -> None:
+    def __init__(self, role: str, name: str, slots: int, observer: Observer) -> None:
         self.role = role
         self.name = name
         self.slots = slots
@@ -37,23 +37,27 @@ class Process:
         self.open_environments = 0
         self.generating = 0
         self.rejected_at: float | None = None
-        self._watch = watch
+        self._observer = observer
         self._scope = anyio.CancelScope()
-        self._wire: Wire | None = None
+        self._wire: SimulatedBus | None = None
 
     @property
     def is_alive(self) -> bool:
         return not self.ending
 
     async def live(
-        self, server: MemoryServer, noise: SeededNoise, witness: Witness, work: Callable[[Wire], Awaitable[None]]
+        self,
+        server: MemoryServer,
+        network_faults: SeededNetworkFaults,
+        witness: BusObserver,
+        work: Callable[[SimulatedBus], Awaitable[None]],
     ) -> None:
         """From connecting to the end, whatever the end is."""
-        self._watch.trace("start", self.name)
+        self._observer.trace("start", self.name)
         try:
             with self._scope:
                 async with server.connect(RUN, role=self.role, worker=self.name) as bus:
-                    self._wire = Wire(bus, self.name, self.gate, noise, self._watch, witness)
+                    self._wire = SimulatedBus(bus, self.name, self.gate, network_faults, self._observer, witness)
                     await work(self._wire)
             self._end("aborted" if self._scope.cancelled_caught else "finished")
         except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
@@ -65,7 +69,7 @@ class Process:
     def crash(self) -> None:
         """As SIGKILL."""
         if self.is_alive:
-            self._watch.disturb("crash", self.name)
+            self._observer.disturb("crash", self.name)
             self._end("crashed")
             self.cut()
             self.gate.open()
@@ -79,14 +83,14 @@ class Process:
 
     async def pause(self, seconds: float) -> None:
         """As SIGSTOP, and SIGCONT after ``seconds``."""
-        self._watch.disturb("pause", self.name, seconds=seconds)
+        self._observer.disturb("pause", self.name, seconds=seconds)
         self.gate.close()
         await anyio.sleep(seconds)
         self.gate.open()
 
     async def cut_off(self, seconds: float) -> None:
         """Its network is down for ``seconds``."""
-        self._watch.disturb("cut", self.name, seconds=seconds)
+        self._observer.disturb("cut", self.name, seconds=seconds)
         self.cut()
         await anyio.sleep(seconds)
         if self._wire is not None and self.ending != "crashed":
@@ -100,7 +104,7 @@ class Process:
         """As SIGTERM."""
         if not self.drain.is_set():
             self.drained_at = anyio.current_time()
-            self._watch.trace("drain", self.name)
+            self._observer.trace("drain", self.name)
             self.drain.set()
 
     def hold(self, *, environments: int = 0, generations: int = 0) -> None:
@@ -108,9 +112,9 @@ class Process:
         self.open_environments += environments
         self.generating += generations
         held = max(self.open_environments, self.generating)
-        self._watch.require(held <= self.slots, "in_flight <= slots", f"{self.name}: {held} of {self.slots}")
+        self._observer.require(held <= self.slots, "in_flight <= slots", f"{self.name}: {held} of {self.slots}")
 
     def _end(self, ending: Ending) -> None:
         if not self.ending:
             self.ending = ending
-            self._watch.trace("end", self.name, ending, type(self.error).__name__ if self.error else "")
+            self._observer.trace("end", self.name, ending, type(self.error).__name__ if self.error else "")

@@ -18,8 +18,8 @@ import msgspec
 import structlog
 
 from fleetbus_workers.simulation.deterministic import run_deterministically
+from fleetbus_workers.simulation.observer import Observer, Violation
 from fleetbus_workers.simulation.scenario import Scenario, draw_scenario
-from fleetbus_workers.simulation.watch import Violation, Watch
 from fleetbus_workers.simulation.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -59,42 +59,42 @@ def _run(scenario: Scenario, folder: Path, keep_lines: bool) -> Report:
     started = time.process_time()
 
     async def simulate() -> Report:
-        watch = Watch(keep_lines=keep_lines)
-        with _logs_into(watch):
-            world = World(scenario, watch, folder)
+        observer = Observer(keep_lines=keep_lines)
+        with _capture_logs(observer):
+            world = World(scenario, observer, folder)
             await world.run()
-        return _report(scenario.seed, world, watch, anyio.current_time(), time.process_time() - started)
+        return _build_report(scenario.seed, world, observer, anyio.current_time(), time.process_time() - started)
 
     return run_deterministically(simulate, seed=scenario.seed)
 
 
-def _report(seed: int, world: World, watch: Watch, virtual_seconds: float, cpu_seconds: float) -> Report:
-    pages = world.books.episodes.pages.values()
+def _build_report(seed: int, world: World, observer: Observer, virtual_seconds: float, cpu_seconds: float) -> Report:
+    record = world.log_checker.episodes.record.values()
     return Report(
         seed=seed,
-        trace_hash=watch.trace_hash,
-        violations=tuple(watch.violations),
+        trace_hash=observer.trace_hash,
+        violations=tuple(observer.violations),
         virtual_seconds=round(virtual_seconds, 3),
         cpu_seconds=round(cpu_seconds, 3),
-        entries=len(world.books.entries),
-        turns=sum(len(each.turns) for each in pages),
-        attempts=sum(len(each.claims) for each in pages),
-        outcomes=dict(Counter(f"{each.result.outcome} {each.result.error_class}".strip() for each in pages if each.result)),
-        disturbances=dict(Counter(each.kind for each in watch.disturbances)),
-        lines=tuple(watch.lines or ()),
+        entries=len(world.log_checker.entries),
+        turns=sum(len(each.turns) for each in record),
+        attempts=sum(len(each.claims) for each in record),
+        outcomes=dict(Counter(f"{each.result.outcome} {each.result.error_class}".strip() for each in record if each.result)),
+        disturbances=dict(Counter(each.kind for each in observer.disturbances)),
+        lines=tuple(observer.lines or ()),
     )
 
 
 @contextmanager
-def _logs_into(watch: Watch) -> Iterator[None]:
+def _capture_logs(observer: Observer) -> Iterator[None]:
     """The workers' own log lines stand among the trace's lines if those are kept, and nowhere else."""
 
     def keep(_logger: Any, method: str, event: Any) -> Any:
-        if watch.lines is not None:
-            watch.lines.append(f"{anyio.current_time():.6f} {method} {event}")
+        if observer.lines is not None:
+            observer.lines.append(f"{anyio.current_time():.6f} {method} {event}")
         raise structlog.DropEvent
 
-    level = logging.INFO if watch.lines is not None else logging.CRITICAL
+    level = logging.INFO if observer.lines is not None else logging.CRITICAL
     before = structlog.get_config()
     processors: Sequence[Any] = [structlog.contextvars.merge_contextvars, keep]
     structlog.configure(processors=processors, wrapper_class=structlog.make_filtering_bound_logger(level))

@@ -1,4 +1,4 @@
-"""From a seed to a scenario: how large the fleet is, what is noisy, what happens when. Pure.
+"""From a seed to a scenario: size of the deployment, network faults, fault schedule. Pure.
 
 Not every kind of fault takes part in every seed: with a few kinds at a time, one cannot hide what another would show.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-HappeningKind = Literal[
+FaultKind = Literal[
     "crash",
     "pause",
     "cut",
@@ -26,27 +26,27 @@ HappeningKind = Literal[
 ROLES = ("environment", "inference", "learner")
 """Roles that every fleet has; some have a recorder, too."""
 
-FAULTY_SECONDS = 120.0
+FAULT_WINDOW_SECONDS = 120.0
 """Timed faults begin in this many first seconds; a run without faults takes about as long."""
 
-QUIET_SHARE = 0.05
+FAULT_FREE_SHARE = 0.05
 
 IMPATIENT_SHARE = 0.25
 IMPATIENT_SECONDS = 6.0
 """The limit of an environment's idleness in some seeds: less than its slowest step takes."""
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happens at ``at`` seconds; ``pick`` chooses among those it can happen to, then."""
+class ScheduledFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault at ``at`` seconds; ``pick`` selects the target among the processes alive then."""
 
-    kind: HappeningKind
+    kind: FaultKind
     at: float
     seconds: float
     role: str
     pick: int
 
 
-class NoiseRates(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkFaultRates(msgspec.Struct, frozen=True, kw_only=True):
     """Probabilities per event on the network, and the longest delay in seconds."""
 
     delayed: float = 0.0
@@ -55,11 +55,11 @@ class NoiseRates(msgspec.Struct, frozen=True, kw_only=True):
     answer_lost: float = 0.0
     delivery_lost: float = 0.0
     delivery_repeated: float = 0.0
-    word_lost: float = 0.0
+    ack_lost: float = 0.0
     call_lost: float = 0.0
 
 
-class Mischief(msgspec.Struct, frozen=True, kw_only=True):
+class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Probabilities of what environments and engines do: per stage of an environment, per episode, per turn."""
 
     hang: float = 0.0
@@ -98,9 +98,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     blocking_seconds: float = 1.0
     replayable: bool = True
     recorder: bool = False
-    noise: NoiseRates = NoiseRates()
-    mischief: Mischief = Mischief()
-    happenings: tuple[Happening, ...] = ()
+    network_faults: NetworkFaultRates = NetworkFaultRates()
+    fault_profile: FaultProfile = FaultProfile()
+    fault_schedule: tuple[ScheduledFault, ...] = ()
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -123,38 +123,38 @@ def draw_scenario(seed: int) -> Scenario:
         recorder=draw.random() < 0.3,
         blocking_seconds=draw.choice((0.2, 1.0, 4.0)),
     )
-    if draw.random() < QUIET_SHARE:
+    if draw.random() < FAULT_FREE_SHARE:
         return scenario
     return msgspec.structs.replace(
         scenario,
-        noise=_draw_noise(draw),
-        mischief=_draw_mischief(draw),
-        happenings=_draw_happenings(draw, recorder=scenario.recorder),
+        network_faults=_draw_network_faults(draw),
+        fault_profile=_draw_fault_profile(draw),
+        fault_schedule=_draw_fault_schedule(draw, recorder=scenario.recorder),
         idle_seconds=IMPATIENT_SECONDS if draw.random() < IMPATIENT_SHARE else scenario.idle_seconds,
     )
 
 
-def _draw_noise(draw: random.Random) -> NoiseRates:
+def _draw_network_faults(draw: random.Random) -> NetworkFaultRates:
     def rate(highest: float) -> float:
         return draw.choice((0.0, highest * 0.1, highest))
 
-    return NoiseRates(
+    return NetworkFaultRates(
         delayed=rate(0.3),
         longest_delay_seconds=draw.choice((0.05, 0.5, 1.5)),
         publish_lost=rate(0.03),
         answer_lost=rate(0.03),
         delivery_lost=rate(0.02),
         delivery_repeated=rate(0.02),
-        word_lost=rate(0.05),
+        ack_lost=rate(0.05),
         call_lost=rate(0.1),
     )
 
 
-def _draw_mischief(draw: random.Random) -> Mischief:
+def _draw_fault_profile(draw: random.Random) -> FaultProfile:
     def rate(highest: float) -> float:
         return draw.choice((0.0, 0.0, highest * 0.2, highest))
 
-    return Mischief(
+    return FaultProfile(
         hang=rate(0.01),
         fail=rate(0.01),
         slow=rate(0.05),
@@ -167,8 +167,8 @@ def _draw_mischief(draw: random.Random) -> Mischief:
     )
 
 
-def _draw_happenings(draw: random.Random, *, recorder: bool) -> tuple[Happening, ...]:
-    weights: dict[HappeningKind, float] = {
+def _draw_fault_schedule(draw: random.Random, *, recorder: bool) -> tuple[ScheduledFault, ...]:
+    weights: dict[FaultKind, float] = {
         "crash": 4,
         "pause": 2,
         "cut": 2,
@@ -181,14 +181,14 @@ def _draw_happenings(draw: random.Random, *, recorder: bool) -> tuple[Happening,
         "spoil_checkpoint": 0.5,
     }
     kinds = [kind for kind in weights if draw.random() < 0.6] or ["crash"]
-    happenings = [
-        Happening(
+    fault_schedule = [
+        ScheduledFault(
             kind=draw.choices(kinds, [weights[kind] for kind in kinds])[0],
-            at=round(draw.uniform(0, FAULTY_SECONDS), 3),
+            at=round(draw.uniform(0, FAULT_WINDOW_SECONDS), 3),
             seconds=round(draw.choice((0.3, 3.0, 14.0)) * draw.uniform(0.5, 1.0), 3),
             role=draw.choice((*ROLES, "recorder") if recorder else ROLES),
             pick=draw.randrange(1000),
         )
         for _ in range(draw.randint(1, 10))
     ]
-    return tuple(sorted(happenings, key=lambda happening: happening.at))
+    return tuple(sorted(fault_schedule, key=lambda happening: happening.at))

@@ -15,11 +15,11 @@ import numpy as np
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fleetbus_workers.environment.warehouse.items import Warehouse, draw_warehouse
+from fleetbus_workers.environment.adapters.warehouse.items import Warehouse, draw_warehouse
 from fleetbus_workers.starter.conversation import Conversation, play_many
-from fleetbus_workers.starter.rehearsal import rehearse, success
+from fleetbus_workers.starter.local_rollout import compute_success_rate, run_rollouts
 from fleetbus_workers.starter.tokenizer import CONTROL_TOKENS, encode_with_mask, render, train_tokenizer
-from fleetbus_workers.starter.warm_start import Sequences, copy_sequences, fit, new_model
+from fleetbus_workers.starter.warm_start import Sequences, build_model, fit, generate_copy_sequences
 
 CONVERSATIONS = 4000
 TOKENIZER_CONVERSATIONS = 500
@@ -53,7 +53,7 @@ class StarterSettings(msgspec.Struct, frozen=True, kw_only=True):
     test_episodes: int = TEST_EPISODES
 
 
-def starter_folder() -> Path:
+def find_starter_folder() -> Path:
     """The model folder of the starter policy that comes with this package."""
     return Path(str(files("fleetbus_workers.starter"))) / "policy"
 
@@ -71,35 +71,35 @@ def build_starter(
     conversations = play_many(settings.conversations, seed=seed)
     tokenizer = train_tokenizer(render(played.messages) for played in conversations[:TOKENIZER_CONVERSATIONS])
     report(f"tokenizer: {len(tokenizer)} tokens")
-    model = new_model(tokenizer, seed=seed)
-    copy_steps = _learn_to_copy(model, len(tokenizer), seed, settings.copy_steps, report)
+    model = build_model(tokenizer, seed=seed)
+    copy_steps = _train_copying(model, len(tokenizer), seed, settings.copy_steps, report)
     fit(
         model,
-        _tokenised(tokenizer, conversations),
+        _tokenize(tokenizer, conversations),
         steps=settings.imitation_steps,
         batch_size=BATCH_SIZE,
         seed=seed,
-        after_step=_reporting("imitating the expert", settings.imitation_steps, report),
+        after_step=_build_reporter("imitating the expert", settings.imitation_steps, report),
     )
     warehouses = [draw_warehouse(TEST_SEED + index) for index in range(settings.test_episodes)]
-    result = _measured(model, tokenizer, warehouses, copy_steps)
+    result = _evaluate(model, tokenizer, warehouses, copy_steps)
     _save(model, tokenizer, folder)
     report(f"solves {result.sampled_success:.1%} of the test episodes sampled, {result.greedy_success:.1%} greedily")
     return result
 
 
-def _learn_to_copy(model: PreTrainedModel, tokens: int, seed: int, steps: int, report: Callable[[str], None]) -> int:
-    show = _reporting("learning to copy", steps, report)
+def _train_copying(model: PreTrainedModel, tokens: int, seed: int, steps: int, report: Callable[[str], None]) -> int:
+    show = _build_reporter("learning to copy", steps, report)
 
     def stop_when_copied(step: int, loss: float) -> bool:
         show(step, loss)
         return loss < COPIED_LOSS
 
-    sequences = copy_sequences(steps * BATCH_SIZE, vocabulary=range(len(CONTROL_TOKENS), tokens), seed=seed)
+    sequences = generate_copy_sequences(steps * BATCH_SIZE, vocabulary=range(len(CONTROL_TOKENS), tokens), seed=seed)
     return fit(model, sequences, steps=steps, batch_size=BATCH_SIZE, seed=seed, decayed_to=1.0, after_step=stop_when_copied)
 
 
-def _reporting(what: str, steps: int, report: Callable[[str], None]) -> Callable[[int, float], bool]:
+def _build_reporter(what: str, steps: int, report: Callable[[str], None]) -> Callable[[int, float], bool]:
     def after_step(step: int, loss: float) -> bool:
         if step % 20 == 0 or step == steps:
             report(f"{what}: step {step} of {steps}, loss {loss:.3f}")
@@ -108,18 +108,18 @@ def _reporting(what: str, steps: int, report: Callable[[str], None]) -> Callable
     return after_step
 
 
-def _tokenised(tokenizer: Any, conversations: list[Conversation]) -> Sequences:
+def _tokenize(tokenizer: Any, conversations: list[Conversation]) -> Sequences:
     encoded = [encode_with_mask(tokenizer, played.messages) for played in conversations]
     return [np.array(ids, np.int32) for ids, _ in encoded], [np.array(mask, np.bool_) for _, mask in encoded]
 
 
-def _measured(model: PreTrainedModel, tokenizer: Any, warehouses: list[Warehouse], copy_steps: int) -> StarterReport:
+def _evaluate(model: PreTrainedModel, tokenizer: Any, warehouses: list[Warehouse], copy_steps: int) -> StarterReport:
     return StarterReport(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocabulary=len(tokenizer),
         copy_steps=copy_steps,
-        sampled_success=success(rehearse(model, tokenizer, warehouses, seed=0)),
-        greedy_success=success(rehearse(model, tokenizer, warehouses, seed=0, temperature=0.0)),
+        sampled_success=compute_success_rate(run_rollouts(model, tokenizer, warehouses, seed=0)),
+        greedy_success=compute_success_rate(run_rollouts(model, tokenizer, warehouses, seed=0, temperature=0.0)),
     )
 
 

@@ -12,9 +12,9 @@ import random
 
 import msgspec
 
-from fleetbus.core.prompts import compact_system_prompt, error_text, tool_result_text
+from fleetbus.core.prompts import build_compact_system_prompt, format_error, format_tool_result
 from fleetbus_schemas import ChatMessage
-from fleetbus_workers.environment.warehouse.items import FIELDS, NAMES, TOOLS, Warehouse, draw_warehouse, question
+from fleetbus_workers.environment.adapters.warehouse.items import FIELDS, NAMES, TOOLS, Warehouse, draw_warehouse, question
 
 ERROR_RATE = 0.35
 
@@ -31,49 +31,51 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     success: bool
 
 
-def opening(warehouse: Warehouse) -> tuple[ChatMessage, ...]:
+def build_opening(warehouse: Warehouse) -> tuple[ChatMessage, ...]:
     """What the policy sees before its first turn: the system prompt and the question."""
     return (
-        ChatMessage(role="system", content=compact_system_prompt(TOOLS)),
+        ChatMessage(role="system", content=build_compact_system_prompt(TOOLS)),
         ChatMessage(role="user", content=question(warehouse)),
     )
 
 
-def tool_call(tool: str, /, **arguments: object) -> str:
+def format_tool_call(tool: str, /, **arguments: object) -> str:
     """A call as the policy writes it."""
     return "<tool_call>" + json.dumps({"name": tool, "arguments": arguments}) + "</tool_call>"
 
 
-def tool_result(result: dict[str, object]) -> str:
+def format_json_result(result: dict[str, object]) -> str:
     """A result as the environment shows it."""
-    return tool_result_text(json.dumps(result))
+    return format_tool_result(json.dumps(result))
 
 
-def missing_item(name: str) -> str:
+def format_missing_item(name: str) -> str:
     """What the environment shows when there is no such item."""
-    return error_text(f'no item "{name}"')
+    return format_error(f'no item "{name}"')
 
 
 def play(warehouse: Warehouse, draw: random.Random, *, error_rate: float = ERROR_RATE) -> Conversation:
     """One episode of the erring expert; at most `TURN_LIMIT` turns."""
-    messages = list(opening(warehouse))
+    messages = list(build_opening(warehouse))
     rows = {item.name: item for item in warehouse.items}
     row = None
     while row is None and len(messages) < 2 * (TURN_LIMIT - 1):
         name = draw.choice(NAMES) if draw.random() < error_rate else warehouse.name
         row = rows.get(name)
-        seen = missing_item(name) if row is None else tool_result({"id": row.id})
-        messages += _turn(tool_call("find_item", name=name), seen)
+        seen = format_missing_item(name) if row is None else format_json_result({"id": row.id})
+        messages += _build_turn(format_tool_call("find_item", name=name), seen)
     if row is None:
-        return _answered(messages, warehouse, 0)
+        return _finish_conversation(messages, warehouse, 0)
     if draw.random() < error_rate:
         if draw.random() < 0.5:
-            return _answered(messages, warehouse, row.id)
+            return _finish_conversation(messages, warehouse, row.id)
         field = draw.choice([field for field in FIELDS if field != warehouse.field])
     else:
         field = warehouse.field
-    messages += _turn(tool_call("get_field", id=row.id, field=field), tool_result({field: row.field(field)}))
-    return _answered(messages, warehouse, row.id if draw.random() < error_rate else row.field(field))
+    messages += _build_turn(
+        format_tool_call("get_field", id=row.id, field=field), format_json_result({field: row.field(field)})
+    )
+    return _finish_conversation(messages, warehouse, row.id if draw.random() < error_rate else row.field(field))
 
 
 def play_many(count: int, *, seed: int) -> list[Conversation]:
@@ -82,10 +84,10 @@ def play_many(count: int, *, seed: int) -> list[Conversation]:
     return [play(draw_warehouse(draw.randrange(1 << 29)), draw) for _ in range(count)]
 
 
-def _turn(said: str, seen: str) -> tuple[ChatMessage, ChatMessage]:
+def _build_turn(said: str, seen: str) -> tuple[ChatMessage, ChatMessage]:
     return ChatMessage(role="assistant", content=said), ChatMessage(role="user", content=seen)
 
 
-def _answered(messages: list[ChatMessage], warehouse: Warehouse, answer: int) -> Conversation:
+def _finish_conversation(messages: list[ChatMessage], warehouse: Warehouse, answer: int) -> Conversation:
     messages.append(ChatMessage(role="assistant", content=f"{answer} {DONE}"))
     return Conversation(messages=tuple(messages), success=answer == warehouse.answer)

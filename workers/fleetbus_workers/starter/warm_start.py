@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from fleetbus_workers.learner.torch.batches import micro_batches, shared_prefix
-from fleetbus_workers.learner.torch.forward import SharedPrefix, score
+from fleetbus_workers.learner.torch.batches import find_shared_prefix, split_micro_batches
+from fleetbus_workers.learner.torch.forward import SharedPrefix, compute_scores
 
 COPY_LENGTH = 96
 LEARNING_RATE = 1e-3
@@ -21,7 +21,7 @@ Sequences = tuple[list[NDArray[np.int32]], list[NDArray[np.bool_]]]
 """Token ids and loss masks, one array each per sequence."""
 
 
-def new_model(tokenizer: Any, *, seed: int) -> PreTrainedModel:
+def build_model(tokenizer: Any, *, seed: int) -> PreTrainedModel:
     """A Qwen3 of about half a million parameters with random weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -43,7 +43,7 @@ def new_model(tokenizer: Any, *, seed: int) -> PreTrainedModel:
     return model
 
 
-def copy_sequences(count: int, *, vocabulary: range, seed: int) -> Sequences:
+def generate_copy_sequences(count: int, *, vocabulary: range, seed: int) -> Sequences:
     """Random tokens that repeat with a random period; every token after the first of the second period is predictable."""
     draw = np.random.default_rng(seed)
     ids, masks = [], []
@@ -89,12 +89,12 @@ def _fit_once(
     ids: Sequence[NDArray[np.int32]],
     masks: Sequence[NDArray[np.bool_]],
 ) -> float:
-    length = shared_prefix(ids, masks)
+    length = find_shared_prefix(ids, masks)
     prefix = SharedPrefix(model, torch.from_numpy(ids[0][:length].astype(np.int64))) if length else None
     count = sum(int(mask.sum()) for mask in masks)
     total = 0.0
-    for batch in micro_batches(ids, masks, prefix=length, size=16):
-        loss = -score(model, batch, prefix=prefix).logprobs.sum() / count
+    for batch in split_micro_batches(ids, masks, prefix=length, size=16):
+        loss = -compute_scores(model, batch, prefix=prefix).logprobs.sum() / count
         torch.autograd.backward(loss)
         total += loss.item()
     if prefix is not None:

@@ -1,1 +1,1 @@
-"""``fleetbus top``: a run as a live table on a terminal. It only looks."""
+"""``fleetbus top``: a run as a live table on a terminal. Read-only."""

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fleetbus_workers.overview.ending import Ending
-from fleetbus_workers.overview.follow import LogHealth
+from fleetbus_workers.overview.formatting import format_count, format_duration, in_flight
 from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.roster import WorkerRow
-from fleetbus_workers.overview.state import FleetState
-from fleetbus_workers.overview.wording import duration, in_flight, rounded
+from fleetbus_workers.overview.run_observer import LogHealth
+from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.overview.termination import Termination
+from fleetbus_workers.overview.worker_registry import WorkerRow
 from fleetbus_workers.watchdog import Stall, find_notes
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ _URGENT = {"failed": 0, "silent": 1, "draining": 2, "starting": 3}
 _STYLES = {"silent": "bold red", "failed": "bold red", "stopped": "dim", "draining": "yellow", "starting": "yellow"}
 
 
-def facts(
-    state: FleetState,
+def build_facts(
+    state: RunState,
     health: LogHealth,
     server: ServerView,
     stalls: Sequence[Stall],
@@ -43,7 +43,7 @@ def facts(
     run: str,
     now: float,
     now_ns: int,
-    ending: Ending | None = None,
+    ending: Termination | None = None,
 ) -> dict[str, Any]:
     """Everything that is shown, as plain data: what ``--json`` prints. ``ending`` is that of a run that is over."""
     points = state.points()
@@ -75,14 +75,14 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
     numbers, step = shown["numbers"], shown["step"]
     is_over = shown["ending"] is not None
     lines: list[RenderableType] = [
-        _Row(_headline(shown), "bold"),
-        _Row(_learning(numbers, step)),
-        _Row(_episodes(numbers, is_over)),
+        _Row(_format_headline(shown), "bold"),
+        _Row(_format_learning(numbers, step)),
+        _Row(_format_episodes(numbers, is_over)),
     ]
-    lines += [_Row(_log(shown["log"], shown["server"], is_over), _log_style(shown["log"], is_over))]
+    lines += [_Row(_format_log(shown["log"], shown["server"], is_over), _choose_log_style(shown["log"], is_over))]
     if not (is_over and shown["log"]["problem"]):  # what was known of a server that is gone
-        lines += _server(shown["server"])
-    if wrong := _errors(numbers):
+        lines += _render_server(shown["server"])
+    if wrong := _format_errors(numbers):
         lines.append(_Row(wrong, "yellow"))
     if is_over:
         lines.append(Text(shown["ending"].line, style="bold"))
@@ -91,7 +91,7 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
     room = SHOWN_WORKERS
     if console is not None:
         room = max(console.height - len(console.render_lines(Group(*lines), pad=False)) - 2, LEAST_WORKERS)
-    return Group(*lines, *_workers(shown["workers"], room))
+    return Group(*lines, *_render_workers(shown["workers"], room))
 
 
 class _Row:
@@ -113,7 +113,7 @@ class _Row:
         yield Text(line, style=self._style)
 
 
-def _headline(shown: dict[str, Any]) -> list[str]:
+def _format_headline(shown: dict[str, Any]) -> list[str]:
     numbers = shown["numbers"]
     state = (
         "finished"
@@ -122,12 +122,12 @@ def _headline(shown: dict[str, Any]) -> list[str]:
         if shown["ending"] is not None
         else f"step {numbers['step']}" + (f"/{numbers['steps']}" if numbers["steps"] > numbers["step"] else "")
     )
-    rates = [f"{numbers['episodes_per_second']:.1f} episodes/s", f"{rounded(numbers['tokens_per_second'])} tokens/s"]
+    rates = [f"{numbers['episodes_per_second']:.1f} episodes/s", f"{format_count(numbers['tokens_per_second'])} tokens/s"]
     return [f"run {shown['run']}", state, f"version {numbers['version']}", *rates]
 
 
-def _learning(numbers: dict[str, Any], step: dict[str, float]) -> list[str]:
-    parts = [f"reward {_number(numbers['reward'])}"]
+def _format_learning(numbers: dict[str, Any], step: dict[str, float]) -> list[str]:
+    parts = [f"reward {_format_number(numbers['reward'])}"]
     if "success" in step:
         parts.append(f"success {step['success']:.2f}")
     if "staleness_mean" in step:
@@ -138,8 +138,8 @@ def _learning(numbers: dict[str, Any], step: dict[str, float]) -> list[str]:
     return parts
 
 
-def _episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
-    oldest = [f"oldest open {duration(numbers['oldest_open_seconds'])}"] if numbers["oldest_open_seconds"] else []
+def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
+    oldest = [f"oldest open {format_duration(numbers['oldest_open_seconds'])}"] if numbers["oldest_open_seconds"] else []
     finished, running, waiting = (numbers[name] for name in ("finished_episodes", "running", "waiting"))
     if is_over:
         left = f"{running:,} cut short, {waiting:,} not begun"
@@ -147,11 +147,11 @@ def _episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
     return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
 
 
-def _log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[str]:
+def _format_log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[str]:
     if log["problem"]:
-        return [f"log {size(log['bytes'])}", "not served any more"] if is_over else [f"log: {log['problem']}"]
-    share = f" of {size(log['limit_bytes'])}" if log["limit_bytes"] else ""
-    parts = [f"log {size(log['bytes'])}{share}", f"{log['entries_per_second']:.0f} entries/s"]
+        return [f"log {format_bytes(log['bytes'])}", "not served any more"] if is_over else [f"log: {log['problem']}"]
+    share = f" of {format_bytes(log['limit_bytes'])}" if log["limit_bytes"] else ""
+    parts = [f"log {format_bytes(log['bytes'])}{share}", f"{log['entries_per_second']:.0f} entries/s"]
     if server.consumers:
         parts += [f"pending {server.pending:,}", f"redelivered {server.redelivered:,}"]
     if server.oldest:
@@ -159,65 +159,65 @@ def _log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[str]:
     return parts
 
 
-def _log_style(log: dict[str, Any], is_over: bool) -> str:
+def _choose_log_style(log: dict[str, Any], is_over: bool) -> str:
     if log["problem"]:
         return "dim" if is_over else "bold red"
     return "yellow" if log["limit_bytes"] and log["bytes"] > FULL_SHARE * log["limit_bytes"] else ""
 
 
-def _server(server: ServerView) -> list[RenderableType]:
-    """The NATS server in a line, who does not read what it asked for in another."""
+def _render_server(server: ServerView) -> list[RenderableType]:
+    """The NATS server in one line, slow consumers in another."""
     if server.hint:
         return [_Row([server.hint], "dim")]
     parts = [f"nats {server.version} up {server.uptime}"] if server.version else []
     if server.connections is not None:
         parts.append(f"{server.connections} connections")
     if server.memory_bytes:
-        parts.append(f"{size(server.memory_bytes)} of memory")
+        parts.append(f"{format_bytes(server.memory_bytes)} of memory")
     if server.slow_consumers is not None:
         parts.append(f"slow consumers {server.slow_consumers}")
     unread = [each for each in server.clients if each.pending_bytes >= SLOW_BYTES]
-    slow = [f"{each.worker} has {size(each.pending_bytes)} unread" for each in unread[:SHOWN_SLOW]]
+    slow = [f"{each.worker} has {format_bytes(each.pending_bytes)} unread" for each in unread[:SHOWN_SLOW]]
     slow += [f"{each.worker} was cut off at {each.at[11:19]}" for each in server.cut[-SHOWN_SLOW:]]
     lines: list[RenderableType] = [_Row(parts)] if parts else []
     return lines + ([_Row(slow, "yellow")] if slow else [])
 
 
-def size(count: float) -> str:
-    """Bytes as a person reads them."""
+def format_bytes(count: float) -> str:
+    """Human-readable size in bytes."""
     for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= bytes_:
             return f"{count / bytes_:.1f} {unit}"
     return f"{count:.0f} B"
 
 
-def _errors(numbers: dict[str, Any]) -> list[str]:
-    named = _counted("cut short or failed", numbers["errors"]) + _counted("not trained", numbers["excluded"])
+def _format_errors(numbers: dict[str, Any]) -> list[str]:
+    named = _format_counts("cut short or failed", numbers["errors"]) + _format_counts("not trained", numbers["excluded"])
     return named + ([f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else [])
 
 
-def _counted(title: str, found: dict[str, int]) -> list[str]:
+def _format_counts(title: str, found: dict[str, int]) -> list[str]:
     """The most frequent ones, the title before the first."""
     counted = [f"{name} {count}" for name, count in sorted(found.items(), key=lambda each: -each[1]) if count]
     return [f"{title}: {counted[0]}", *counted[1:SHOWN_CLASSES]] if counted else []
 
 
-def _workers(workers: Sequence[WorkerRow], room: int) -> list[RenderableType]:
-    """Those that one looks for before those that work, if there is no room for all; the others are counted."""
+def _render_workers(workers: Sequence[WorkerRow], room: int) -> list[RenderableType]:
+    """Failed and silent workers first if there is no room for all; the rest are counted."""
     from rich.text import Text
 
     if not workers:
-        return [Text("no worker has been heard of yet", style="dim")]
+        return [Text("no heartbeat received yet", style="dim")]
     if len(workers) <= room:
-        return [_table(workers)]
+        return [_build_table(workers)]
     urgent = sorted(workers, key=lambda row: (_URGENT.get(row.state, len(_URGENT)), row.role != "learner"))
     chosen = {row.worker for row in urgent[: room - 1]}
     hidden = Counter((row.role, row.state) for row in workers if row.worker not in chosen)
     counted = [f"{count} {role} {state}" for (role, state), count in sorted(hidden.items())]
-    return [_table([row for row in workers if row.worker in chosen]), _Row([f"and {counted[0]}", *counted[1:]], "dim")]
+    return [_build_table([row for row in workers if row.worker in chosen]), _Row([f"and {counted[0]}", *counted[1:]], "dim")]
 
 
-def _table(workers: Sequence[WorkerRow]) -> Table:
+def _build_table(workers: Sequence[WorkerRow]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -237,5 +237,5 @@ def _table(workers: Sequence[WorkerRow]) -> Table:
     return table
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"

@@ -1,1 +1,1 @@
-"""``fleetbus trace``: the log of a run as OpenTelemetry traces, one per episode. It only reads; no worker knows of it."""
+"""``fleetbus trace``: the log of a run as OpenTelemetry traces, one per episode. Read-only; workers are not involved."""

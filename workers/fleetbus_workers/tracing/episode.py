@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.trace_ids import ROOT, span_id, trace_id, turn_path
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.trace_ids import ROOT, build_turn_path, span_id, trace_id
 from fleetbus_schemas import GRADED, Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
-from fleetbus_schemas.tokens import token_count
+from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.tracing.span import Span, Value
 from fleetbus_workers.tracing.trace import Trace
 
@@ -31,7 +31,7 @@ from fleetbus_workers.tracing.trace import Trace
 class EpisodeTrace(Trace):
     """One episode that has no result yet, and then where it ended."""
 
-    def __init__(self, run: str, entry: Stored, request: EpisodeRequested) -> None:
+    def __init__(self, run: str, entry: StreamEntry, request: EpisodeRequested) -> None:
         common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.episode": request.episode_id}
         super().__init__(trace_id(run, request.episode_id, request.deadline_ns), entry.sequence, common)
         self.root_id = span_id(self.trace_id)
@@ -53,12 +53,12 @@ class EpisodeTrace(Trace):
 
     # What happens
 
-    def claimed(self, entry: Stored, claim: AttemptStarted) -> Iterator[Span]:
+    def apply_claim(self, entry: StreamEntry, claim: AttemptStarted) -> Iterator[Span]:
         """An attempt begins; whatever the one before was doing is over."""
         self._sequence = entry.sequence
         before = self._claim
         if before is not None and not self._is_released:
-            yield from self._attempt_ended(self._seen_ns, "taken over", error="its worker was lost")
+            yield from self._end_attempt(self._seen_ns, "taken over", error="its worker was lost")
             yield self._span("lost", f"lost/{claim.attempt}", ROOT, self._seen_ns, entry.time_ns, worker=before.worker)
         else:
             about: dict[str, Value] = {"fleetbus.queue": "environment", "fleetbus.claim.sequence": entry.sequence}
@@ -67,60 +67,60 @@ class EpisodeTrace(Trace):
         self._claim, self._claimed_ns, self._claim_sequence = claim, entry.time_ns, entry.sequence
         self._is_released, self._turn, self._seen_ns = False, None, entry.time_ns
 
-    def released(self, entry: Stored, goodbye: AttemptReleased) -> Iterator[Span]:
+    def apply_release(self, entry: StreamEntry, goodbye: AttemptReleased) -> Iterator[Span]:
         """A draining worker hands the episode back."""
         if self._claim is None or goodbye.attempt != self._claim.attempt or self._is_released:
             return
         self._sequence = entry.sequence
-        yield from self._attempt_ended(entry.time_ns, "handed back")
+        yield from self._end_attempt(entry.time_ns, "handed back")
         self._is_released, self._waiting_ns = True, entry.time_ns
 
-    def observed(self, entry: Stored, observation: Observation) -> Iterator[Span]:
+    def apply_observation(self, entry: StreamEntry, observation: Observation) -> Iterator[Span]:
         """The environment's part of the turn before is over, the policy's of this one begins."""
         if self._claim is None or observation.attempt != self._claim.attempt:
             return
         turn = self._turn
         if turn is not None and observation.turn <= turn.number:
-            turn.sent_again(entry, observation)
+            turn.record_reroute(entry, observation)
             return
         self._sequence, self._seen_ns = entry.sequence, entry.time_ns
         if turn is None:
-            yield self._of_attempt("open", self._claimed_ns, entry.time_ns)
+            yield self._build_attempt_span("open", self._claimed_ns, entry.time_ns)
         else:
-            yield from self._turn_ended(turn, entry.time_ns)
+            yield from self._end_turn(turn, entry.time_ns)
         self._turn = _Turn(entry, observation)
 
-    def acted(self, entry: Stored, action: Action) -> Iterator[Span]:
+    def apply_action(self, entry: StreamEntry, action: Action) -> Iterator[Span]:
         """The policy's part of a turn is over."""
         turn, claim = self._turn, self._claim
         if turn is None or claim is None or turn.action is not None or (action.attempt, action.turn) != turn.key:
             return
         self._sequence, self._seen_ns = entry.sequence, entry.time_ns
         turn.acted_ns, turn.action_sequence, turn.action = entry.time_ns, entry.sequence, action
-        began = min(turn.observed_ns + _nanoseconds(action.seconds_queued), entry.time_ns)
-        path = turn_path(*turn.key)
+        began = min(turn.observed_ns + _to_nanoseconds(action.seconds_queued), entry.time_ns)
+        path = build_turn_path(*turn.key)
         about = turn.attributes | {"fleetbus.action.sequence": entry.sequence}
-        about |= {"gen_ai.operation.name": "chat", "gen_ai.usage.output_tokens": token_count(action.sampled)}
+        about |= {"gen_ai.operation.name": "chat", "gen_ai.usage.output_tokens": count_tokens(action.sampled)}
         about |= {"gen_ai.response.finish_reasons": (action.finish_reason,)}
-        about |= {"fleetbus.tokens.prompt_delta": token_count(action.prompt_delta)}
+        about |= {"fleetbus.tokens.prompt_delta": count_tokens(action.prompt_delta)}
         about |= {"fleetbus.policy.versions": tuple(span.version for span in action.versions)}
         if began > turn.observed_ns:
             waited = turn.attributes | {"fleetbus.queue": "inference"}
-            yield self._inference("queue", path, turn.observed_ns, began, action, waited)
-        ended = min(began + _nanoseconds(action.seconds_generating), entry.time_ns)
+            yield self._build_inference_span("queue", path, turn.observed_ns, began, action, waited)
+        apply_end = min(began + _to_nanoseconds(action.seconds_generating), entry.time_ns)
         error = f"{action.error_class}: {action.error}" if action.finish_reason == "failed" else ""
-        yield self._inference("generate", path, began, ended, action, about, error)
+        yield self._build_inference_span("generate", path, began, apply_end, action, about, error)
 
-    def finished(self, entry: Stored, result: EpisodeFinished) -> Iterator[Span]:
+    def apply_result(self, entry: StreamEntry, result: EpisodeFinished) -> Iterator[Span]:
         """The result is stored; only training comes after it."""
         self._sequence = entry.sequence
-        last = [(stage, _nanoseconds(result.timings[stage])) for stage in ("verify", "close") if stage in result.timings]
+        last = [(stage, _to_nanoseconds(result.timings[stage])) for stage in ("verify", "close") if stage in result.timings]
         begins = max(entry.time_ns - sum(duration for _, duration in last), self._seen_ns)
         error = "" if result.outcome in GRADED else f"{result.outcome}: {result.error_class} {result.error}".strip()
         if self._claim is None or self._is_released:
             yield self._span("queue", "queue/none", ROOT, self._waiting_ns, entry.time_ns, error=error)
         else:
-            yield from self._attempt_finished(entry, last, begins, result)
+            yield from self._finish_attempt(entry, last, begins, result)
         about = self._request | {"fleetbus.outcome": result.outcome, "fleetbus.turns": result.turns}
         about |= {
             "fleetbus.tokens": result.tokens,
@@ -134,7 +134,7 @@ class EpisodeTrace(Trace):
         worker = result.worker
         yield self._span("episode", ROOT, "", self._requested_ns, entry.time_ns, worker=worker, error=error, about=about)
 
-    def settled(
+    def build_settlement_span(
         self,
         sequence: int,
         name: str,
@@ -152,21 +152,21 @@ class EpisodeTrace(Trace):
 
     # How it is told
 
-    def _attempt_finished(
-        self, entry: Stored, last: Sequence[tuple[str, int]], begins: int, result: EpisodeFinished
+    def _finish_attempt(
+        self, entry: StreamEntry, last: Sequence[tuple[str, int]], begins: int, result: EpisodeFinished
     ) -> Iterator[Span]:
         if self._turn is not None:
-            yield from self._turn_ended(self._turn, begins, is_answered=self._turn.action is not None)
+            yield from self._end_turn(self._turn, begins, is_answered=self._turn.action is not None)
             self._turn = None
         for stage, duration in last:
             ends = min(begins + duration, entry.time_ns)
-            yield self._of_attempt(stage, begins, ends)
+            yield self._build_attempt_span(stage, begins, ends)
             begins = ends
         error = "" if result.outcome in GRADED else result.error_class or result.outcome
-        yield from self._attempt_ended(entry.time_ns, result.outcome, error=error)
+        yield from self._end_attempt(entry.time_ns, result.outcome, error=error)
 
-    def _turn_ended(self, turn: _Turn, end_ns: int, *, is_answered: bool = True) -> Iterator[Span]:
-        path = turn_path(*turn.key)
+    def _end_turn(self, turn: _Turn, end_ns: int, *, is_answered: bool = True) -> Iterator[Span]:
+        path = build_turn_path(*turn.key)
         about = turn.attributes | {"fleetbus.hops": turn.hops}
         if turn.action is not None:
             calls = tuple(call.name for call in turn.action.tool_calls)
@@ -181,11 +181,11 @@ class EpisodeTrace(Trace):
             "turn", path, self._attempt_path, turn.observed_ns, end_ns, worker=self._worker, error=error, about=about
         )
 
-    def _attempt_ended(self, end_ns: int, how: str, *, error: str = "") -> Iterator[Span]:
+    def _end_attempt(self, end_ns: int, how: str, *, error: str = "") -> Iterator[Span]:
         claim = self._claim
         assert claim is not None
         if self._turn is not None and how in ("taken over", "handed back"):
-            yield from self._turn_ended(self._turn, end_ns, is_answered=self._turn.action is not None)
+            yield from self._end_turn(self._turn, end_ns, is_answered=self._turn.action is not None)
             self._turn = None
         about: dict[str, Value] = {"fleetbus.attempt": claim.attempt, "fleetbus.attempt.reason": claim.reason}
         about |= {"fleetbus.attempt.end": how, "fleetbus.claim.sequence": self._claim_sequence}
@@ -194,11 +194,11 @@ class EpisodeTrace(Trace):
             "attempt", self._attempt_path, ROOT, self._claimed_ns, end_ns, worker=claim.worker, error=error, about=about
         )
 
-    def _of_attempt(self, name: str, start_ns: int, end_ns: int) -> Span:
+    def _build_attempt_span(self, name: str, start_ns: int, end_ns: int) -> Span:
         path = self._attempt_path
         return self._span(name, f"{path}/{name}", path, start_ns, end_ns, worker=self._worker)
 
-    def _inference(
+    def _build_inference_span(
         self, name: str, path: str, start_ns: int, end_ns: int, action: Action, about: dict[str, Value], error: str = ""
     ) -> Span:
         return self._span(
@@ -217,7 +217,7 @@ class EpisodeTrace(Trace):
 class _Turn:
     """A turn that is not over."""
 
-    def __init__(self, entry: Stored, observation: Observation) -> None:
+    def __init__(self, entry: StreamEntry, observation: Observation) -> None:
         self.number = observation.turn
         self.key = (observation.attempt, observation.turn)
         self.observed_ns = entry.time_ns
@@ -230,12 +230,12 @@ class _Turn:
             "fleetbus.observation.sequence": entry.sequence,
         }
 
-    def sent_again(self, entry: Stored, observation: Observation) -> None:
+    def record_reroute(self, entry: StreamEntry, observation: Observation) -> None:
         """To another engine: it still waits for the same action."""
         if observation.turn == self.number and self.action is None:
             self.hops = max(self.hops, observation.hop)
             self.attributes["fleetbus.observation.sequence"] = entry.sequence
 
 
-def _nanoseconds(seconds: float) -> int:
+def _to_nanoseconds(seconds: float) -> int:
     return max(int(seconds * 1e9), 0)

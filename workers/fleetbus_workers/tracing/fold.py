@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.trace_ids import is_sampled, session_trace_id, span_id, trace_id
-from fleetbus.episodes import decoded, episode_entry
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.trace_ids import compute_session_trace_id, is_sampled, span_id, trace_id
+from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
     Action,
     AttemptReleased,
@@ -71,41 +71,41 @@ class LogTraces:
     def open_sessions(self) -> int:
         return len(self._sessions)
 
-    def add(self, entry: Stored) -> Iterator[Span]:
+    def add(self, entry: StreamEntry) -> Iterator[Span]:
         """Take in an entry of the log."""
         kind, episode = entry.subject.split(".", 3)[2], entry.subject.rpartition(".")[2]
         if kind == "train":
-            yield from self._learned(entry)
+            yield from self._apply_training_entry(entry)
         elif kind == "task":
-            self._requested(entry, episode)
+            self._apply_request(entry, episode)
         elif kind == "session":
-            yield from self._journalled(entry, episode)
+            yield from self._apply_session_entry(entry, episode)
         elif trace := self._open.get(episode):
-            yield from self._happened(entry, kind, episode, trace)
+            yield from self._apply_episode_entry(entry, kind, episode, trace)
 
-    def _requested(self, entry: Stored, episode: str) -> None:
+    def _apply_request(self, entry: StreamEntry, episode: str) -> None:
         if episode in self._open or episode in self._ended or not self._is_wanted("episode", episode):
             return
-        for _, request in decoded(EpisodeRequested, [entry]):
+        for _, request in decode_entries(EpisodeRequested, [entry]):
             trace = EpisodeTrace(self._run, entry, request)
             if is_sampled(trace.trace_id, self._ratio):
                 self._open[episode] = trace
 
-    def _happened(self, entry: Stored, kind: str, episode: str, trace: EpisodeTrace) -> Iterator[Span]:
+    def _apply_episode_entry(self, entry: StreamEntry, kind: str, episode: str, trace: EpisodeTrace) -> Iterator[Span]:
         if kind == "obs":
-            for _, observation in decoded(Observation, [entry]):
-                yield from trace.observed(entry, observation)
+            for _, observation in decode_entries(Observation, [entry]):
+                yield from trace.apply_observation(entry, observation)
         elif kind == "act":
-            for _, action in decoded(Action, [entry]):
-                yield from trace.acted(entry, action)
+            for _, action in decode_entries(Action, [entry]):
+                yield from trace.apply_action(entry, action)
         elif kind == "episode":
-            match episode_entry(entry):
+            match decode_episode_entry(entry):
                 case AttemptStarted() as claim:
-                    yield from trace.claimed(entry, claim)
+                    yield from trace.apply_claim(entry, claim)
                 case AttemptReleased() as goodbye:
-                    yield from trace.released(entry, goodbye)
+                    yield from trace.apply_release(entry, goodbye)
                 case EpisodeFinished() as result:
-                    yield from trace.finished(entry, result)
+                    yield from trace.apply_result(entry, result)
                     self._close(episode, trace)
 
     def _close(self, episode: str, trace: EpisodeTrace) -> None:
@@ -121,57 +121,57 @@ class LogTraces:
 
     # Step-wise sessions
 
-    def _journalled(self, entry: Stored, session: str) -> Iterator[Span]:
+    def _apply_session_entry(self, entry: StreamEntry, session: str) -> Iterator[Span]:
         trace = self._sessions.get(session)
-        for _, message in decoded(Message, [entry], beside=JOURNAL):
+        for _, message in decode_entries(Message, [entry], beside=JOURNAL):
             match message:
                 case SessionClaimed() if trace is not None:
-                    yield from trace.claimed(entry, message)
+                    yield from trace.apply_claim(entry, message)
                 case SessionClaimed(attempt=1) if self._is_wanted("session", session):
-                    if is_sampled(session_trace_id(self._run, session), self._ratio):
+                    if is_sampled(compute_session_trace_id(self._run, session), self._ratio):
                         self._sessions[session] = SessionTrace(self._run, entry, message)
                 case SessionRecorded() if trace is not None:
-                    yield from trace.recorded(entry, message)
+                    yield from trace.apply_record(entry, message)
                 case SessionEnded() if trace is not None:
-                    yield from trace.ended(entry, message)
+                    yield from trace.apply_end(entry, message)
         if trace is not None and trace.is_over:
             del self._sessions[session]
             self.sessions += 1
 
     # Training
 
-    def _learned(self, entry: Stored) -> Iterator[Span]:
-        for _, begun in decoded(LineageStarted, [entry], beside=TRAINING):
+    def _apply_training_entry(self, entry: StreamEntry) -> Iterator[Span]:
+        for _, begun in decode_entries(LineageStarted, [entry], beside=TRAINING):
             self._learners[begun.lineage] = begun.worker
-        for _, step in decoded(StepTrained, [entry], beside=(LineageStarted, *TRAINING)):
-            yield from self._trained(entry, step)
-        for _, finish in decoded(TrainingFinished, [entry], beside=(LineageStarted, *TRAINING)):
-            yield from self._excluded(entry, finish.lineage, finish.step, finish.excluded)
+        for _, step in decode_entries(StepTrained, [entry], beside=(LineageStarted, *TRAINING)):
+            yield from self._apply_step(entry, step)
+        for _, finish in decode_entries(TrainingFinished, [entry], beside=(LineageStarted, *TRAINING)):
+            yield from self._build_exclusion_spans(entry, finish.lineage, finish.step, finish.excluded)
 
-    def _trained(self, entry: Stored, step: StepTrained) -> Iterator[Span]:
-        about = _about(step.lineage, step.step, entry) | {"fleetbus.version": step.version}
+    def _apply_step(self, entry: StreamEntry, step: StepTrained) -> Iterator[Span]:
+        about = _build_attributes(step.lineage, step.step, entry) | {"fleetbus.version": step.version}
         worker = self._learners.get(step.lineage, "")
         traces = [(episode, self._ended.pop(episode)) for episode in step.episodes if episode in self._ended]
-        stages = _stages(step, entry.time_ns)
+        stages = _compute_stage_times(step, entry.time_ns)
         read_ns, train_ns = stages["read"][0], stages["train"][0]
-        whole = self._step_trace(step.lineage, step.step, entry)
+        whole = self._compute_step_trace(step.lineage, step.step, entry)
         path = f"{step.lineage}/{step.step}"
         for _, trace in traces:
-            yield trace.settled(
+            yield trace.build_settlement_span(
                 entry.sequence, "batch", f"batch/{path}", trace.ended_ns, read_ns, worker=worker, about=about, link=whole
             )
-            yield trace.settled(
+            yield trace.build_settlement_span(
                 entry.sequence, "train", f"train/{path}", train_ns, entry.time_ns, worker=worker, about=about, link=whole
             )
-        yield from self._excluded(entry, step.lineage, step.step, step.excluded)
+        yield from self._build_exclusion_spans(entry, step.lineage, step.step, step.excluded)
         if not self._only:
             links = tuple((trace.trace_id, trace.root_id) for _, trace in traces)
             about |= {"fleetbus.episodes": len(step.episodes), "fleetbus.excluded": len(step.excluded)}
-            yield from self._step(entry, whole, stages, worker, about, links)
+            yield from self._build_step_spans(entry, whole, stages, worker, about, links)
 
-    def _step(
+    def _build_step_spans(
         self,
-        entry: Stored,
+        entry: StreamEntry,
         whole: tuple[int, int],
         stages: dict[str, tuple[int, int]],
         worker: str,
@@ -196,13 +196,15 @@ class LogTraces:
                 links=links if is_root else (),
             )
 
-    def _excluded(self, entry: Stored, lineage: str, step: int, excluded: Iterable[Exclusion]) -> Iterator[Span]:
-        about, whole = _about(lineage, step, entry), self._step_trace(lineage, step, entry)
+    def _build_exclusion_spans(
+        self, entry: StreamEntry, lineage: str, step: int, excluded: Iterable[Exclusion]
+    ) -> Iterator[Span]:
+        about, whole = _build_attributes(lineage, step, entry), self._compute_step_trace(lineage, step, entry)
         worker = self._learners.get(lineage, "")
         for each in excluded:
             trace = self._ended.pop(each.episode_id, None)
             if trace is not None:
-                yield trace.settled(
+                yield trace.build_settlement_span(
                     entry.sequence,
                     "batch",
                     f"batch/{lineage}/{step}",
@@ -213,16 +215,16 @@ class LogTraces:
                     link=whole,
                 )
 
-    def _step_trace(self, lineage: str, step: int, entry: Stored) -> tuple[int, int]:
+    def _compute_step_trace(self, lineage: str, step: int, entry: StreamEntry) -> tuple[int, int]:
         trace = trace_id(self._run, f"step/{lineage}/{step}", entry.time_ns)
         return trace, span_id(trace)
 
 
-def _about(lineage: str, step: int, entry: Stored) -> dict[str, Value]:
+def _build_attributes(lineage: str, step: int, entry: StreamEntry) -> dict[str, Value]:
     return {"fleetbus.lineage": lineage, "fleetbus.step": step, "fleetbus.train.sequence": entry.sequence}
 
 
-def _stages(step: StepTrained, end_ns: int) -> dict[str, tuple[int, int]]:
+def _compute_stage_times(step: StepTrained, end_ns: int) -> dict[str, tuple[int, int]]:
     """When each stage began and ended, counted back from when the step was stored."""
     found: dict[str, tuple[int, int]] = {}
     for stage in reversed(STAGES):

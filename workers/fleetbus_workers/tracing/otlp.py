@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
-from fleetbus_workers.tracing.resource import SCOPE, attributes_of
+from fleetbus_workers.tracing.resource import SCOPE, build_resource_attributes
 from fleetbus_workers.tracing.span import Span, SpansRefused
 
 PATH = "/v1/traces"
@@ -36,46 +36,46 @@ class OtlpSink:
     exporter's own tries (10 s unless ``OTEL_EXPORTER_OTLP_TIMEOUT`` says otherwise)."""
 
     def __init__(self, url: str, *, run: str) -> None:
-        self._endpoint = endpoint_of(url)
+        self._endpoint = resolve_endpoint(url)
         self._run = run
-        self._ids = _GivenIds()
-        self._ended = _Ended()
+        self._ids = _PresetIdGenerator()
+        self._ended = _EndedSpanBuffer()
         self._tracers: dict[tuple[str, str], api.Tracer] = {}
-        self._complaints = _Complaints()
+        self._complaints = _ExporterLog()
         self._exporter = OTLPSpanExporter(self._endpoint)
 
     def write(self, spans: Sequence[Span]) -> None:
         for span in spans:
-            self._begin_and_end(span)
-        batch = self._ended.taken()
+            self._replay_span(span)
+        batch = self._ended.drain()
         self._complaints.last = ""
         with self._complaints:
             result = self._exporter.export(batch)
         if result is not SpanExportResult.SUCCESS:
             reason = f": {self._complaints.last}" if self._complaints.last else ""
-            raise SpansRefused(f"{without_credentials(self._endpoint)} does not take spans{reason}")
+            raise SpansRefused(f"{strip_credentials(self._endpoint)} does not take spans{reason}")
 
     def close(self) -> None:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
-    def _begin_and_end(self, span: Span) -> None:
+    def _replay_span(self, span: Span) -> None:
         self._ids.trace_id, self._ids.span_id = span.trace_id, span.span_id
-        begun = self._tracer(span.role, span.worker).start_span(
+        begun = self._get_tracer(span.role, span.worker).start_span(
             span.name,
-            context=_below(span.trace_id, span.parent_id),
+            context=_build_parent_context(span.trace_id, span.parent_id),
             attributes=dict(span.attributes),
-            links=[api.Link(_context(trace, of)) for trace, of in span.links],
+            links=[api.Link(_build_span_context(trace, of)) for trace, of in span.links],
             start_time=span.start_ns,
         )
         if span.error:
             begun.set_status(api.StatusCode.ERROR, span.error)
         begun.end(span.end_ns)
 
-    def _tracer(self, role: str, worker: str) -> api.Tracer:
+    def _get_tracer(self, role: str, worker: str) -> api.Tracer:
         if (role, worker) not in self._tracers:
             provider = TracerProvider(
                 sampler=ALWAYS_ON,
-                resource=Resource.create({**attributes_of(self._run, role, worker)}),
+                resource=Resource.create({**build_resource_attributes(self._run, role, worker)}),
                 shutdown_on_exit=False,
                 id_generator=self._ids,
                 span_limits=SpanLimits(max_span_attributes=SpanLimits.UNSET, max_links=SpanLimits.UNSET),
@@ -85,15 +85,15 @@ class OtlpSink:
         return self._tracers[role, worker]
 
 
-def endpoint_of(url: str) -> str:
+def resolve_endpoint(url: str) -> str:
     """The address that spans are posted to: a base URL gets the protocol's path, as `OTEL_EXPORTER_OTLP_ENDPOINT` would."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"--otlp {without_credentials(url)} is no URL of a receiver: http://127.0.0.1:4318 would be one")
+        raise UserError(f"--otlp {strip_credentials(url)} is no URL of a receiver: http://127.0.0.1:4318 would be one")
     return url if parts.path.endswith(PATH) else url.rstrip("/") + PATH
 
 
-class _GivenIds(IdGenerator):
+class _PresetIdGenerator(IdGenerator):
     """The ids that the next span is to have."""
 
     trace_id = span_id = 0
@@ -105,7 +105,7 @@ class _GivenIds(IdGenerator):
         return self.span_id
 
 
-class _Ended(SpanProcessor):
+class _EndedSpanBuffer(SpanProcessor):
     """Spans that ended and were not sent yet."""
 
     def __init__(self) -> None:
@@ -114,13 +114,13 @@ class _Ended(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         self._spans.append(span)
 
-    def taken(self) -> list[ReadableSpan]:
+    def drain(self) -> list[ReadableSpan]:
         spans, self._spans = self._spans, []
         return spans
 
 
-class _Complaints(logging.Handler):
-    """The exporter says only in its log why it failed; while it exports, this is its log."""
+class _ExporterLog(logging.Handler):
+    """Captures the log of the exporter during an export: the reason of a failure is nowhere else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,10 +145,10 @@ class _Complaints(logging.Handler):
         self._logger.propagate = self._propagates
 
 
-def _context(trace: int, span: int) -> api.SpanContext:
+def _build_span_context(trace: int, span: int) -> api.SpanContext:
     return api.SpanContext(trace, span, is_remote=False, trace_flags=SAMPLED)
 
 
-def _below(trace: int, parent: int) -> Context:
+def _build_parent_context(trace: int, parent: int) -> Context:
     """Without a parent the SDK asks for a new trace id, and gets the given one."""
-    return api.set_span_in_context(api.NonRecordingSpan(_context(trace, parent)), Context()) if parent else Context()
+    return api.set_span_in_context(api.NonRecordingSpan(_build_span_context(trace, parent)), Context()) if parent else Context()

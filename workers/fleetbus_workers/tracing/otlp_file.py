@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus_workers.tracing.resource import SCOPE, attributes_of
+from fleetbus_workers.tracing.resource import SCOPE, build_resource_attributes
 from fleetbus_workers.tracing.span import Span, SpansRefused, Value
 
 INTERNAL = 1
@@ -49,38 +49,38 @@ def request(spans: Sequence[Span], run: str) -> dict[str, Any]:
     return {
         "resourceSpans": [
             {
-                "resource": {"attributes": _attributes(attributes_of(run, role, worker))},
-                "scopeSpans": [{"scope": {"name": SCOPE}, "spans": [_span(span) for span in each]}],
+                "resource": {"attributes": _encode_attributes(build_resource_attributes(run, role, worker))},
+                "scopeSpans": [{"scope": {"name": SCOPE}, "spans": [_encode_span(span) for span in each]}],
             }
             for (role, worker), each in by_worker.items()
         ]
     }
 
 
-def _span(span: Span) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _encode_span(span: Span) -> dict[str, Any]:
+    encoded: dict[str, Any] = {
         "traceId": f"{span.trace_id:032x}",
         "spanId": f"{span.span_id:016x}",
         "name": span.name,
         "kind": INTERNAL,
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
-        "attributes": _attributes(span.attributes),
+        "attributes": _encode_attributes(span.attributes),
     }
     if span.parent_id:
-        told["parentSpanId"] = f"{span.parent_id:016x}"
+        encoded["parentSpanId"] = f"{span.parent_id:016x}"
     if span.error:
-        told["status"] = {"code": ERROR, "message": span.error}
+        encoded["status"] = {"code": ERROR, "message": span.error}
     if span.links:
-        told["links"] = [{"traceId": f"{trace:032x}", "spanId": f"{of:016x}"} for trace, of in span.links]
-    return told
+        encoded["links"] = [{"traceId": f"{trace:032x}", "spanId": f"{of:016x}"} for trace, of in span.links]
+    return encoded
 
 
-def _attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
-    return [{"key": name, "value": _value(value)} for name, value in attributes.items()]
+def _encode_attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": _encode_value(value)} for name, value in attributes.items()]
 
 
-def _value(value: Value) -> dict[str, Any]:
+def _encode_value(value: Value) -> dict[str, Any]:
     match value:
         case bool():
             return {"boolValue": value}
@@ -91,4 +91,4 @@ def _value(value: Value) -> dict[str, Any]:
         case str():
             return {"stringValue": value}
         case tuple():
-            return {"arrayValue": {"values": [_value(each) for each in value]}}
+            return {"arrayValue": {"values": [_encode_value(each) for each in value]}}

@@ -9,7 +9,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, Stored
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.recording.redaction import Redactor
 from fleetbus_schemas import Subjects
 from fleetbus_workers.tracing.fold import LogTraces
@@ -26,7 +26,7 @@ RETRY_SECONDS = 5.0
 log = structlog.get_logger()
 
 
-class Written(msgspec.Struct, kw_only=True):
+class TraceSummary(msgspec.Struct, kw_only=True):
     """What came of it. ``open`` episodes have no result, ``open_sessions`` no end. ``last_sequence`` is the entry up to which
     every span was taken."""
 
@@ -50,9 +50,9 @@ class Tracing:
         self._redactor = Redactor()
         self._batch: list[Span] = []
         self._seen = after
-        self.written = Written(run=run, last_sequence=after)
+        self.written = TraceSummary(run=run, last_sequence=after)
 
-    async def copy(self, entries: AsyncIterator[Stored]) -> None:
+    async def copy(self, entries: AsyncIterator[StreamEntry]) -> None:
         """All of ``entries``; raises `SpansRefused`."""
         async for entry in entries:
             self._add(entry)
@@ -69,17 +69,17 @@ class Tracing:
                 with anyio.move_on_after(FLUSH_SECONDS):
                     while len(self._batch) < BATCH_SPANS:
                         self._add(await reader.receive())
-                await self._write_until_taken()
+                await self._write_with_retry()
         with anyio.CancelScope(shield=True):  # what is left: the sinks have time limits of their own
             await self._write()
 
-    def _add(self, entry: Stored) -> None:
+    def _add(self, entry: StreamEntry) -> None:
         self._seen = max(self._seen, entry.sequence)
         spans = list(self._traces.add(self._redactor.clean(entry)))
         if entry.sequence > self._after:
             self._batch += spans
 
-    async def _write_until_taken(self) -> None:
+    async def _write_with_retry(self) -> None:
         while True:
             try:
                 await self._write()
@@ -87,7 +87,7 @@ class Tracing:
             except SpansRefused as refused:
                 if not self.written.spans:
                     raise
-                log.warning("spans are sent again", reason=str(refused), waiting=len(self._batch))
+                log.warning("spans refused; retrying", reason=str(refused), waiting=len(self._batch))
                 await anyio.sleep(RETRY_SECONDS)
 
     async def _write(self) -> None:

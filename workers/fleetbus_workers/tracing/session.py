@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from fleetbus.bus.base import Stored
-from fleetbus.core.trace_ids import ROOT, call_path, session_trace_id
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.trace_ids import ROOT, build_call_path, compute_session_trace_id
 from fleetbus_schemas import SessionClaimed, SessionEnded, SessionRecorded
 from fleetbus_workers.tracing.span import Span, Value
 from fleetbus_workers.tracing.trace import Trace
@@ -24,9 +24,9 @@ from fleetbus_workers.tracing.trace import Trace
 class SessionTrace(Trace):
     """One session from its first claim on. ``is_over`` once it has ended: what follows changes nothing."""
 
-    def __init__(self, run: str, entry: Stored, claim: SessionClaimed) -> None:
+    def __init__(self, run: str, entry: StreamEntry, claim: SessionClaimed) -> None:
         common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.session": claim.session}
-        super().__init__(session_trace_id(run, claim.session), entry.sequence, common)
+        super().__init__(compute_session_trace_id(run, claim.session), entry.sequence, common)
         self.is_over = False
         self._task: dict[str, Value] = {"fleetbus.task": claim.task.key, "fleetbus.environment": claim.task.env}
         self._claim = claim
@@ -38,39 +38,39 @@ class SessionTrace(Trace):
         self._tool_calls = self._tool_errors = 0
         self._verdict: dict[str, Value] = {}
 
-    def claimed(self, entry: Stored, claim: SessionClaimed) -> Iterator[Span]:
-        """Another worker goes on with it: the one before was killed, cut off, or handed it back, which no entry tells."""
+    def apply_claim(self, entry: StreamEntry, claim: SessionClaimed) -> Iterator[Span]:
+        """Another worker takes over: the previous one was killed, cut off, or released it; the log does not say which."""
         self._sequence = entry.sequence
-        yield from self._attempt_ended(self._seen_ns, "moved")
+        yield from self._end_attempt(self._seen_ns, "moved")
         self._claim, self._claim_sequence = claim, entry.sequence
         self._claimed_ns = self._seen_ns = entry.time_ns
         self._is_restored = False
 
-    def recorded(self, entry: Stored, record: SessionRecorded) -> Iterator[Span]:
+    def apply_record(self, entry: StreamEntry, record: SessionRecorded) -> Iterator[Span]:
         """A call was executed; the answer may end the session."""
         self._sequence = entry.sequence
         call, answer = record.call, record.answer
         begins = max(entry.time_ns - max(int(record.seconds * 1e9), 0), self._seen_ns)
-        yield from self._restored(begins)
+        yield from self._build_restore_span(begins)
         self._seen_ns = entry.time_ns
-        self._count(record)
+        self._count_record(record)
         worker = answer.worker or self._claim.worker
         error = f"{answer.error_class}: {answer.error}" if answer.end else ""
-        path = call_path(call.key)
-        about = self._about(record) | {"fleetbus.journal.sequence": entry.sequence}
+        path = build_call_path(call.key)
+        about = self._build_attributes(record) | {"fleetbus.journal.sequence": entry.sequence}
         yield self._span(call.call, path, self._attempt_path, begins, entry.time_ns, worker=worker, error=error, about=about)
         if answer.end:
-            yield from self._over(entry, answer.end, answer.error_class, answer.error, worker)
+            yield from self._finish(entry, answer.end, answer.error_class, answer.error, worker)
 
-    def ended(self, entry: Stored, end: SessionEnded) -> Iterator[Span]:
-        """The tombstone: closed by its client, by a limit, or by whoever found it left behind."""
+    def apply_end(self, entry: StreamEntry, end: SessionEnded) -> Iterator[Span]:
+        """The tombstone: closed by its client, by a limit, or as an orphan."""
         self._sequence = entry.sequence
-        yield from self._restored(self._seen_ns if end.end == "orphaned" else entry.time_ns)
-        yield from self._over(entry, end.end, end.error_class, end.error, end.worker or self._claim.worker)
+        yield from self._build_restore_span(self._seen_ns if end.end == "orphaned" else entry.time_ns)
+        yield from self._finish(entry, end.end, end.error_class, end.error, end.worker or self._claim.worker)
 
     # How it is told
 
-    def _count(self, record: SessionRecorded) -> None:
+    def _count_record(self, record: SessionRecorded) -> None:
         kind, answer = record.call.call, record.answer
         self._calls[kind] += 1
         if kind == "reset":
@@ -82,7 +82,7 @@ class SessionTrace(Trace):
         elif kind == "verify":
             self._verdict = {} if answer.reward is None else {"fleetbus.reward": answer.reward}
 
-    def _about(self, record: SessionRecorded) -> dict[str, Value]:
+    def _build_attributes(self, record: SessionRecorded) -> dict[str, Value]:
         call, answer = record.call, record.answer
         about: dict[str, Value] = {"fleetbus.attempt": self._claim.attempt, "fleetbus.call.key": call.key}
         about["fleetbus.call.number"] = answer.number
@@ -101,7 +101,7 @@ class SessionTrace(Trace):
             about["fleetbus.reward"] = answer.reward
         return about
 
-    def _restored(self, end_ns: int) -> Iterator[Span]:
+    def _build_restore_span(self, end_ns: int) -> Iterator[Span]:
         """A session is taken over for a call that waits, so what passes until that begins is spent on doing it again."""
         if not self._is_restored:
             self._is_restored = True
@@ -109,23 +109,23 @@ class SessionTrace(Trace):
             worker = self._claim.worker
             yield self._span("restore", path, self._attempt_path, self._claimed_ns, end_ns, worker=worker)
 
-    def _over(self, entry: Stored, end: str, error_class: str, error: str, worker: str) -> Iterator[Span]:
+    def _finish(self, entry: StreamEntry, end: str, error_class: str, error: str, worker: str) -> Iterator[Span]:
         self.is_over = True
         failed = "" if end == "closed" else f"{end}: {error_class} {error}".strip().rstrip(":")
         last_ns = self._seen_ns if end == "orphaned" else entry.time_ns  # somebody else found it, long after
-        yield from self._attempt_ended(last_ns, end, error=failed)
+        yield from self._end_attempt(last_ns, end, error=failed)
         about = self._task | {"fleetbus.session.end": end, "fleetbus.attempts": self._claim.attempt}
         about |= {f"fleetbus.calls.{kind}": count for kind, count in self._calls.items()}
         about |= {"fleetbus.tool_calls": self._tool_calls, "fleetbus.tool_errors": self._tool_errors} | self._verdict
         about |= {"fleetbus.claim.sequence": self._first_claim_sequence, "fleetbus.end.sequence": entry.sequence}
         yield self._span("session", ROOT, "", self._begun_ns, entry.time_ns, worker=worker, error=failed, about=about)
 
-    def _attempt_ended(self, end_ns: int, how: str, *, error: str = "") -> Iterator[Span]:
+    def _end_attempt(self, end_ns: int, how: str, *, error: str = "") -> Iterator[Span]:
         claim = self._claim
         about: dict[str, Value] = {"fleetbus.attempt": claim.attempt, "fleetbus.attempt.end": how}
         about["fleetbus.claim.sequence"] = self._claim_sequence
         if how == "moved":
-            yield from self._restored(end_ns)
+            yield from self._build_restore_span(end_ns)
         yield self._span(
             "attempt", self._attempt_path, ROOT, self._claimed_ns, end_ns, worker=claim.worker, error=error, about=about
         )

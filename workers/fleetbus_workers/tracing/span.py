@@ -41,4 +41,4 @@ class SpanSink(Protocol):
 
 
 class SpansRefused(Exception):
-    """Spans were not taken; the text says by whom and why."""
+    """Spans were refused; the message names the receiver and the reason."""

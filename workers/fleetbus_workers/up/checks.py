@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
 
@@ -36,7 +36,7 @@ def check_everything(configuration: Configuration) -> None:
         if not nats.url:
             check_rights(configuration)
     if nats.url:
-        check_answers(nats.url)
+        check_server_answers(nats.url)
     else:
         check_server_program()
         check_port_free(nats.port)
@@ -118,12 +118,12 @@ def check_environment(specs: str, tasks: str = "") -> None:
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
     from fleetbus.tasks import load_dataset
-    from fleetbus_workers.environment.by_task import check_tasks_served, environments_by_task, specs_by_key
-    from fleetbus_workers.environment.specs import environment_factory
+    from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
+    from fleetbus_workers.environment.specs import build_environment_factory
 
-    environments_by_task(specs, lambda spec: environment_factory(spec, verifier=_NoGrader()))
+    build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader()))
     if tasks:
-        check_tasks_served(specs_by_key(specs), load_dataset(tasks))
+        check_tasks_are_served(parse_keyed_specs(specs), load_dataset(tasks))
 
 
 class _NoGrader:
@@ -135,28 +135,28 @@ class _NoGrader:
 
 def check_access(folder: str) -> None:
     """The keys of all roles."""
-    from fleetbus.auth.access import access_for
+    from fleetbus.auth.access import build_access
 
     for role in ("up", "environment", "inference", "learner"):
-        access_for(role, folder)
+        build_access(role, folder)
 
 
 def check_rights(configuration: Configuration) -> None:
     """The configuration of the server that we start is there and, if `fleetbus auth init` wrote it, allows this run."""
     from fleetbus.auth.folder import AuthFolder
-    from fleetbus.auth.permissions import USERS, rights_of
-    from fleetbus.auth.server_config import WRITTEN_BY, runs_of
-    from fleetbus_workers.up.plans import stream_plan
+    from fleetbus.auth.permissions import USERS, build_rights
+    from fleetbus.auth.server_config import WRITTEN_BY, parse_runs
+    from fleetbus_workers.up.process_plans import build_stream_plan
 
     run, nats = configuration.run, configuration.nats
     config = AuthFolder(Path(nats.auth)).server_config
     if not config.is_file():
         raise UserError(f"no configuration for the server at {config}: write it with `fleetbus auth init {nats.auth}`")
-    text, plans = config.read_text(encoding="utf-8"), [stream_plan(configuration)]
-    wanted = [subject for user in USERS for subject in rights_of(user, plans).publish]
+    text, plans = config.read_text(encoding="utf-8"), [build_stream_plan(configuration)]
+    wanted = [subject for user in USERS for subject in build_rights(user, plans).publish]
     if not text.startswith(WRITTEN_BY) or all(f'"{subject}"' in text for subject in wanted):
         return
-    flags = [f"--run {name}" for name in dict.fromkeys((*runs_of(text), run.name))]
+    flags = [f"--run {name}" for name in dict.fromkeys((*parse_runs(text), run.name))]
     flags += [f"--pool {run.pool}"] * (run.pool != "default") + [f"--policy {run.policy}"] * (run.policy != "default")
     flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
     raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
@@ -170,7 +170,7 @@ def check_server_program() -> None:
 
 
 def check_port_free(port: int) -> None:
-    """Nobody listens on ``port`` of this machine; 0 is always free."""
+    """Check that ``port`` is free on this machine; 0 always is."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -181,14 +181,14 @@ def check_port_free(port: int) -> None:
             ) from error
 
 
-def check_answers(url: str) -> None:
+def check_server_answers(url: str) -> None:
     """At least one server of a URL list answers as NATS does."""
-    reasons = [reason for each in url.split(",") if (reason := _why_no_answer(each.strip()))]
+    reasons = [reason for each in url.split(",") if (reason := _probe_server(each.strip()))]
     if len(reasons) == len(url.split(",")):
-        raise UserError(f"no NATS server at {without_credentials(url)}: {reasons[0]}")
+        raise UserError(f"no NATS server at {strip_credentials(url)}: {reasons[0]}")
 
 
-def _why_no_answer(url: str) -> str:
+def _probe_server(url: str) -> str:
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
         host, port = parts.hostname or "", parts.port or DEFAULT_PORT
@@ -204,4 +204,4 @@ def _why_no_answer(url: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     except UnicodeError:
-        return "that can be no host"
+        return "that is not a valid host name"

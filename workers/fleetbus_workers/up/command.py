@@ -9,45 +9,45 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from fleetbus.config.load import Loaded, dump_configuration
+from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.datasets import is_remote
-from fleetbus.datasets import shown as shown_location
+from fleetbus.datasets import redact_location as shown_location
 from fleetbus.files import replace_file
 from fleetbus.logs import configure_logs
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.checks import check_everything, check_writable
-from fleetbus_workers.up.display import shown
-from fleetbus_workers.up.fleet import WorkerGaveUp
-from fleetbus_workers.up.identity import check_identity, identity_of, write_identity
-from fleetbus_workers.up.lock import locked
-from fleetbus_workers.up.plans import role_command
-from fleetbus_workers.up.run import Ending, Run
-from fleetbus_workers.up.summary import finished_lines, load_summary, report_lines, write_summary
+from fleetbus_workers.up.display import open_display
+from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
+from fleetbus_workers.up.lock import lock_run
+from fleetbus_workers.up.process_plans import build_role_command
+from fleetbus_workers.up.run import Run, RunResult
+from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
+from fleetbus_workers.up.supervisor import WorkerUnrecoverable
 
 
-def run_up(loaded: Loaded, json_summary: Path | None) -> int:
-    """Run everything until training is finished or somebody stops it; the exit code. Raises `UserError`."""
-    configuration = with_absolute_paths(loaded.configuration)
+def run_up(loaded: LoadedConfiguration, json_summary: Path | None) -> int:
+    """Run everything until training is finished or the user stops it; returns the exit code. Raises `UserError`."""
+    configuration = resolve_paths(loaded.configuration)
     folder = run_folder(configuration.run)
     check_everything(configuration)
     if json_summary is not None:
         check_writable(json_summary.absolute().parent, flag="--json-summary")
-    check_identity(folder.identity, identity_of(configuration), loaded.given)
-    if _tell_if_finished(configuration, folder, json_summary):
+    check_identity(folder.identity, build_identity(configuration), loaded.given)
+    if _report_if_finished(configuration, folder, json_summary):
         return FINISHED
     _prepare(folder)
-    with locked(folder.lock, configuration.run.name):
-        write_identity(folder.identity, identity_of(configuration))
+    with lock_run(folder.lock, configuration.run.name):
+        write_identity(folder.identity, build_identity(configuration))
         replace_file(folder.configuration, dump_configuration(configuration))
         configure_logs(configuration.log, run=configuration.run.name, role="up")
         ending = anyio.run(_run, configuration, folder, backend_options={"use_uvloop": True})
-        return _conclude(ending, folder, json_summary)
+        return _report_result(ending, folder, json_summary)
 
 
-def with_absolute_paths(configuration: Configuration) -> Configuration:
+def resolve_paths(configuration: Configuration) -> Configuration:
     """The same configuration for a process in any working folder."""
     run = configuration.run
     named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
@@ -60,34 +60,34 @@ def with_absolute_paths(configuration: Configuration) -> Configuration:
     )
 
 
-def _shown_tasks(location: str) -> str:
-    return shown_location(location) if is_remote(location) else str(shown_path(Path(location)))
+def _format_tasks(location: str) -> str:
+    return shown_location(location) if is_remote(location) else str(format_path(Path(location)))
 
 
-def opening_line(configuration: Configuration, folder: RunFolder) -> str:
+def format_opening_line(configuration: Configuration, folder: RunFolder) -> str:
     """The first line that a person sees."""
     run, learner = configuration.run, configuration.learner
-    model = shown_path(Path(run.model)) if run.model else "the starter policy"
-    tasks = f" with the tasks of {_shown_tasks(run.tasks)}" if run.tasks else ""
+    model = format_path(Path(run.model)) if run.model else "the starter policy"
+    tasks = f" with the tasks of {_format_tasks(run.tasks)}" if run.tasks else ""
     verb = "resumes" if folder.store.exists() else "trains"
     environments = ", ".join(run.environment.split("\n"))
-    return f"run {run.name} {verb} {model} on {environments}{tasks}, {learner.steps} steps ({shown_path(folder.path)})"
+    return f"run {run.name} {verb} {model} on {environments}{tasks}, {learner.steps} steps ({format_path(folder.path)})"
 
 
-def shown_path(path: Path) -> str:
+def format_path(path: Path) -> str:
     """``path`` as a person would type it here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def _tell_if_finished(configuration: Configuration, folder: RunFolder, json_summary: Path | None) -> bool:
+def _report_if_finished(configuration: Configuration, folder: RunFolder, json_summary: Path | None) -> bool:
     summary = load_summary(folder)
     if summary is None or not summary.finished or max(summary.steps, default=0) < configuration.learner.steps:
         return False
     if json_summary is not None:
         write_summary(summary, json_summary)
-    for line in finished_lines(summary, folder, shown_path):
-        _say(line)
+    for line in format_finished_report(summary, folder, format_path):
+        _print_line(line)
     return True
 
 
@@ -96,43 +96,43 @@ def _prepare(folder: RunFolder) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-async def _run(configuration: Configuration, folder: RunFolder) -> Ending:
+async def _run(configuration: Configuration, folder: RunFolder) -> RunResult:
     progress = Progress(configuration.learner.steps)
-    async with shown(progress) as display:
-        display.line(opening_line(configuration, folder))
-        run = Run(configuration, folder, command=role_command(folder.configuration), display=display)
+    async with open_display(progress) as display:
+        display.line(format_opening_line(configuration, folder))
+        run = Run(configuration, folder, command=build_role_command(folder.configuration), display=display)
         return await run.run(progress)
 
 
-def _conclude(ending: Ending, folder: RunFolder, json_summary: Path | None) -> int:
+def _report_result(ending: RunResult, folder: RunFolder, json_summary: Path | None) -> int:
     if ending.summary is not None:
         write_summary(ending.summary, folder.summary, *([json_summary] if json_summary else []))
-        _draw(ending, folder)
-        for line in report_lines(ending.summary, folder, shown_path):
-            _say(line)
+        _draw_chart(ending, folder)
+        for line in format_report(ending.summary, folder, format_path):
+            _print_line(line)
     if ending.failure is not None:
-        _complain(ending, folder)
+        _report_failure(ending, folder)
         return CRASHED
     return INTERRUPTED if ending.signal == signal.SIGINT else FINISHED
 
 
-def _draw(ending: Ending, folder: RunFolder) -> None:
-    from fleetbus_workers.up.picture import draw_rewards
+def _draw_chart(ending: RunResult, folder: RunFolder) -> None:
+    from fleetbus_workers.up.reward_chart import draw_reward_chart
 
     assert ending.summary is not None
     try:
-        draw_rewards(ending.summary, folder.picture)
+        draw_reward_chart(ending.summary, folder.picture)
     except ModuleNotFoundError:
-        _say("no picture of the rewards: pip install 'fleetbus[plot]'")
+        _print_line("reward chart not drawn; to enable it: pip install 'fleetbus[plot]'")
 
 
-def _complain(ending: Ending, folder: RunFolder) -> None:
-    """The failure in one line, after the last lines of the log of whoever failed."""
-    if isinstance(ending.failure, WorkerGaveUp):
+def _report_failure(ending: RunResult, folder: RunFolder) -> None:
+    """The failure in one line, after the last log lines of the process that failed."""
+    if isinstance(ending.failure, WorkerUnrecoverable):
         for line in ending.failure.tail:
             print(f"  | {line}", file=sys.stderr)  # noqa: T201
-    print(f"fleetbus: {ending.failure}; its log is in {shown_path(folder.logs)}", file=sys.stderr)  # noqa: T201
+    print(f"fleetbus: {ending.failure}; its log is in {format_path(folder.logs)}", file=sys.stderr)  # noqa: T201
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: plain lines, or below them a live table when a terminal shows them."""
+"""Progress display of a run: plain lines, and a live table below them on a terminal."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 import anyio
 
 from fleetbus_schemas import EvaluationFinished, Heartbeat, Message, StepTrained, WorkerFailed, WorkerStarted
-from fleetbus_workers.overview.progress import Progress
-from fleetbus_workers.overview.wording import (
-    duration,
-    evaluation_line,
-    failures,
+from fleetbus_workers.overview.formatting import (
+    format_count,
+    format_duration,
+    format_evaluation,
+    format_failures,
+    format_stage_times,
+    format_step,
+    format_step_short,
     in_flight,
-    rounded,
-    short_step_line,
-    stage_times,
-    step_line,
 )
+from fleetbus_workers.overview.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -34,17 +34,18 @@ class Display(Protocol):
     """Where the events of a run are shown."""
 
     def line(self, text: str) -> None:
-        """Something that a person should know of."""
+        """Show one message."""
 
-    def happened(self, message: Message) -> None:
+    def show_message(self, message: Message) -> None:
         """An entry of the log, after it was folded into the progress."""
 
 
 class PlainDisplay:
-    """One line per event, without colours or movement: for files, pipes and other programs. ``step`` words a training step."""
+    """One line per event, without colours or movement: for files, pipes and other programs. ``step`` formats a training
+    step."""
 
     def __init__(
-        self, progress: Progress, write: Callable[[str], None] | None = None, step: Callable[[Progress], str] = step_line
+        self, progress: Progress, write: Callable[[str], None] | None = None, step: Callable[[Progress], str] = format_step
     ) -> None:
         self._progress = progress
         self._write = write or _write_line
@@ -54,20 +55,20 @@ class PlainDisplay:
     def line(self, text: str) -> None:
         self._write(text)
 
-    def happened(self, message: Message) -> None:
+    def show_message(self, message: Message) -> None:
         match message:
             case StepTrained():
                 self._write(self._step(self._progress))
-                self._tell_of_signal()
+                self._report_learning_signal()
             case EvaluationFinished():
-                self._write(evaluation_line(message))
+                self._write(format_evaluation(message))
             case WorkerStarted():
                 self._write(f"{message.worker} is ready")
             case WorkerFailed():
                 self._write(f"{message.worker} failed: {message.error_class}: {message.error}")
 
-    def _tell_of_signal(self) -> None:
-        """That nothing is learned any more: once, when it begins."""
+    def _report_learning_signal(self) -> None:
+        """Report once when the learning signal disappears."""
         found = self._progress.signal.latest
         kind = found.kind if found is not None else ""
         if found is not None and kind != self._said:
@@ -80,42 +81,42 @@ def _write_line(text: str) -> None:
 
 
 @asynccontextmanager
-async def shown(progress: Progress, stream: TextIO | None = None) -> AsyncIterator[Display]:
+async def open_display(progress: Progress, stream: TextIO | None = None) -> AsyncIterator[Display]:
     """A display for standard output: live on a terminal, plain lines elsewhere."""
     target = stream or sys.stdout
     if not target.isatty():
         yield PlainDisplay(progress)
         return
-    async with _live(progress, target) as display:
+    async with _open_live_display(progress, target) as display:
         yield display
 
 
 @asynccontextmanager
-async def _live(progress: Progress, target: TextIO) -> AsyncIterator[Display]:
+async def _open_live_display(progress: Progress, target: TextIO) -> AsyncIterator[Display]:
     from rich.console import Console
     from rich.live import Live
 
     began = anyio.current_time()
 
-    def picture() -> Group:
+    def render() -> Group:
         now = anyio.current_time()
-        return live_picture(progress, progress.workers(now), now - began)
+        return render_live_view(progress, progress.workers(now), now - began)
 
     console = Console(file=target)
-    with Live(picture(), console=console, auto_refresh=False, transient=True) as live:
+    with Live(render(), console=console, auto_refresh=False, transient=True) as live:
 
         async def refresh() -> None:
             while True:
-                live.update(picture(), refresh=True)
+                live.update(render(), refresh=True)
                 await anyio.sleep(REFRESH_SECONDS)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(refresh)
-            yield PlainDisplay(progress, lambda text: console.print(text, markup=False, highlight=False), short_step_line)
+            yield PlainDisplay(progress, lambda text: console.print(text, markup=False, highlight=False), format_step_short)
             tasks.cancel_scope.cancel()
 
 
-def live_picture(progress: Progress, workers: list[Heartbeat], seconds: float) -> Group:
+def render_live_view(progress: Progress, workers: list[Heartbeat], seconds: float) -> Group:
     """The live part of the screen: a bar, the newest numbers, a row per worker."""
     from rich.console import Group
     from rich.text import Text
@@ -126,16 +127,16 @@ def live_picture(progress: Progress, workers: list[Heartbeat], seconds: float) -
         f"version {progress.version}",
         f"{progress.episodes:,} episodes",
         f"{episodes:.0f} episodes/s",
-        f"{rounded(tokens)} tokens/s",
+        f"{format_count(tokens)} tokens/s",
     ]
     done = round(BAR_WIDTH * min(progress.step / progress.steps, 1.0))
-    bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"), f" {duration(seconds)}")
+    bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"), f" {format_duration(seconds)}")
     lines = [bar, Text(" · ".join(numbers), style="bold")]
-    lines += [Text(text, style="dim") for text in (stage_times(progress.metrics), failures(progress)) if text]
-    return Group(*lines, _worker_table(workers))
+    lines += [Text(text, style="dim") for text in (format_stage_times(progress.metrics), format_failures(progress)) if text]
+    return Group(*lines, _build_worker_table(workers))
 
 
-def _worker_table(workers: list[Heartbeat]) -> Table:
+def _build_worker_table(workers: list[Heartbeat]) -> Table:
     from rich.table import Table
 
     table = Table("worker", "state", "in flight", "version", box=None, header_style="dim", pad_edge=False)

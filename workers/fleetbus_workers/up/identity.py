@@ -1,4 +1,4 @@
-"""What a run is: whoever calls the same name again must mean the same model, tasks, environment and seed.
+"""Identity of a run: starting the same name again requires the same model, tasks, environment and seed.
 
 Written to ``run.json`` at the first start. Steps, worker counts and limits may change between starts; these may not.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleetbus.config.load import without_credentials
+from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
@@ -29,10 +29,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
 
 
-def identity_of(configuration: Configuration) -> Identity:
+def build_identity(configuration: Configuration) -> Identity:
     """The identity of a configuration whose paths are absolute already."""
     run = configuration.run
-    tasks = without_credentials(run.tasks)  # it is written to a file
+    tasks = strip_credentials(run.tasks)  # it is written to a file
     return Identity(model=run.model, tasks=tasks, environment=run.environment, seed=run.seed, policy=run.policy, pool=run.pool)
 
 
@@ -52,16 +52,16 @@ def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> 
         if was != wanted:
             origin = given.get(f"run.{key}", "the defaults")
             raise UserError(
-                f"this run was started with {key} {_shown(key, was)}, not {_shown(key, wanted)} ({origin}): "
+                f"this run was started with {key} {_format_value(key, was)}, not {_format_value(key, wanted)} ({origin}): "
                 "leave that out to resume it, or give a new name with --run"
             )
 
 
 def write_identity(file: Path, identity: Identity) -> None:
-    """Record what the run is; the first start's word stands."""
+    """Record the identity of the run; a file that exists is not overwritten."""
     if not file.is_file():
         replace_file(file, msgspec.json.format(msgspec.json.encode(identity), indent=2) + b"\n")
 
 
-def _shown(key: str, value: str | int) -> str:
+def _format_value(key: str, value: str | int) -> str:
     return str(value) if value != "" else _DEFAULTS.get(key, "none")

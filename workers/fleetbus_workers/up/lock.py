@@ -12,7 +12,7 @@ from fleetbus.errors import UserError
 
 
 @contextmanager
-def locked(file: Path, run: str) -> Iterator[None]:
+def lock_run(file: Path, run: str) -> Iterator[None]:
     """Hold the lock for the length of the block; raises `UserError` when another process holds it."""
     with file.open("a+") as holder:
         try:
@@ -28,7 +28,7 @@ def locked(file: Path, run: str) -> Iterator[None]:
 
 
 def is_held(file: Path) -> bool:
-    """True while a process holds the lock, false where there is none. Those who look do not hold it for each other."""
+    """True while a process holds the lock, false where there is none. Checking does not block other checkers."""
     if not file.is_file():
         return False
     with file.open("a") as holder:

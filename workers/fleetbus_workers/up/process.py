@@ -62,7 +62,7 @@ class ChildProcess:
             self._kill_group()
 
     async def end(self) -> None:
-        """Nothing of it is left when this returns."""
+        """The whole process group is gone when this returns."""
         if self.plan.grace_seconds:
             self.terminate()
             with anyio.move_on_after(self.plan.grace_seconds):
@@ -76,7 +76,7 @@ class ChildProcess:
 
 
 @asynccontextmanager
-async def started(plan: ProcessPlan, start: int = 0) -> AsyncIterator[ChildProcess]:
+async def start_process(plan: ProcessPlan, start: int = 0) -> AsyncIterator[ChildProcess]:
     """The running process; leaving ends its whole group."""
     with plan.log.open("ab") as output:
         process = await anyio.open_process(
@@ -96,7 +96,7 @@ async def started(plan: ProcessPlan, start: int = 0) -> AsyncIterator[ChildProce
 
 
 def tail(log: Path) -> list[str]:
-    """The last lines of a log file, for the person who has to know why its writer ended."""
+    """The last lines of a log file, to show why its process ended."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -32,7 +32,7 @@ class RestartBudget:
         return float(min(FIRST_DELAY_SECONDS * 2 ** (len(self._crashes) - 1), LONGEST_DELAY_SECONDS))
 
     def delay_after_refusal(self, now_seconds: float, *, has_worked: bool) -> float | None:
-        """The same for a worker that refuses to begin: None if it never worked, or does so for too long."""
+        """The same for a worker that refuses to start: None if it never worked or has refused for too long."""
         if self._refused_since is None:
             self._refused_since = now_seconds
         if not has_worked or now_seconds - self._refused_since > REFUSED_PATIENCE_SECONDS:

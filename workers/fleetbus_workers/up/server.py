@@ -1,7 +1,7 @@
 """The run's own nats-server, held by a process of its own: ``python -m fleetbus_workers.up.server STORE PORT FILE [CONFIG]``.
 
-It starts the server again when that dies, or when its disk was full and is not any more, tells the address in FILE, and stops
-it when it is told to or when `up` is gone. `up` cannot hold the server itself: killed hard, it would leave it behind.
+It starts the server again when that dies, or when its disk was full and is not any more, writes the address to FILE, and stops
+it on a signal or when `up` is gone. `up` cannot own the server itself: killed with SIGKILL, it would leave an orphan.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, NatsServerProcess, run_
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
 from fleetbus_workers.exit_status import CRASHED, FINISHED, REFUSED
-from fleetbus_workers.up.guard import end_with_supervisor
+from fleetbus_workers.up.parent_death import exit_with_parent
 from fleetbus_workers.up.restarts import RestartBudget
 
 DISK_CHECK_SECONDS = 5.0
-MEND_PAUSE_SECONDS = 60.0
+RESTART_PAUSE_SECONDS = 60.0
 FULL = b"no space left on device"
 ROOM_BYTES = 64 << 20
 READ_BYTES = 1 << 20
@@ -41,8 +41,8 @@ async def hold_server(store: Path, port: int, file: Path, config: Path | None = 
     """Run a server until SIGTERM; the exit status."""
     status = FINISHED
     async with run_server(store, port=port, config=config) as server, anyio.create_task_group() as tasks:
-        tasks.start_soon(_until_told, tasks.cancel_scope)
-        tasks.start_soon(_mend_after_full_disk, server)
+        tasks.start_soon(_cancel_on_signal, tasks.cancel_scope)
+        tasks.start_soon(_restart_after_full_disk, server)
         status = await _keep_running(server, file)
         tasks.cancel_scope.cancel()
     return status
@@ -55,30 +55,30 @@ async def end_stray_server(store: Path) -> None:
         await NatsServerProcess(binary, store, "127.0.0.1", 0, None, None).end_orphan()
 
 
-async def _until_told(scope: anyio.CancelScope) -> None:
+async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for _ in signals:
             scope.cancel()
 
 
-async def _mend_after_full_disk(server: NatsServerProcess) -> None:
+async def _restart_after_full_disk(server: NatsServerProcess) -> None:
     """For ever: a server that found its disk full answers no publish any more, not even when there is room again; started
     again then, it does."""
     position = server.log_file.stat().st_size
     while True:
         await anyio.sleep(DISK_CHECK_SECONDS)
-        position, text = _read_on(server.log_file, position)
+        position, text = _read_new_output(server.log_file, position)
         if FULL not in text:
             continue
         if shutil.disk_usage(server.store).free < ROOM_BYTES:
-            print("the disk under the nats-server is full: make room", flush=True)  # noqa: T201
+            print("the disk of nats-server is full: free some space", flush=True)  # noqa: T201
             continue
-        print("there is room again, and the nats-server is started again", flush=True)  # noqa: T201
+        print("disk space is available again; restarting nats-server", flush=True)  # noqa: T201
         server.terminate()
-        await anyio.sleep(MEND_PAUSE_SECONDS)
+        await anyio.sleep(RESTART_PAUSE_SECONDS)
 
 
-def _read_on(file: Path, position: int) -> tuple[int, bytes]:
+def _read_new_output(file: Path, position: int) -> tuple[int, bytes]:
     """What was written to a file since, and where it ends now."""
     with file.open("rb") as log:
         log.seek(position)
@@ -89,7 +89,7 @@ def _read_on(file: Path, position: int) -> tuple[int, bytes]:
 async def _keep_running(server: NatsServerProcess, file: Path) -> int:
     budget = RestartBudget()
     while True:
-        _tell(file, Address(url=server.url, pid=server.pid, monitor=server.monitor_url or ""))
+        _write_address(file, Address(url=server.url, pid=server.pid, monitor=server.monitor_url or ""))
         status = await server.wait()
         delay = budget.delay_after_crash(anyio.current_time())
         print(f"nats-server ended with status {status}", flush=True)  # noqa: T201
@@ -99,15 +99,15 @@ async def _keep_running(server: NatsServerProcess, file: Path) -> int:
         await server.restart()
 
 
-def _tell(file: Path, address: Address) -> None:
+def _write_address(file: Path, address: Address) -> None:
     replace_file(file, msgspec.json.encode(address))
 
 
 def _main(store: str, port: str, file: str, config: str = "") -> int:
-    end_with_supervisor(seconds_to_leave=STOP_LIMIT_SECONDS + 2)
+    exit_with_parent(exit_timeout_seconds=STOP_LIMIT_SECONDS + 2)
     try:
-        wanted = (Path(store), int(port), Path(file), Path(config) if config else None)
-        return anyio.run(hold_server, *wanted, backend_options={"use_uvloop": True})
+        arguments = (Path(store), int(port), Path(file), Path(config) if config else None)
+        return anyio.run(hold_server, *arguments, backend_options={"use_uvloop": True})
     except UserError as error:
         print(f"fleetbus: {error}", file=sys.stderr)  # noqa: T201
         return REFUSED

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from fleetbus_workers.weights.file import WeightsRejected, sync
+from fleetbus_workers.weights.file import WeightsRejected, fsync_path
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ BASE = "fleetbus_base"
 """Metadata of a delta file: where the version is that it is a difference to."""
 
 _PLACES, _VALUES, _WHOLE = "places:", "values:", "whole:"
-LARGEST_SHARE = 0.25
+MAX_CHANGED_SHARE = 0.25
 """More changed numbers than this, and a tensor travels whole: a place costs as much as one or two numbers."""
 
 
@@ -34,18 +34,18 @@ def write_delta(file: Path, *, base: Path, new: Path, base_uri: str) -> int:
     with safe_open(base, framework="pt") as before, safe_open(new, framework="pt") as after:
         known = set(before.keys())
         for name in after.keys():
-            parts |= _difference(name, before.get_tensor(name) if name in known else None, after.get_tensor(name))
+            parts |= _compute_difference(name, before.get_tensor(name) if name in known else None, after.get_tensor(name))
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     try:
         save_file(parts, temporary, metadata={BASE: base_uri, "format": "pt"})
-        sync(temporary, os.O_RDWR)
+        fsync_path(temporary, os.O_RDWR)
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
     return file.stat().st_size
 
 
-def smaller(file: Path, *, base: Path, base_uri: str) -> Path:
+def write_smaller(file: Path, *, base: Path, base_uri: str) -> Path:
     """The difference of ``file`` to ``base``, written beside it, or ``file`` itself where that is no larger."""
     delta = file.with_suffix(".delta")
     if write_delta(delta, base=base, new=file, base_uri=base_uri) < file.stat().st_size:
@@ -54,7 +54,7 @@ def smaller(file: Path, *, base: Path, base_uri: str) -> Path:
     return file
 
 
-def base_of(file: Path) -> str | None:
+def read_base_uri(file: Path) -> str | None:
     """Where the base of a delta file is, None if the file is a whole version. Raises `WeightsRejected`."""
     from safetensors import SafetensorError, safe_open
 
@@ -88,7 +88,7 @@ def apply_delta(delta: Path, *, base: Path, file: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _difference(name: str, before: torch.Tensor | None, after: torch.Tensor) -> dict[str, torch.Tensor]:
+def _compute_difference(name: str, before: torch.Tensor | None, after: torch.Tensor) -> dict[str, torch.Tensor]:
     import torch
 
     if before is None or before.shape != after.shape or before.dtype != after.dtype:
@@ -99,6 +99,6 @@ def _difference(name: str, before: torch.Tensor | None, after: torch.Tensor) -> 
     places = torch.nonzero(changed)[:, 0]
     if not len(places):
         return {}
-    if len(places) > LARGEST_SHARE * after.numel() or after.numel() >= 2**31:
+    if len(places) > MAX_CHANGED_SHARE * after.numel() or after.numel() >= 2**31:
         return {_WHOLE + name: after}
     return {_PLACES + name: places.to(torch.int32), _VALUES + name: after.reshape(-1)[places].contiguous()}

@@ -47,19 +47,19 @@ def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Tens
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    stored = {name: _alone(tensor.detach().cpu().contiguous()) for name, tensor in unique_tensors(tensors).items()}
+    stored = {name: _copy_if_shared(tensor.detach().cpu().contiguous()) for name, tensor in unique_tensors(tensors).items()}
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     try:
         save_file(stored, temporary, metadata={"format": "pt"})
-        sync(temporary, os.O_RDWR)
+        fsync_path(temporary, os.O_RDWR)
         os.replace(temporary, file)
     except SafetensorError as error:
         found = re.search(r"os error (\d+)", str(error))
         raise OSError(int(found[1]) if found else errno.EIO, f"{file}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    sync(file.parent, os.O_RDONLY)
-    return tuple(_entry(name, tensor) for name, tensor in stored.items())
+    fsync_path(file.parent, os.O_RDONLY)
+    return tuple(_build_entry(name, tensor) for name, tensor in stored.items())
 
 
 def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[
     """
     from safetensors import SafetensorError, safe_open
 
-    file = _path(location)
+    file = _parse_location(location)
     try:
         with safe_open(file, framework="pt", device="cpu") as stored:
             _check_names(file, list(stored.keys()), manifest)
@@ -87,7 +87,7 @@ def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
     if dtype != entry.dtype:
         raise WeightsRejected(f"{file}: {entry.name} is {dtype}, the manifest says {entry.dtype}")
     tensor: torch.Tensor = stored.get_tensor(entry.name)
-    if _digest(tensor) != entry.sha256:
+    if _hash_tensor(tensor) != entry.sha256:
         raise WeightsRejected(f"{file}: {entry.name} differs from the manifest's sha256")
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         raise WeightsRejected(f"{file}: {entry.name} has values that are not finite")
@@ -109,23 +109,25 @@ def check_names(what: str, found: set[str], expected: set[str]) -> None:
             raise WeightsRejected(f"{what}: {kind} {len(names)} of {len(expected)} tensors: {listed}")
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_if_shared(tensor: torch.Tensor) -> torch.Tensor:
     """Safetensors refuses tensors that share memory, as slices of one larger tensor do."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(name=name, shape=tuple(tensor.shape), dtype=_dtype_names()[tensor.dtype], sha256=_digest(tensor))
+def _build_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(
+        name=name, shape=tuple(tensor.shape), dtype=_map_dtype_names()[tensor.dtype], sha256=_hash_tensor(tensor)
+    )
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _hash_tensor(tensor: torch.Tensor) -> str:
     import torch
 
     content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]  # arrays are buffers; typed so from Python 3.12 on
 
 
-def _dtype_names() -> dict[torch.dtype, str]:
+def _map_dtype_names() -> dict[torch.dtype, str]:
     import torch
 
     return {
@@ -142,7 +144,7 @@ def _dtype_names() -> dict[torch.dtype, str]:
     }
 
 
-def _path(location: str | Path) -> Path:
+def _parse_location(location: str | Path) -> Path:
     if isinstance(location, Path) or "://" not in location:
         return Path(location)
     parts = urlsplit(location)
@@ -151,7 +153,7 @@ def _path(location: str | Path) -> Path:
     return Path(unquote(parts.path))
 
 
-def sync(path: Path, flags: int) -> None:
+def fsync_path(path: Path, flags: int) -> None:
     """Force a file or folder to the disk; ``flags`` are those that it is opened with."""
     descriptor = os.open(path, flags)
     try:

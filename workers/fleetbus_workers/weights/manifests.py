@@ -59,10 +59,10 @@ async def get_manifest(objects: ObjectStore, published: PolicyPublished, folder:
             await file.unlink(missing_ok=True)
     if hashlib.sha256(content).hexdigest() != name:
         raise ValueError(f"manifest {name} is not what its name says")
-    return with_manifest(published, {name: content})
+    return inline_manifest(published, {name: content})
 
 
-def with_manifest(published: PolicyPublished, objects: Mapping[str, bytes]) -> PolicyPublished:
+def inline_manifest(published: PolicyPublished, objects: Mapping[str, bytes]) -> PolicyPublished:
     """The version with its manifest in the message; unchanged where it is there already, or is not among ``objects``.
 
     Raises `msgspec.DecodeError`, a `ValueError`.

@@ -62,7 +62,7 @@ class FsspecStore:
     def __init__(self, url: str, public_url: str = "") -> None:
         self._url = url.rstrip("/")
         self._public_url = (public_url or url).rstrip("/")
-        self._files: Any = filesystem(self._url)
+        self._files: Any = open_filesystem(self._url)
 
     async def put(self, file: Path) -> str:
         await anyio.to_thread.run_sync(self._upload, file)
@@ -80,7 +80,7 @@ class FsspecStore:
             self._files.rm_file(f"{self._url}/{file.name}")
 
 
-def filesystem(url: str) -> Any:
+def open_filesystem(url: str) -> Any:
     """fsspec's file system for a URL; raises `UserError` naming what has to be installed."""
     try:
         from fsspec.core import url_to_fs
@@ -97,7 +97,7 @@ def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> Weigh
     if store == "folder":
         return FolderStore(public_url)
     if store == "nats":
-        objects = objects_of(bus, run)
+        objects = get_object_store(bus, run)
         if objects is None:
             raise UserError("weights.store = nats needs a NATS server; this bus stores no objects")
         return BusStore(objects, weights_bucket(run))
@@ -106,7 +106,7 @@ def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> Weigh
     return FsspecStore(store, public_url)
 
 
-def objects_of(bus: Bus, run: str) -> ObjectStore | None:
+def get_object_store(bus: Bus, run: str) -> ObjectStore | None:
     """The object store behind a bus, None if it has none (the bus in memory)."""
     made = getattr(bus, "objects", None)
     store: ObjectStore | None = made(weights_bucket(run)) if made is not None else None

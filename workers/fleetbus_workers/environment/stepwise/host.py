@@ -1,7 +1,7 @@
 """The step-wise sessions of one environment worker: calls come by request/reply, slots limit how many are open.
 
-Above it is the worker; below one `HostedSession` per slot. A session that is not here is looked up in its journal first: what
-was done is answered from there, what a dead worker left is taken over by a claim, and whoever lost its claim stops.
+Above it is the worker; below one `StepwiseSession` per slot. A session that is not here is looked up in its journal first: what
+was done is answered from there, the session of a dead worker is taken over by a claim, and a worker that lost its claim stops.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Request
-from fleetbus.core.journal import refused
+from fleetbus.core.journal import build_refusal
 from fleetbus.errors import BusClosed, BusError
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
-from fleetbus_workers.environment.attempts import Crew
-from fleetbus_workers.environment.stages import Superseded
-from fleetbus_workers.environment.stepwise.hosted import STORE_SECONDS, HostedSession, NoRoom
-from fleetbus_workers.environment.stepwise.journal import append, journal_of
-from fleetbus_workers.environment.stepwise.orphans import OrphanSweep
+from fleetbus_workers.environment.episode.attempts import WorkerContext
+from fleetbus_workers.environment.episode.stages import Superseded
+from fleetbus_workers.environment.stepwise.journal_log import append, read_session_journal
+from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
+from fleetbus_workers.environment.stepwise.session import STORE_SECONDS, LogUnavailable, StepwiseSession
 
-REAP_SECONDS = 1.0
+EXPIRY_CHECK_SECONDS = 1.0
 CALLS_PER_SLOT = 4
-"""Calls in work per slot; further ones are told to come again."""
+"""Concurrent calls per slot; further ones are refused as busy."""
 
 log = structlog.get_logger()
 
@@ -36,179 +36,181 @@ log = structlog.get_logger()
 class SessionHost:
     """Serves ``fbrpc.<run>.<worker>.*``: ``slots`` sessions at most, further ones queue for as long as their caller waits."""
 
-    def __init__(self, crew: Crew, slots: int, counters: defaultdict[str, float]) -> None:
-        self._crew = crew
+    def __init__(self, context: WorkerContext, slots: int, counters: defaultdict[str, float]) -> None:
+        self._context = context
         self._slots = slots
         self._free = anyio.Semaphore(slots) if slots else None
         self._counters = counters
-        self._hosted: dict[str, HostedSession] = {}
-        self._taking_up: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+        self._sessions: dict[str, StepwiseSession] = {}
+        self._admission_locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._calls = 0
         self._draining = False
-        self._emptied = anyio.Event()
-        self._admitted = anyio.Event()
+        self._session_removed = anyio.Event()
+        self._session_admitted = anyio.Event()
 
     @property
     def open(self) -> int:
         """Sessions that hold a slot."""
-        return len(self._hosted)
+        return len(self._sessions)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The sessions that are held here."""
-        return tuple(self._hosted)
+        return tuple(self._sessions)
 
     async def run(self) -> None:
         """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere."""
-        crew = self._crew
-        sweep = OrphanSweep(crew.bus, crew.subjects, worker=crew.worker, limits=crew.limits)
-        async with crew.bus.serve(crew.subjects.rpc(crew.worker, "*")) as server:
+        context = self._context
+        sweep = OrphanSweep(context.bus, context.subjects, worker=context.worker, limits=context.limits)
+        async with context.bus.serve(context.subjects.rpc(context.worker, "*")) as server:
             try:
                 async with anyio.create_task_group() as group:
-                    group.start_soon(self._reap, group)
+                    group.start_soon(self._end_expired, group)
                     group.start_soon(sweep.run)
                     while True:
                         request = await server.receive()
                         if self._calls >= CALLS_PER_SLOT * self._slots + 1:
-                            group.start_soon(self._turn_away, request)
+                            group.start_soon(self._reject, request)
                         else:
                             self._calls += 1
                             group.start_soon(self._handle, request)
             finally:
                 with anyio.CancelScope(shield=True):  # each close is bounded by its own limit
-                    await self._leave_all()
+                    await self._leave_sessions()
 
     async def drain(self, seconds: float) -> None:
-        """Admit nobody new; after ``seconds`` hand back what others can go on with, and end the rest as ``lost``."""
+        """Admit no more sessions; after ``seconds`` release those that others can restore, end the rest as ``lost``."""
         self._draining = True
         with anyio.move_on_after(seconds):
-            while self._hosted:
-                self._emptied = anyio.Event()
-                await self._emptied.wait()
+            while self._sessions:
+                self._session_removed = anyio.Event()
+                await self._session_removed.wait()
         async with anyio.create_task_group() as group:
-            for session, hosted in list(self._hosted.items()):
-                group.start_soon(self._hand_back, session, hosted)
+            for session, stepwise_session in list(self._sessions.items()):
+                group.start_soon(self._release_or_end, session, stepwise_session)
 
-    async def _hand_back(self, session: str, hosted: HostedSession) -> None:
+    async def _release_or_end(self, session: str, stepwise_session: StepwiseSession) -> None:
         try:
-            if hosted.stays_whole:
-                await hosted.leave()
+            if stepwise_session.is_restorable:
+                await stepwise_session.leave()
             else:
-                await hosted.end("lost", error_class="drained", error="its worker stopped")
-        except (Superseded, NoRoom, BusError) as error:
-            log.warning("session not handed back", session=session, reason=str(error))
+                await stepwise_session.end("lost", error_class="drained", error="its worker stopped")
+        except (Superseded, LogUnavailable, BusError) as error:
+            log.warning("session release failed; leaving it to its limits", session=session, reason=str(error))
         finally:
-            self._forget(session)
+            self._remove(session)
 
-    async def _leave_all(self) -> None:
+    async def _leave_sessions(self) -> None:
         async with anyio.create_task_group() as group:
-            for session, hosted in list(self._hosted.items()):
-                group.start_soon(hosted.leave)
-                self._forget(session)
+            for session, stepwise_session in list(self._sessions.items()):
+                group.start_soon(stepwise_session.leave)
+                self._remove(session)
 
-    async def _turn_away(self, request: Request) -> None:
-        call = self._decoded(request)
+    async def _reject(self, request: Request) -> None:
+        call = self._decode_call(request)
         if call is not None:
-            await request.respond(encode(refused(call, "busy", "too many calls at a time")))
+            await request.respond(encode(build_refusal(call, "busy", "too many calls at a time")))
 
-    def _decoded(self, request: Request) -> SessionCall | None:
+    def _decode_call(self, request: Request) -> SessionCall | None:
         try:
             return decode(SessionCall, request.payload, subject=request.subject)
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
-            log.warning("call ignored", reason=str(malformed))
+            log.warning("call is malformed; ignoring it", reason=str(malformed))
             return None
 
     async def _handle(self, request: Request) -> None:
         try:
-            call = self._decoded(request)
+            call = self._decode_call(request)
             if call is None:
                 return
             answer = await self._answer(call)
             self._counters["session_calls"] += 1
-            await request.respond(self._encoded(call, answer))
+            await request.respond(self._encode_answer(call, answer))
         except BusClosed:
             raise
         except BusError as error:
-            log.warning("call not answered", subject=request.subject, reason=str(error))
+            log.warning("call failed; sending no answer", subject=request.subject, reason=str(error))
         finally:
             self._calls -= 1
 
-    def _encoded(self, call: SessionCall, answer: SessionAnswer) -> bytes:
+    def _encode_answer(self, call: SessionCall, answer: SessionAnswer) -> bytes:
         try:
             return encode(answer)
         except MalformedMessage as malformed:
-            return encode(refused(call, "conflict", f"the answer cannot travel: {malformed.reason}"))
+            return encode(build_refusal(call, "conflict", f"the answer cannot be encoded: {malformed.reason}"))
 
     async def _answer(self, call: SessionCall) -> SessionAnswer:
-        hosted = self._hosted.get(call.session)
-        if hosted is None:
-            async with self._alone(call.session):
-                taken = self._hosted.get(call.session) or await self._take_up(call)
-            if isinstance(taken, SessionAnswer):
-                return taken
-            hosted = taken
-        answer = await hosted.answer(call)
-        if hosted.over:
-            self._forget(call.session, hosted)
+        stepwise_session = self._sessions.get(call.session)
+        if stepwise_session is None:
+            async with self._lock_session(call.session):
+                admitted = self._sessions.get(call.session) or await self._admit(call)
+            if isinstance(admitted, SessionAnswer):
+                return admitted
+            stepwise_session = admitted
+        answer = await stepwise_session.answer(call)
+        if stepwise_session.is_over:
+            self._remove(call.session, stepwise_session)
         return answer
 
     @asynccontextmanager
-    async def _alone(self, session: str) -> AsyncIterator[None]:
+    async def _lock_session(self, session: str) -> AsyncIterator[None]:
         """One call at a time takes a session up; those behind it find it here, however many before them gave up."""
-        lock = self._taking_up[session]
+        lock = self._admission_locks[session]
         try:
             async with lock:
                 yield
         finally:
-            if not lock.statistics().locked and self._taking_up.get(session) is lock:
-                del self._taking_up[session]
+            if not lock.statistics().locked and self._admission_locks.get(session) is lock:
+                del self._admission_locks[session]
 
-    async def _take_up(self, call: SessionCall) -> HostedSession | SessionAnswer:
+    async def _admit(self, call: SessionCall) -> StepwiseSession | SessionAnswer:
         """Look, queue for a slot, look again, claim, restore."""
-        crew = self._crew
-        journal = await journal_of(crew.bus, crew.subjects, call.session)
+        context = self._context
+        journal = await read_session_journal(context.bus, context.subjects, call.session)
         if answer := journal.answer(call):
             return answer
         if self._draining:
-            return refused(call, "draining", f"{crew.worker} takes no more sessions")
-        if not await self._slot(call.wait_seconds):
-            return refused(call, "no_slot", f"all {self._slots} slots of {crew.worker} are taken")
-        kept = False
+            return build_refusal(call, "draining", f"{context.worker} takes no more sessions")
+        if not await self._acquire_slot(call.wait_seconds):
+            return build_refusal(call, "no_slot", f"all {self._slots} slots of {context.worker} are taken")
+        is_hosted = False
         try:
             task = call.task if journal.claim is None else journal.claim.task
             if task is None:
-                return refused(call, "conflict", "open needs a task")
+                return build_refusal(call, "conflict", "open needs a task")
             attempt = journal.claim.attempt + 1 if journal.claim else 1
-            claim = SessionClaimed(session=call.session, attempt=attempt, worker=crew.worker, nonce=crew.nonce(), task=task)
+            claim = SessionClaimed(
+                session=call.session, attempt=attempt, worker=context.worker, nonce=context.nonce(), task=task
+            )
             with anyio.fail_after(STORE_SECONDS):
-                await append(crew.bus, crew.subjects, call.session, journal, claim)
-            hosted = HostedSession(crew, journal, session=call.session)
-            self._hosted[call.session] = hosted
-            kept = True
-            self._admitted.set()
-            await self._restore(call.session, hosted)
+                await append(context.bus, context.subjects, call.session, journal, claim)
+            stepwise_session = StepwiseSession(context, journal, session=call.session)
+            self._sessions[call.session] = stepwise_session
+            is_hosted = True
+            self._session_admitted.set()
+            await self._restore(call.session, stepwise_session)
             self._counters["sessions_opened" if attempt == 1 else "sessions_taken_over"] += 1
-            return hosted
+            return stepwise_session
         except Superseded:
-            return refused(call, "moved", "another worker took the session")
-        except (NoRoom, TimeoutError):
-            return refused(call, "log", "the log has no room for the claim")
+            return build_refusal(call, "moved", "another worker took the session")
+        except (LogUnavailable, TimeoutError):
+            return build_refusal(call, "log", "the log has no room for the claim")
         except MalformedMessage as malformed:
-            return refused(call, "conflict", f"the task cannot be recorded: {malformed.reason}")
+            return build_refusal(call, "conflict", f"the task cannot be recorded: {malformed.reason}")
         finally:
-            if not kept:
-                self._release()
+            if not is_hosted:
+                self._release_slot()
 
-    async def _restore(self, session: str, hosted: HostedSession) -> None:
-        """A session that cannot be restored and recorded holds no slot here; it has closed its environment by then."""
+    async def _restore(self, session: str, stepwise_session: StepwiseSession) -> None:
+        """A session that cannot be restored and recorded frees its slot; its environment is closed already."""
         try:
-            await hosted.restore()
-        except (Superseded, NoRoom):
-            self._forget(session, hosted)
+            await stepwise_session.restore()
+        except (Superseded, LogUnavailable):
+            self._remove(session, stepwise_session)
             raise
 
-    async def _slot(self, wait_seconds: float) -> bool:
+    async def _acquire_slot(self, wait_seconds: float) -> bool:
         """A slot within that time; those who wait are served in order of arrival."""
         if self._free is None:
             return False
@@ -221,31 +223,31 @@ class SessionHost:
             return False
         return True
 
-    def _release(self) -> None:
+    def _release_slot(self) -> None:
         assert self._free is not None
         self._free.release()
 
-    def _forget(self, session: str, hosted: HostedSession | None = None) -> None:
-        if session in self._hosted and (hosted is None or self._hosted[session] is hosted):
-            del self._hosted[session]
-            self._release()
-            self._emptied.set()
+    def _remove(self, session: str, stepwise_session: StepwiseSession | None = None) -> None:
+        if session in self._sessions and (stepwise_session is None or self._sessions[session] is stepwise_session):
+            del self._sessions[session]
+            self._release_slot()
+            self._session_removed.set()
 
-    async def _reap(self, group: TaskGroup) -> None:
-        """For ever: end the sessions whose time is up; one timer for all of them."""
+    async def _end_expired(self, group: TaskGroup) -> None:
+        """End expired sessions until cancelled; one timer for all of them."""
         while True:
-            if not self._hosted:
-                self._admitted = anyio.Event()
-                await self._admitted.wait()
-            await anyio.sleep(REAP_SECONDS)
+            if not self._sessions:
+                self._session_admitted = anyio.Event()
+                await self._session_admitted.wait()
+            await anyio.sleep(EXPIRY_CHECK_SECONDS)
             now = anyio.current_time()
-            for session, hosted in list(self._hosted.items()):
-                if end := hosted.expired(now):
-                    group.start_soon(self._expire, session, hosted, end)
+            for session, stepwise_session in list(self._sessions.items()):
+                if end := stepwise_session.expired(now):
+                    group.start_soon(self._expire, session, stepwise_session, end)
 
-    async def _expire(self, session: str, hosted: HostedSession, end: SessionEnd) -> None:
+    async def _expire(self, session: str, stepwise_session: StepwiseSession, end: SessionEnd) -> None:
         try:
-            await hosted.end(end)
-        except (Superseded, NoRoom, BusError) as error:
-            log.warning("session not ended", session=session, reason=str(error))
-        self._forget(session, hosted)
+            await stepwise_session.end(end)
+        except (Superseded, LogUnavailable, BusError) as error:
+            log.warning("session end failed; removing it from this worker", session=session, reason=str(error))
+        self._remove(session, stepwise_session)

@@ -20,11 +20,11 @@ SEED_MASK = (1 << 63) - 1
 """Servers take seeds as signed 64-bit integers."""
 
 
-class Unreadable(Exception):
+class MalformedResponse(Exception):
     """An answer that is not what the dialect promises."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class StreamChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk of a stream: what it adds. ``finish`` is empty until the last one; ``labels`` are those of all the weights that
     made the answer, if the server names them."""
 
@@ -36,25 +36,25 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a server: a request, continued after ``so_far`` ids, in at most ``max_tokens`` more."""
+class ServerCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a server: a request, continued after ``generated_ids`` ids, in at most ``max_tokens`` more."""
 
     request: GenerationRequest
     model: str
-    so_far: Sequence[int] = ()
+    generated_ids: Sequence[int] = ()
     prompt_text: str = ""
     stops: Sequence[str] = ()
     salt: str = ""
     stream: bool = True
-    candidates: int = 0
+    top_logprobs: int = 0
 
     @property
     def ids(self) -> list[int]:
-        return [*self.request.ids, *self.so_far]
+        return [*self.request.ids, *self.generated_ids]
 
     @property
     def max_tokens(self) -> int:
-        return self.request.max_tokens - len(self.so_far)
+        return self.request.max_tokens - len(self.generated_ids)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -69,112 +69,112 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dialect(Protocol):
-    """One way to talk. ``exact`` if it gives token ids with log-probabilities."""
+    """One way to talk. ``returns_tokens`` if it gives token ids with log-probabilities."""
 
     name: str
     path: str
-    exact: bool
+    returns_tokens: bool
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def build_body(self, call: ServerCall) -> dict[str, Any]:
         """The JSON body of the request."""
 
-    def piece(self, chunk: dict[str, Any]) -> Piece:
-        """One JSON object of the answer; raises `Unreadable`."""
+    def parse_chunk(self, chunk: dict[str, Any]) -> StreamChunk:
+        """One JSON object of the answer; raises `MalformedResponse`."""
 
 
-class Generate:
+class GenerateDialect:
     """Ids in, ids and log-probabilities out, and the label of the weights that made them."""
 
-    name, path, exact = "generate", "/inference/v1/generate", True
+    name, path, returns_tokens = "generate", "/inference/v1/generate", True
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def build_body(self, call: ServerCall) -> dict[str, Any]:
         parameters = {
-            **ask.sampling,
-            "stop_token_ids": sorted(ask.request.stop_ids),
-            "logprobs": ask.candidates,
+            **call.sampling,
+            "stop_token_ids": sorted(call.request.stop_ids),
+            "logprobs": call.top_logprobs,
             "detokenize": False,
         }
-        salted = {"cache_salt": ask.salt} if ask.salt else {}
-        return {"model": ask.model, "token_ids": ask.ids, "sampling_params": parameters, "stream": ask.stream, **salted}
+        salt_field = {"cache_salt": call.salt} if call.salt else {}
+        return {"model": call.model, "token_ids": call.ids, "sampling_params": parameters, "stream": call.stream, **salt_field}
 
-    def piece(self, chunk: dict[str, Any]) -> Piece:
-        choice = _choice(chunk)
+    def parse_chunk(self, chunk: dict[str, Any]) -> StreamChunk:
+        choice = _get_choice(chunk)
         if choice is None:
-            return Piece(cached_tokens=_cached(chunk))
+            return StreamChunk(cached_tokens=_read_cached_tokens(chunk))
         content = (choice.get("logprobs") or {}).get("content") or []
-        return Piece(
-            ids=_ids(choice.get("token_ids")),
-            logprobs=[_number(entry.get("logprob")) for entry in content],
+        return StreamChunk(
+            ids=_parse_ids(choice.get("token_ids")),
+            logprobs=[_parse_number(entry.get("logprob")) for entry in content],
             finish=choice.get("finish_reason") or "",
             labels=tuple(str(span["version"]) for span in choice.get("weight_versions") or ()),
-            cached_tokens=_cached(chunk),
+            cached_tokens=_read_cached_tokens(chunk),
         )
 
 
-class Completions:
+class CompletionsDialect:
     """Completions with vLLM's additions: ids in, ids and log-probabilities out."""
 
-    name, path, exact = "completions", "/v1/completions", True
+    name, path, returns_tokens = "completions", "/v1/completions", True
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def build_body(self, call: ServerCall) -> dict[str, Any]:
         body = {
-            "model": ask.model,
-            "prompt": ask.ids,
-            **ask.sampling,
-            "stop_token_ids": sorted(ask.request.stop_ids),
-            "logprobs": ask.candidates,
+            "model": call.model,
+            "prompt": call.ids,
+            **call.sampling,
+            "stop_token_ids": sorted(call.request.stop_ids),
+            "logprobs": call.top_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
-            "stream": ask.stream,
+            "stream": call.stream,
         }
-        return body | ({"cache_salt": ask.salt} if ask.salt else {})
+        return body | ({"cache_salt": call.salt} if call.salt else {})
 
-    def piece(self, chunk: dict[str, Any]) -> Piece:
-        choice = _choice(chunk)
+    def parse_chunk(self, chunk: dict[str, Any]) -> StreamChunk:
+        choice = _get_choice(chunk)
         if choice is None:
-            return Piece(cached_tokens=_cached(chunk))
+            return StreamChunk(cached_tokens=_read_cached_tokens(chunk))
         logprobs = choice.get("logprobs") or {}
         ids = choice.get("token_ids")
         if ids is None:
-            ids = [_spelled(token) for token in logprobs.get("tokens") or ()]
-        return Piece(
-            ids=_ids(ids),
-            logprobs=[_number(value) for value in logprobs.get("token_logprobs") or ()],
+            ids = [_parse_token(token) for token in logprobs.get("tokens") or ()]
+        return StreamChunk(
+            ids=_parse_ids(ids),
+            logprobs=[_parse_number(value) for value in logprobs.get("token_logprobs") or ()],
             text=choice.get("text") or "",
             finish=choice.get("finish_reason") or "",
-            cached_tokens=_cached(chunk),
+            cached_tokens=_read_cached_tokens(chunk),
         )
 
 
-class TextOnly:
+class TextDialect:
     """Completions of any server: text in, text out."""
 
-    name, path, exact = "text", "/v1/completions", False
+    name, path, returns_tokens = "text", "/v1/completions", False
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def build_body(self, call: ServerCall) -> dict[str, Any]:
         return {
-            "model": ask.model,
-            "prompt": ask.prompt_text,
-            **ask.sampling,
-            "stop": list(ask.stops)[:4],  # the protocol's limit
-            "stream": ask.stream,
+            "model": call.model,
+            "prompt": call.prompt_text,
+            **call.sampling,
+            "stop": list(call.stops)[:4],  # the protocol's limit
+            "stream": call.stream,
         }
 
-    def piece(self, chunk: dict[str, Any]) -> Piece:
-        choice = _choice(chunk)
+    def parse_chunk(self, chunk: dict[str, Any]) -> StreamChunk:
+        choice = _get_choice(chunk)
         if choice is None:
-            return Piece()
-        return Piece(text=choice.get("text") or "", finish=choice.get("finish_reason") or "")
+            return StreamChunk()
+        return StreamChunk(text=choice.get("text") or "", finish=choice.get("finish_reason") or "")
 
 
-DIALECTS: tuple[Dialect, ...] = (Generate(), Completions(), TextOnly())
+DIALECTS: tuple[Dialect, ...] = (GenerateDialect(), CompletionsDialect(), TextDialect())
 """The best first."""
 
 
-def _choice(chunk: dict[str, Any]) -> dict[str, Any] | None:
+def _get_choice(chunk: dict[str, Any]) -> dict[str, Any] | None:
     if "error" in chunk:
-        raise Unreadable(error_text(chunk))
+        raise MalformedResponse(format_error(chunk))
     choices = chunk.get("choices")
     if not choices:
         return None  # a chunk with usage alone
@@ -182,35 +182,35 @@ def _choice(chunk: dict[str, Any]) -> dict[str, Any] | None:
     return choice
 
 
-def error_text(answer: Any) -> str:
+def format_error(answer: Any) -> str:
     """The words of an error answer, in one bounded line."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:300]
 
 
-def _ids(ids: Any) -> list[int]:
+def _parse_ids(ids: Any) -> list[int]:
     if ids is None:
         return []
     if not all(isinstance(token, int) and token >= 0 for token in ids):
-        raise Unreadable("token ids are not all integers from 0 on")
+        raise MalformedResponse("token ids are not all integers from 0 on")
     return list(ids)
 
 
-def _spelled(token: Any) -> int:
+def _parse_token(token: Any) -> int:
     """``token_id:17``, as servers spell tokens when they are asked for ids."""
     digits = str(token).removeprefix("token_id:")
     if not digits.isdecimal():
-        raise Unreadable(f"{str(token)[:40]!r} is a text where a token id should be")
+        raise MalformedResponse(f"{str(token)[:40]!r} is a text where a token id should be")
     return int(digits)
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise Unreadable("a log-probability is not a number")
+        raise MalformedResponse("a log-probability is not a number")
     return float(value)
 
 
-def _cached(chunk: dict[str, Any]) -> int:
+def _read_cached_tokens(chunk: dict[str, Any]) -> int:
     details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)

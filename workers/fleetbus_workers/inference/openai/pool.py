@@ -1,7 +1,7 @@
 """Which server answers: least loaded first, an episode's own server while it has room, none that is not ready.
 
 A server is ready when it is healthy and its weights are the wanted version. Health is asked in the background; a server that
-comes back, or was started again behind our back, is given the wanted weights before it is asked for a token.
+comes back, or was restarted by others, is given the wanted weights before it is asked for a token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import structlog
 
-from fleetbus_workers.inference.openai.server import Server, ServerTrouble
+from fleetbus_workers.inference.openai.model_server import ModelServer, ServerFailed
 
 CHECK_SECONDS = 2.0
 MAX_REMEMBERED = 4096
@@ -22,23 +22,25 @@ MAX_REMEMBERED = 4096
 log = structlog.get_logger()
 
 
-class Pool:
+class ServerPool:
     """``slots`` answers at a time are spread over ``servers``. ``restore(server)`` brings a server that was away to the state
-    that is wanted; it raises `ServerTrouble`."""
+    that is wanted; it raises `ServerFailed`."""
 
-    def __init__(self, servers: Sequence[Server], *, slots: int, restore: Callable[[Server], Awaitable[None]]) -> None:
+    def __init__(
+        self, servers: Sequence[ModelServer], *, slots: int, restore: Callable[[ModelServer], Awaitable[None]]
+    ) -> None:
         self.servers = tuple(servers)
         self.wanted: int | None = None
         """The version that answers come from; None: whatever they have."""
-        self._room = math.ceil(slots / len(servers))
+        self._slots_per_server = math.ceil(slots / len(servers))
         self._restore = restore
-        self._homes: OrderedDict[str, Server] = OrderedDict()
+        self._preferred_servers: OrderedDict[str, ModelServer] = OrderedDict()
         self._changed = anyio.Event()
-        self.stayed = 0
-        """Turns that went to the server that has their episode's keys and values; `moved`: those that could not."""
-        self.moved = 0
+        self.sticky_turns = 0
+        """Turns that went to the server that has their episode's keys and values; `moved_turns`: those that could not."""
+        self.moved_turns = 0
 
-    def ready(self) -> list[Server]:
+    def list_ready(self) -> list[ModelServer]:
         """The servers that may be asked now."""
         return [
             server
@@ -46,65 +48,69 @@ class Pool:
             if server.state.healthy and (self.wanted is None or server.state.version == self.wanted)
         ]
 
-    async def choose(self, episode: str) -> Server:
+    async def choose(self, episode: str) -> ModelServer:
         """The server for an episode's turn; waits while there is none. The caller's scope limits the wait."""
-        while not (ready := self.ready()):
+        while not (ready := self.list_ready()):
             await self._changed.wait()
         least = min(ready, key=lambda server: server.state.in_flight)
-        home = self._homes.pop(episode, None)
-        has_room = home in ready and home is not None and home.state.in_flight < self._room
-        chosen = home if home is not None and has_room else least
-        if home is not None:
-            self.stayed += chosen is home
-            self.moved += chosen is not home
-        self._homes[episode] = chosen
-        if len(self._homes) > MAX_REMEMBERED:
-            self._homes.popitem(last=False)
+        preferred = self._preferred_servers.pop(episode, None)
+        has_room = preferred in ready and preferred is not None and preferred.state.in_flight < self._slots_per_server
+        chosen = preferred if preferred is not None and has_room else least
+        if preferred is not None:
+            self.sticky_turns += chosen is preferred
+            self.moved_turns += chosen is not preferred
+        self._preferred_servers[episode] = chosen
+        if len(self._preferred_servers) > MAX_REMEMBERED:
+            self._preferred_servers.popitem(last=False)
         return chosen
 
     def forget(self, episode: str) -> None:
-        self._homes.pop(episode, None)
+        self._preferred_servers.pop(episode, None)
 
-    def suspect(self, server: Server, reason: str) -> None:
-        """Not asked again before it has shown that it lives."""
+    def mark_suspect(self, server: ModelServer, reason: str) -> None:
+        """Exclude a server until its health check passes."""
         if server.state.healthy:
-            log.warning("server left out", url=server.url, reason=reason)
+            log.warning("server failed; excluding it until it is healthy", url=server.url, reason=reason)
         server.state.healthy = False
         server.state.reason = reason
 
-    def announce(self) -> None:
-        """Something changed: whoever waits looks again."""
+    def notify(self) -> None:
+        """Wake the tasks that wait for a ready server."""
         self._changed.set()
         self._changed = anyio.Event()
 
-    def reasons(self) -> str:
+    def describe_failures(self) -> str:
         """Why the servers that are not ready are not, in one line."""
         return "; ".join(server.state.reason for server in self.servers if not server.state.healthy)
 
     async def watch(self, busy: anyio.Lock) -> None:
-        """Ask after every server's health, for ever; ``busy`` is held while weights are swapped."""
+        """Check every server's health periodically, until cancelled; ``busy`` is held while weights are swapped."""
         while True:
             async with busy, anyio.create_task_group() as group:
                 for server in self.servers:
-                    group.start_soon(self._check, server)
+                    group.start_soon(self._check_server, server)
             await anyio.sleep(CHECK_SECONDS)
 
-    async def _check(self, server: Server) -> None:
+    async def _check_server(self, server: ModelServer) -> None:
         state = server.state
         try:
-            await server.is_alive()
-            if state.takes_weights and self.wanted is not None and await server.weight_label() != label(self.wanted):
+            await server.check_health()
+            if (
+                state.takes_weights
+                and self.wanted is not None
+                and await server.fetch_weight_label() != build_weight_label(self.wanted)
+            ):
                 state.version = None
             if not state.healthy or (self.wanted is not None and state.version != self.wanted):
                 await self._restore(server)
-                log.info("server is ready", url=server.url)
-        except ServerTrouble as trouble:
-            self.suspect(server, str(trouble))
+                log.info("server ready", url=server.url)
+        except ServerFailed as failed:
+            self.mark_suspect(server, str(failed))
             return
         state.healthy = True
-        self.announce()
+        self.notify()
 
 
-def label(version: int) -> str:
+def build_weight_label(version: int) -> str:
     """What a server calls the weights of a version."""
     return f"fleetbus-{version}"

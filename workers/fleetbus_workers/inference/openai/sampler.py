@@ -19,12 +19,12 @@ import structlog
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
-from fleetbus_workers.inference.openai.answer import Answer
-from fleetbus_workers.inference.openai.dialects import Ask
-from fleetbus_workers.inference.openai.pool import Pool, label
-from fleetbus_workers.inference.openai.probing import probe
-from fleetbus_workers.inference.openai.server import Server, ServerTrouble
-from fleetbus_workers.inference.reloading import Reloadable
+from fleetbus_workers.inference.openai.capability_probe import probe
+from fleetbus_workers.inference.openai.dialects import ServerCall
+from fleetbus_workers.inference.openai.model_server import ModelServer, ServerFailed
+from fleetbus_workers.inference.openai.partial_generation import PartialGeneration
+from fleetbus_workers.inference.openai.pool import ServerPool, build_weight_label
+from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.file import WeightsRejected
 
 MAX_TRIES = 4
@@ -48,7 +48,8 @@ class Codec(Protocol):
 class OpenAISampler:
     """`Sampler` for servers at ``urls``; their weights count as version ``version`` until others are loaded.
 
-    ``purpose`` ``train`` wants token ids, log-probabilities and servers that take new weights from ``place``, a folder that
+    ``purpose`` ``train`` wants token ids, log-probabilities and servers that append_chunk new weights from ``place``, a folder
+    that
     they read too; ``evaluate`` takes what there is. `running` raises `UserError` when a server cannot serve the purpose or
     when none answers.
     """
@@ -63,8 +64,8 @@ class OpenAISampler:
         model: str = "",
         key: str = "",
         slots: int = 64,
-        max_length: int = 1 << 30,
-        weights: Reloadable | None = None,
+        max_model_len: int = 1 << 30,
+        weights: WeightFolders | None = None,
         version: int = 0,
         max_tries: int = MAX_TRIES,
     ) -> None:
@@ -74,16 +75,16 @@ class OpenAISampler:
         self._codec = codec
         self._prompt = list(prompt)
         self._purpose = purpose
-        self._max_length = max_length
+        self._max_model_len = max_model_len
         self._probed = False
         self._model = model
         self._weights = weights
         self._max_tries = max_tries
-        servers = [Server(url, key=key, connections=slots) for url in dict.fromkeys(urls)]
-        self._pool = Pool(servers, slots=slots, restore=self._restore)
+        servers = [ModelServer(url, key=key, connections=slots) for url in dict.fromkeys(urls)]
+        self._pool = ServerPool(servers, slots=slots, restore=self._restore_server)
         self._folder: Path | None = None
-        self._open = anyio.Event()
-        self._open.set()
+        self._accepting = anyio.Event()
+        self._accepting.set()
         self._loading = anyio.Lock()
         self._streams: set[anyio.CancelScope] = set()
         self._idle = anyio.Event()
@@ -92,8 +93,9 @@ class OpenAISampler:
 
     @property
     def stats(self) -> dict[str, float]:
-        """See `Measured.stats`; also ``failovers``, ``interruptions`` (by new weights), ``turns_stayed``, ``turns_moved``."""
-        return self._stats | {"turns_stayed": float(self._pool.stayed), "turns_moved": float(self._pool.moved)}
+        """See `SamplerStats.stats`; also ``failovers``, ``interruptions`` (by new weights), ``turns_stayed``,
+        ``turns_moved``."""
+        return self._stats | {"turns_stayed": float(self._pool.sticky_turns), "turns_moved": float(self._pool.moved_turns)}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -111,28 +113,28 @@ class OpenAISampler:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one turn on whichever server is best; cancelling ends it there too. A history without room below
-        ``max_length`` gets no token and finish reason ``length``. Raises `EngineFailed` after
+        ``max_model_len`` gets no token and finish reason ``length``. Raises `EngineFailed` after
         ``max_tries`` failures, `RequestRefused` for what a server will never do."""
-        limit = min(request.max_tokens, self._max_length - len(request.ids))
+        limit = min(request.max_tokens, self._max_model_len - len(request.ids))
         if limit < 1:
             return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
         request = msgspec.structs.replace(request, max_tokens=limit)
         async with self._limiter:
-            answer = Answer(request)
+            answer = PartialGeneration(request)
             failures = 0
-            while not answer.finished:
-                server = await self._server_for(request)
+            while not answer.is_finished:
+                server = await self._select_server(request)
                 try:
-                    await self._continue(answer, server)
-                except ServerTrouble as trouble:
+                    await self._stream_answer(answer, server)
+                except ServerFailed as failed:
                     failures += 1
                     self._stats["failovers"] += 1
-                    self._pool.suspect(server, str(trouble))
+                    self._pool.mark_suspect(server, str(failed))
                     if failures >= self._max_tries:
-                        raise EngineFailed(f"{failures} servers failed this turn, last: {trouble}") from trouble
+                        raise EngineFailed(f"{failures} servers failed this turn, last: {failed}") from failed
                     await anyio.sleep(min(FIRST_PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS))
             self._stats["sampled_tokens"] += len(answer.ids)
-            return answer.generation()
+            return answer.build_generation()
 
     async def load(self, policy: PolicyPublished) -> None:
         """Interrupt what is being streamed, swap every server, let it go on. Raises `WeightsRejected`; then the old version
@@ -142,33 +144,33 @@ class OpenAISampler:
             return
         async with self._loading:
             folder = await anyio.to_thread.run_sync(self._weights.prepare, policy)
-            self._open = anyio.Event()
+            self._accepting = anyio.Event()
             try:
                 await self._interrupt()
                 await self._swap(policy.version, folder)
             finally:
-                self._open.set()
-                self._pool.announce()
-            await anyio.to_thread.run_sync(self._weights.keep_only, self._folder)
+                self._accepting.set()
+                self._pool.notify()
+            await anyio.to_thread.run_sync(self._weights.remove_others, self._folder)
 
     def forget(self, cache_key: str) -> None:
         self._pool.forget(cache_key)
 
-    # Asking
+    # Requests
 
-    async def _server_for(self, request: GenerationRequest) -> Server:
+    async def _select_server(self, request: GenerationRequest) -> ModelServer:
         while True:
-            await self._open.wait()
+            await self._accepting.wait()
             server = await self._pool.choose(request.cache_key)
-            if self._open.is_set():  # nothing was awaited since a server was chosen
-                self._check(server, request)
+            if self._accepting.is_set():  # nothing was awaited since a server was chosen
+                self._check_request(server, request)
                 return server
 
-    def _check(self, server: Server, request: GenerationRequest) -> None:
+    def _check_request(self, server: ModelServer, request: GenerationRequest) -> None:
         """What this server can never do for this request."""
         if not request.trained:
             return
-        if self._purpose != "train" or not server.dialect.exact:
+        if self._purpose != "train" or not server.dialect.returns_tokens:
             raise RequestRefused(f"{server.url} serves evaluation only: nothing can be trained on what it answers")
         temperature, top_p = request.sampling.temperature, request.sampling.top_p
         if temperature not in (0.0, 1.0) and not server.state.scaled_logprobs:
@@ -182,23 +184,25 @@ class OpenAISampler:
                 "--logprobs-mode processed_logprobs"
             )
 
-    async def _continue(self, answer: Answer, server: Server) -> None:
+    async def _stream_answer(self, answer: PartialGeneration, server: ModelServer) -> None:
         """Stream from a server until the answer is finished or new weights interrupt it."""
         version = server.state.version if server.state.version is not None else self.version
-        ask = Ask(
+        call = ServerCall(
             request=answer.request,
             model=server.state.model,
-            so_far=tuple(answer.ids),
-            prompt_text="" if server.dialect.exact else self._codec.decode([*answer.request.ids, *answer.ids]),
-            stops=() if server.dialect.exact else [self._codec.decode([stop]) for stop in sorted(answer.request.stop_ids)],
-            salt=label(version),
+            generated_ids=tuple(answer.ids),
+            prompt_text="" if server.dialect.returns_tokens else self._codec.decode([*answer.request.ids, *answer.ids]),
+            stops=()
+            if server.dialect.returns_tokens
+            else [self._codec.decode([stop]) for stop in sorted(answer.request.stop_ids)],
+            salt=build_weight_label(version),
         )
         scope = anyio.CancelScope()
         self._streams.add(scope)
         server.state.in_flight += 1
         try:
             with scope:
-                await self._read(answer, server, ask, version)
+                await self._read_chunks(answer, server, call, version)
             self._stats["interruptions"] += scope.cancelled_caught
         finally:
             server.state.in_flight -= 1
@@ -206,25 +210,27 @@ class OpenAISampler:
             if not self._streams:
                 self._idle.set()
 
-    async def _read(self, answer: Answer, server: Server, ask: Ask, version: int) -> None:
+    async def _read_chunks(self, answer: PartialGeneration, server: ModelServer, call: ServerCall, version: int) -> None:
         """Take pieces as they come; what other weights than the expected ones made is given back."""
         text, known, cached = "", len(answer.ids), 0
-        async with aclosing(server.stream(ask, answer.request.cache_key)) as pieces:
+        async with aclosing(server.stream(call, answer.request.cache_key)) as pieces:
             async for piece in pieces:
                 cached += piece.cached_tokens
-                if self._pool.wanted is not None and any(found != label(version) for found in piece.labels):
-                    answer.cut(known)
+                if self._pool.wanted is not None and any(found != build_weight_label(version) for found in piece.labels):
+                    answer.truncate(known)
                     server.state.version = None
-                    raise ServerTrouble(f"{server.url}: its weights are {', '.join(piece.labels)}, not {label(version)}")
-                if server.dialect.exact:
-                    answer.take(piece, version)
+                    raise ServerFailed(
+                        f"{server.url}: its weights are {', '.join(piece.labels)}, not {build_weight_label(version)}"
+                    )
+                if server.dialect.returns_tokens:
+                    answer.append_chunk(piece, version)
                 text += piece.text
-                if piece.finish and not server.dialect.exact:
-                    answer.take_text(self._codec.encode(text), self._codec.turn_end, piece.finish, version)
+                if piece.finish and not server.dialect.returns_tokens:
+                    answer.set_text(self._codec.encode(text), self._codec.turn_end, piece.finish, version)
         self._stats["cached_tokens"] += cached
-        self._stats["prefill_tokens"] += len(ask.request.ids) + len(ask.so_far) - cached
+        self._stats["prefill_tokens"] += len(call.request.ids) + len(call.generated_ids) - cached
 
-    # Beginning
+    # Probing
 
     async def probe(self) -> None:
         """Ask every server what it can do, once. Raises `UserError` when one cannot serve the purpose or when none answers."""
@@ -233,27 +239,27 @@ class OpenAISampler:
         async with anyio.create_task_group() as group:
             for server in self._pool.servers:
                 group.start_soon(self._probe, server)
-        if not self._pool.ready():
-            raise UserError(f"no server answers: {self._pool.reasons()}")
+        if not self._pool.list_ready():
+            raise UserError(f"no server answers: {self._pool.describe_failures()}")
         for server in self._pool.servers:
             if server.state.healthy:
                 self._check_purpose(server)
         self._probed = True
 
-    async def _probe(self, server: Server) -> None:
+    async def _probe(self, server: ModelServer) -> None:
         try:
             await probe(server, model=self._model, ids=self._prompt, text=self._codec.decode(self._prompt))
-        except ServerTrouble as trouble:
-            self._pool.suspect(server, str(trouble))
+        except ServerFailed as failed:
+            self._pool.mark_suspect(server, str(failed))
         else:
             server.state.healthy = True
             server.state.version = self.version
-            log.info("server found", url=server.url, dialect=server.dialect.name, model=server.state.model)
+            log.info("server probed", url=server.url, dialect=server.dialect.name, model=server.state.model)
 
-    def _check_purpose(self, server: Server) -> None:
+    def _check_purpose(self, server: ModelServer) -> None:
         if self._purpose != "train":
             return
-        if not server.dialect.exact:
+        if not server.dialect.returns_tokens:
             raise UserError(
                 f"{server.url} answers with text alone, and training needs token ids and log-probabilities: "
                 "use it with --inference-purpose evaluate, or a server with return_token_ids (vLLM)"
@@ -275,7 +281,7 @@ class OpenAISampler:
             server.state.version = policy.version
 
     async def _interrupt(self) -> None:
-        """End every stream; each answer keeps its tokens and waits for `_open`."""
+        """End every stream; each answer keeps its tokens and waits for `_accepting`."""
         while self._streams:
             self._idle = anyio.Event()
             for scope in self._streams:
@@ -287,41 +293,41 @@ class OpenAISampler:
         self._folder, self._pool.wanted = folder, version
         async with anyio.create_task_group() as group:
             for server in self._pool.servers:
-                group.start_soon(self._bring_or_suspect, server)
-        if self._pool.ready():
+                group.start_soon(self._fetch_or_mark_suspect, server)
+        if self._pool.list_ready():
             self.version = version
             return
-        reasons = self._pool.reasons()
+        reasons = self._pool.describe_failures()
         self._folder, self._pool.wanted = before
         if self._folder is not None:  # a failed load leaves a mixture behind: nothing is sampled before good weights are in
             async with anyio.create_task_group() as group:
                 for server in self._pool.servers:
-                    group.start_soon(self._bring_or_suspect, server)
+                    group.start_soon(self._fetch_or_mark_suspect, server)
         raise WeightsRejected(f"no server loaded version {version}: {reasons}")
 
-    async def _bring_or_suspect(self, server: Server) -> None:
+    async def _fetch_or_mark_suspect(self, server: ModelServer) -> None:
         """The wanted weights for one server that lives; one that fails is left to the watch."""
         if server.state.dialect is None:
             return
         try:
-            await self._bring(server)
-        except ServerTrouble as trouble:
-            self._pool.suspect(server, str(trouble))
+            await self._fetch_weights(server)
+        except ServerFailed as failed:
+            self._pool.mark_suspect(server, str(failed))
         else:
             server.state.healthy = True
 
-    async def _bring(self, server: Server) -> None:
+    async def _fetch_weights(self, server: ModelServer) -> None:
         wanted = self._pool.wanted
         server.state.version = None
         if self._folder is not None and wanted is not None:
-            await server.reload(self._folder, label(wanted))
+            await server.load_weights(self._folder, build_weight_label(wanted))
         server.state.version = wanted if wanted is not None else self.version
 
-    async def _restore(self, server: Server) -> None:
+    async def _restore_server(self, server: ModelServer) -> None:
         """A server that was away: what it can do may have changed, its weights surely did."""
         await probe(server, model=self._model, ids=self._prompt, text=self._codec.decode(self._prompt))
         try:
             self._check_purpose(server)
         except UserError as error:
-            raise ServerTrouble(str(error)) from error
-        await self._bring(server)
+            raise ServerFailed(str(error)) from error
+        await self._fetch_weights(server)

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-from fleetbus_workers.inference.torch.kept import Ids
+from fleetbus_workers.inference.torch.kv_cache import Ids
 from fleetbus_workers.inference.torch.slots import SlotCache
 
 
 @dataclass(frozen=True)
-class Extra:
+class PrefillTokens:
     """Tokens of ``row`` at positions ``start``, ``start`` + 1, ... before the one that the row feeds; never empty.
 
     Negative ids are embeddings of ``images``, as `fleetbus_workers.images.embedding` codes them; only a model that sees is
@@ -41,7 +41,7 @@ class Batch:
     positions: Ids
     longest: int
     shared: int
-    extras: tuple[Extra, ...]
+    prefills: tuple[PrefillTokens, ...]
 
 
 class Runner(Protocol):

@@ -1,8 +1,8 @@
 """The engine: one thread that samples for all active rows, one token per step, while requests join and leave between tokens.
 
-The sampler above hands it errands and hears the bell when some are settled; the runner below computes a step. Only this
-thread touches rows, cache and weights. A step is: take in errands, swap if asked, drop the abandoned, admit who waits, run the
-model once for every row, choose tokens, settle who is finished.
+The sampler submits operations and is notified when some are completed; the runner computes a step. Only this thread touches
+rows, cache and weights. A step is: receive operations, swap weights if asked, drop cancelled turns, admit waiting turns, run
+the model once for all rows, sample tokens, complete finished turns.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from fleetbus_workers.inference.torch.batch import Batch, Extra, Runner
-from fleetbus_workers.inference.torch.choosing import choose
-from fleetbus_workers.inference.torch.kept import Kept, KeptStates, common_length
+from fleetbus_workers.inference.torch.batch import Batch, PrefillTokens, Runner
+from fleetbus_workers.inference.torch.kv_cache import CacheEntry, PrefixCache, common_prefix_length
+from fleetbus_workers.inference.torch.sampling import sample_tokens
 from fleetbus_workers.inference.torch.slots import State
-from fleetbus_workers.inference.torch.turn import Errand, Swap, Turn
+from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
 
-EXTRA_TOKENS_LIMIT = 2048
+PREFILL_TOKENS_LIMIT = 2048
 """Extra tokens of one step, beyond which no further row joins: bounds how long the others wait for their next token."""
 
-WORTH_WAITING = 16
+MIN_SHARED_PREFILL = 16
 """A row joins one step later if another that joins now computes at least this many of its tokens."""
 
 
@@ -33,26 +33,33 @@ class Engine:
     """Runs in one thread from `run` to `stop`; every other method belongs to that thread unless it says otherwise."""
 
     def __init__(
-        self, runner: Runner, kept: KeptStates, stats: dict[str, float], *, version: int, threads: int, ring: Callable[[], None]
+        self,
+        runner: Runner,
+        prefix_cache: PrefixCache,
+        stats: dict[str, float],
+        *,
+        version: int,
+        threads: int,
+        notify: Callable[[], None],
     ) -> None:
         self.version = version
-        self.settled: deque[Errand] = deque()  # holds at most what was handed in, which the sampler bounds
-        self._runner, self._kept, self._stats, self._threads = runner, kept, stats, threads
-        self._ring = ring
+        self.completed: deque[EngineOperation] = deque()  # holds at most what was handed in, which the sampler bounds
+        self._runner, self._prefix_cache, self._stats, self._threads = runner, prefix_cache, stats, threads
+        self._notify = notify
         self._slots = runner.cache.slots
-        self._intake: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
+        self._intake: queue.SimpleQueue[EngineOperation | None] = queue.SimpleQueue()
         self._stopping = False
         self._waiting: deque[Turn] = deque()
         self._rows: list[Turn] = []
         self._reference: Turn | None = None
         self._reference_state: State | None = None
-        self._holds = [0] * self._slots
+        self._reference_lengths = [0] * self._slots
         self._tokens = np.zeros(self._slots, dtype=np.int64)
         self._positions = np.zeros(self._slots, dtype=np.int64)
 
-    def hand_in(self, errand: Errand) -> None:
+    def submit(self, operation: EngineOperation) -> None:
         """From the event loop: never blocks."""
-        self._intake.put(errand)
+        self._intake.put(operation)
 
     def stop(self) -> None:
         """From the event loop: `run` returns after the step in progress."""
@@ -60,13 +67,13 @@ class Engine:
         self._intake.put(None)
 
     def run(self) -> None:
-        """Work until `stop`; whatever ends it, all errands are settled."""
+        """Work until `stop`; whatever ends it, all operations are completed."""
         reason = "the engine was stopped"
         try:
             torch.set_num_threads(self._threads)
             with torch.inference_mode():
                 while not self._stopping:
-                    self._work()
+                    self._run_once()
         except BaseException as error:
             reason = f"the engine failed: {type(error).__name__}: {error}"
             raise
@@ -76,127 +83,127 @@ class Engine:
     def fail_all(self, reason: str) -> None:
         """Settle everything that was handed in; also for the event loop, once the thread has ended."""
         while not self._intake.empty():
-            if (errand := self._intake.get()) is not None:
-                self._fail(errand, reason)
+            if (operation := self._intake.get()) is not None:
+                self._fail(operation, reason)
         for turn in [*self._rows, *self._waiting]:
             self._fail(turn, reason)
         self._rows.clear()
         self._waiting.clear()
-        self._ring()
+        self._notify()
 
-    def _work(self) -> None:
-        self._take_in()
-        began = perf_counter()
+    def _run_once(self) -> None:
+        self._receive_operations()
+        started = perf_counter()
         self._drop_abandoned()
-        extras, founders = self._admit()
+        prefills, prefix_owners = self._admit()
         if self._rows:
-            self._step(extras, founders)
-            self._stats["busy_seconds"] += perf_counter() - began
-        if self.settled:
-            self._ring()
+            self._step(prefills, prefix_owners)
+            self._stats["busy_seconds"] += perf_counter() - started
+        if self.completed:
+            self._notify()
 
-    def _take_in(self) -> None:
-        """Errands that arrived; with nothing to do, wait for one."""
+    def _receive_operations(self) -> None:
+        """Operations that arrived; when idle, wait for one."""
         if not self._rows and not self._waiting:
             self._accept(self._intake.get())
         while not self._intake.empty():
             self._accept(self._intake.get())
 
-    def _accept(self, errand: Errand | None) -> None:
-        if isinstance(errand, Turn):
-            self._waiting.append(errand)
-        elif isinstance(errand, Swap):
-            self._swap(errand)
+    def _accept(self, operation: EngineOperation | None) -> None:
+        if isinstance(operation, Turn):
+            self._waiting.append(operation)
+        elif isinstance(operation, WeightSwap):
+            self._swap(operation)
 
-    def _swap(self, swap: Swap) -> None:
-        """New tokens come from the new version; what rows have computed so far stays with them, and is kept for nobody."""
+    def _swap(self, swap: WeightSwap) -> None:
+        """New tokens come from the new version; what rows have computed so far stays with them and is not cached."""
         try:
             self._runner.adopt(swap.prepared)
         except BaseException:
             self._fail(swap, "the engine failed while it took over the weights")
             raise
         self.version = swap.version
-        self._kept.clear()
+        self._prefix_cache.clear()
         self._reference = self._reference_state = None
-        self._holds = [0] * self._slots
+        self._reference_lengths = [0] * self._slots
         for turn in self._rows:
             turn.shared = 0
-            turn.sample_from(swap.version)
-        self.settled.append(swap)
+            turn.record_version(swap.version)
+        self.completed.append(swap)
 
     def _drop_abandoned(self) -> None:
         for turn in [turn for turn in self._waiting if turn.abandoned]:
             self._waiting.remove(turn)
         for row in reversed(range(len(self._rows))):
             if self._rows[row].abandoned:
-                self._free(row)
+                self._release_row(row)
 
-    def _admit(self) -> tuple[list[Extra], list[Turn]]:
-        """Give free rows to those who wait, in order of arrival, but see `WORTH_WAITING`.
+    def _admit(self) -> tuple[list[PrefillTokens], list[Turn]]:
+        """Give free rows to waiting turns in order of arrival, but see `MIN_SHARED_PREFILL`.
 
         Returns what the rows that joined bring along, and those of them that compute much that others may need.
         """
-        extras: list[Extra] = []
-        founders: list[Turn] = []
+        prefills: list[PrefillTokens] = []
+        prefix_owners: list[Turn] = []
         tokens = 0
         for turn in list(self._waiting) if len(self._rows) < self._slots else []:
-            if len(self._rows) == self._slots or tokens > EXTRA_TOKENS_LIMIT:
+            if len(self._rows) == self._slots or tokens > PREFILL_TOKENS_LIMIT:
                 break
-            kept, covered, own = self._kept.find(turn.request.cache_key, turn.ids)
-            if not own and self._is_computed_now(turn, covered, founders):
+            entry, covered, own = self._prefix_cache.find(turn.request.cache_key, turn.ids)
+            if not own and self._is_being_computed(turn, covered, prefix_owners):
                 continue
             self._waiting.remove(turn)
-            extra = self._join(turn, kept, covered)
-            if extra is not None:
-                extras.append(extra)
-                tokens += len(extra.ids)
-            if not own and len(turn.ids) - covered > WORTH_WAITING:
-                founders.append(turn)
-        return extras, founders
+            prefill = self._start_row(turn, entry, covered)
+            if prefill is not None:
+                prefills.append(prefill)
+                tokens += len(prefill.ids)
+            if not own and len(turn.ids) - covered > MIN_SHARED_PREFILL:
+                prefix_owners.append(turn)
+        return prefills, prefix_owners
 
-    def _is_computed_now(self, turn: Turn, covered: int, founders: list[Turn]) -> bool:
+    def _is_being_computed(self, turn: Turn, covered: int, prefix_owners: list[Turn]) -> bool:
         """Whether another row computes, in this very step, a good part of what this turn lacks, and it will be kept."""
-        if self._kept.prompts.limit == 0 or len(turn.ids) - covered < WORTH_WAITING:
+        if self._prefix_cache.prompts.limit == 0 or len(turn.ids) - covered < MIN_SHARED_PREFILL:
             return False
-        return any(common_length(turn.ids, other.ids) - covered >= WORTH_WAITING for other in founders)
+        return any(common_prefix_length(turn.ids, other.ids) - covered >= MIN_SHARED_PREFILL for other in prefix_owners)
 
-    def _join(self, turn: Turn, kept: Kept | None, covered: int) -> Extra | None:
+    def _start_row(self, turn: Turn, entry: CacheEntry | None, covered: int) -> PrefillTokens | None:
         row, length = len(self._rows), len(turn.ids)
         self._rows.append(turn)
         self._runner.cache.reserve(length + 1)
-        turn.joined_under = self.version
-        turn.sample_from(self.version)
+        turn.start_version = self.version
+        turn.record_version(self.version)
         if self._reference is None:
             self._reference = turn
-        turn.shared = common_length(turn.ids, self._reference.ids)
-        self._restore(row, turn, kept, covered)
+        turn.shared = common_prefix_length(turn.ids, self._reference.ids)
+        self._restore(row, turn, entry, covered)
         self._tokens[row], self._positions[row] = turn.ids[-1], length - 1
         self._stats["cached_tokens"] += covered
         self._stats["prefill_tokens"] += length - covered
-        return Extra(row, covered, turn.ids[covered:-1], turn.images) if covered < length - 1 else None
+        return PrefillTokens(row, covered, turn.ids[covered:-1], turn.images) if covered < length - 1 else None
 
-    def _restore(self, row: int, turn: Turn, kept: Kept | None, covered: int) -> None:
+    def _restore(self, row: int, turn: Turn, entry: CacheEntry | None, covered: int) -> None:
         """Copy the first ``covered`` tokens into a slot, except for what it already holds of the reference prompt."""
-        held = min(self._holds[row], turn.shared)
-        if kept is not None:
+        held = min(self._reference_lengths[row], turn.shared)
+        if entry is not None:
             if self._reference_state is not None:
-                self._runner.cache.restore(row, self._reference_state, held, min(covered, kept.state.start))
-            self._runner.cache.restore(row, kept.state, held, covered)
-        self._holds[row] = turn.shared
+                self._runner.cache.restore(row, self._reference_state, held, min(covered, entry.state.start))
+            self._runner.cache.restore(row, entry.state, held, covered)
+        self._reference_lengths[row] = turn.shared
 
-    def _step(self, extras: list[Extra], founders: list[Turn]) -> None:
+    def _step(self, prefills: list[PrefillTokens], prefix_owners: list[Turn]) -> None:
         count = len(self._rows)
         tokens, positions = self._tokens[:count], self._positions[:count]
         longest = int(positions.max()) + 1
         self._runner.cache.reserve(longest)
         shared = min(turn.shared for turn in self._rows) if count > 1 else 0
-        batch = Batch(tokens, positions, longest, min(shared, longest - 1), tuple(extras))
+        batch = Batch(tokens, positions, longest, min(shared, longest - 1), tuple(prefills))
         logits = self._runner.step(batch)
-        uniforms = np.fromiter((turn.uniform() for turn in self._rows), np.float32, count)
-        sampled, logprobs = choose(
+        uniforms = np.fromiter((turn.draw_uniform() for turn in self._rows), np.float32, count)
+        sampled, logprobs = sample_tokens(
             logits, uniforms, [turn.temperature for turn in self._rows], [turn.top_p for turn in self._rows]
         )
-        self._keep_prompts(founders)
+        self._cache_prompts(prefix_owners)
         self._positions[:count] += 1
         self._tokens[:count] = sampled
         self._stats["sampled_tokens"] += count
@@ -208,47 +215,47 @@ class Engine:
         turn.sampled.append(token)
         turn.logprobs.append(logprob)
         if token in turn.stop_ids or len(turn.sampled) >= turn.limit or not math.isfinite(logprob):
-            self._settle(row)
+            self._finish_row(row)
 
-    def _settle(self, row: int) -> None:
+    def _finish_row(self, row: int) -> None:
         turn = self._rows[row]
         if not math.isfinite(turn.logprobs[-1]):
             self._fail(turn, f"version {self.version} gives a log-probability of {turn.logprobs[-1]}")
             self._runner.cache.wipe(row)
-            self._holds[row] = 0
+            self._reference_lengths[row] = 0
         else:
             turn.finish("stop" if turn.sampled[-1] in turn.stop_ids else "length")
-            self.settled.append(turn)
-            self._keep_history(row)
-        self._free(row)
+            self.completed.append(turn)
+            self._cache_history(row)
+        self._release_row(row)
 
-    def _fail(self, errand: Errand, reason: str) -> None:
-        errand.failure = reason
-        self.settled.append(errand)
+    def _fail(self, operation: EngineOperation, reason: str) -> None:
+        operation.failure = reason
+        self.completed.append(operation)
 
-    def _free(self, row: int) -> None:
+    def _release_row(self, row: int) -> None:
         """The last row moves into the gap, so that active rows stay contiguous."""
         last = len(self._rows) - 1
         if row != last:
-            held = min(self._holds[last], self._holds[row])
+            held = min(self._reference_lengths[last], self._reference_lengths[row])
             self._runner.cache.move(last, row, held, int(self._positions[last]))
-            self._holds[row] = self._holds[last]
+            self._reference_lengths[row] = self._reference_lengths[last]
             self._rows[row] = self._rows[last]
             self._tokens[row], self._positions[row] = self._tokens[last], self._positions[last]
         self._rows.pop()
 
-    def _keep_history(self, row: int) -> None:
+    def _cache_history(self, row: int) -> None:
         """All but the last sampled token have keys and values."""
         turn, length = self._rows[row], int(self._positions[row])
-        if turn.joined_under == self.version and not turn.abandoned:
+        if turn.start_version == self.version and not turn.abandoned:
             ids = np.concatenate((turn.ids, np.array(turn.sampled[:-1], dtype=np.int64)))
             state = self._runner.cache.save(row, turn.shared, length)
-            self._kept.histories.put(turn.request.cache_key, Kept(ids, state))
+            self._prefix_cache.histories.put(turn.request.cache_key, CacheEntry(ids, state))
 
-    def _keep_prompts(self, founders: list[Turn]) -> None:
+    def _cache_prompts(self, prefix_owners: list[Turn]) -> None:
         if self._reference is not None and self._reference_state is None:
             row = self._rows.index(self._reference)
             self._reference_state = self._runner.cache.save(row, 0, len(self._reference.ids))
-        for turn in founders:
+        for turn in prefix_owners:
             state = self._runner.cache.save(self._rows.index(turn), turn.shared, len(turn.ids))
-            self._kept.prompts.put(turn.ids.tobytes(), Kept(turn.ids, state))
+            self._prefix_cache.prompts.put(turn.ids.tobytes(), CacheEntry(turn.ids, state))

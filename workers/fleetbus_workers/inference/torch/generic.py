@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fleetbus.errors import UserError
-from fleetbus_workers.inference.torch.batch import Batch, Extra
+from fleetbus_workers.inference.torch.batch import Batch, PrefillTokens
 from fleetbus_workers.inference.torch.slots import Block, SlotCache
 from fleetbus_workers.weights.file import unique_tensors
 
@@ -22,7 +22,7 @@ ATTENTIONS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass
-class Place:
+class CachePlacement:
     """Where the forward call in progress writes and reads: set before the call, read by every layer.
 
     ``rows`` int64 [b, 1] and ``positions`` int64 [b, q] say where keys and values go. ``contiguous``: rows are ``[0, b)``.
@@ -41,7 +41,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._cache = cache
         self._blocks: tuple[Block, Block] | None = None
-        self.place: Place | None = None
+        self.placement: CachePlacement | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         def block(states: torch.Tensor) -> Block:
@@ -54,24 +54,25 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [b, heads, q, size] where `Place` says and return everything that the rows hold, [b, heads, longest, size]."""
+        """Store [b, heads, q, size] where `CachePlacement` says and return everything that the rows hold, [b, heads, longest,
+        size]."""
         if self._blocks is None:
             self.lazy_initialization(key_states, value_states)
-        assert self._blocks is not None and self.place is not None
-        return self._exchange(self._blocks[0], key_states), self._exchange(self._blocks[1], value_states)
+        assert self._blocks is not None and self.placement is not None
+        return self._write_and_read(self._blocks[0], key_states), self._write_and_read(self._blocks[1], value_states)
 
-    def _exchange(self, block: Block, states: torch.Tensor) -> torch.Tensor:
-        assert self.place is not None
-        place, stored = self.place, block.tensor
-        stored[place.rows, :, place.positions] = states.transpose(1, 2)
-        rows = stored[: place.rows.shape[0]] if place.contiguous else stored[place.rows[:, 0]]
-        return rows[:, :, : place.longest]
+    def _write_and_read(self, block: Block, states: torch.Tensor) -> torch.Tensor:
+        assert self.placement is not None
+        placement, stored = self.placement, block.tensor
+        stored[placement.rows, :, placement.positions] = states.transpose(1, 2)
+        rows = stored[: placement.rows.shape[0]] if placement.contiguous else stored[placement.rows[:, 0]]
+        return rows[:, :, : placement.longest]
 
     def get_seq_length(self) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.place.longest if self.place else query_length), 0
+        return (self.placement.longest if self.placement else query_length), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -80,7 +81,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class GenericRunner:
     """`Runner` for every other model."""
 
-    def __init__(self, model: Any, *, slots: int, max_length: int) -> None:
+    def __init__(self, model: Any, *, slots: int, max_model_len: int) -> None:
         self.model = model
         self.device = model.device
         text = model.config.get_text_config()
@@ -92,7 +93,7 @@ class GenericRunner:
         self._kinds: set[str] | None = set(kinds) if kinds else None
         self._parameters = unique_tensors(model.state_dict())
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
-        self.cache = SlotCache(slots, max_length)
+        self.cache = SlotCache(slots, max_model_len)
         self._layers = [SlotLayer(self.cache) for _ in range(text.num_hidden_layers)]
         self._cache = Cache(layers=self._layers)
 
@@ -104,54 +105,54 @@ class GenericRunner:
             self._parameters[name].copy_(tensor)
 
     def step(self, batch: Batch) -> torch.Tensor:
-        if batch.extras:
-            self._prefill(batch.extras)
+        if batch.prefills:
+            self._prefill(batch.prefills)
         rows = torch.arange(len(batch.tokens), device=self.device)[:, None]
         positions = torch.from_numpy(batch.positions).to(self.device)[:, None]
         tokens = torch.from_numpy(batch.tokens).to(self.device)[:, None]
-        output = self._forward(self.model, tokens, Place(rows, positions, batch.longest, contiguous=True))
+        output = self._forward(self.model, tokens, CachePlacement(rows, positions, batch.longest, contiguous=True))
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
-    def _prefill(self, extras: tuple[Extra, ...]) -> None:
+    def _prefill(self, prefills: tuple[PrefillTokens, ...]) -> None:
         """Padding is written behind a row's real tokens: masked now, and overwritten before anything looks there."""
-        width = max(len(extra.ids) for extra in extras)
-        tokens = torch.zeros((len(extras), width), dtype=torch.int64)
-        for index, extra in enumerate(extras):
-            tokens[index, : len(extra.ids)] = torch.from_numpy(extra.ids)
-        rows = torch.tensor([[extra.row] for extra in extras], device=self.device)
-        starts = torch.tensor([[extra.start] for extra in extras], device=self.device)
+        width = max(len(prefill.ids) for prefill in prefills)
+        tokens = torch.zeros((len(prefills), width), dtype=torch.int64)
+        for index, prefill in enumerate(prefills):
+            tokens[index, : len(prefill.ids)] = torch.from_numpy(prefill.ids)
+        rows = torch.tensor([[prefill.row] for prefill in prefills], device=self.device)
+        starts = torch.tensor([[prefill.start] for prefill in prefills], device=self.device)
         positions = starts + torch.arange(width, device=self.device)
-        longest = max(extra.start for extra in extras) + width
+        longest = max(prefill.start for prefill in prefills) + width
         self.cache.reserve(longest)
-        self._forward(self.model.base_model, tokens.to(self.device), Place(rows, positions, longest, contiguous=False))
+        self._forward(self.model.base_model, tokens.to(self.device), CachePlacement(rows, positions, longest, contiguous=False))
 
-    def _forward(self, module: Any, tokens: torch.Tensor, place: Place) -> Any:
+    def _forward(self, module: Any, tokens: torch.Tensor, placement: CachePlacement) -> Any:
         for layer in self._layers:
-            layer.place = place
+            layer.placement = placement
         return module(
-            **self._inputs(tokens),
-            attention_mask=self._mask(place),
-            position_ids=place.positions,
+            **self._build_inputs(tokens),
+            attention_mask=self._build_mask(placement),
+            position_ids=placement.positions,
             past_key_values=self._cache,
             use_cache=True,
         )
 
-    def _inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the model is told of tokens int64 [b, q]."""
+    def _build_inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Keyword arguments of the model for tokens int64 [b, q]."""
         return {"input_ids": tokens}
 
-    def _mask(self, place: Place) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _build_mask(self, placement: CachePlacement) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive masks [b, 1, q, longest]: one for all layers, or by kind where a model's layers differ in kind."""
-        times = torch.arange(place.longest, device=self.device)
-        age = place.positions[:, None, :, None] - times
+        times = torch.arange(placement.longest, device=self.device)
+        age = placement.positions[:, None, :, None] - times
         full = age < 0
         window = full if self.window is None else full | (age >= self.window)
-        masks = {"full_attention": self._additive(full), "sliding_attention": self._additive(window)}
+        masks = {"full_attention": self._build_additive_mask(full), "sliding_attention": self._build_additive_mask(window)}
         if self._kinds is None:
             return masks["sliding_attention"]
         return masks if len(self._kinds) > 1 else masks[next(iter(self._kinds))]
 
-    def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _build_additive_mask(self, hidden: torch.Tensor) -> torch.Tensor:
         dtype = self.model.dtype
         return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, torch.finfo(dtype).min)

@@ -1,7 +1,7 @@
-"""One step of the compact decoder as functions of tensors, kept to what TorchScript understands: see `compiled`.
+"""One step of the compact decoder as functions of tensors, kept to what TorchScript understands: see `compile_function`.
 
 Hence no postponed annotations here, no keyword-only arguments, and no constants of the module. Nothing here knows of
-requests or versions; `fleetbus_workers.inference.torch.compact` arranges weights and indices for it.
+requests or versions; `fleetbus_workers.inference.torch.fused_decoder` arranges weights and indices for it.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fleetbus_workers.inference.torch.compiled import compiled
+from fleetbus_workers.inference.torch.torchscript import compile_function
 
 
 class Layer(NamedTuple):
@@ -46,7 +46,8 @@ class Weights(NamedTuple):
 class Tokens(NamedTuple):
     """All tokens of a step, one per row first, then the extras. ``ids``, ``rows``, ``positions`` int64 [tokens].
 
-    The extras of row ``extra_rows[i]`` are ``extra_counts[i]`` tokens from position ``extra_starts[i]`` on. ``longest`` is the
+    The extras of row ``prefill_rows[i]`` are ``prefill_counts[i]`` tokens from position ``prefill_starts[i]`` on. ``longest``
+    is the
     largest position plus one; the first ``shared`` positions hold the same in all rows, if that is worth using, or else 0.
     """
 
@@ -56,45 +57,47 @@ class Tokens(NamedTuple):
     row_count: int
     longest: int
     shared: int
-    extra_rows: list[int]
-    extra_starts: list[int]
-    extra_counts: list[int]
+    prefill_rows: list[int]
+    prefill_starts: list[int]
+    prefill_counts: list[int]
 
 
 def step(weights: Weights, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Logits [rows, vocabulary] after each row's token. ``keys`` [depth, slots, groups, size, capacity] and ``values``
     [depth, slots, groups, capacity, size] are written on the way. In the last layer extras leave only those behind."""
     rotation = weights.rotation[tokens.positions].unsqueeze(1)
-    mask = _own_mask(tokens, keys.shape[2])
+    mask = _build_row_mask(tokens, keys.shape[2])
     hidden = F.embedding(tokens.ids, weights.embedding)
     for index, layer in enumerate(weights.layers):
         wanted = tokens.row_count if index == len(weights.layers) - 1 else hidden.shape[0]
-        queries = _write(layer, hidden, tokens, rotation, keys[index], values[index], weights.epsilon, weights.head_epsilon)
+        queries = _write_keys_values(
+            layer, hidden, tokens, rotation, keys[index], values[index], weights.epsilon, weights.head_epsilon
+        )
         seen = _attend_rows(queries[: tokens.row_count], keys[index], values[index], mask, tokens.shared, tokens.longest)
         if wanted > tokens.row_count:
-            seen = torch.cat((seen, _attend_extras(queries[tokens.row_count :], tokens, keys[index], values[index])))
+            seen = torch.cat((seen, _attend_prefills(queries[tokens.row_count :], tokens, keys[index], values[index])))
         hidden = torch.addmm(hidden[:wanted], seen.reshape(wanted, -1), layer.out)
         out_bias = layer.out_bias
         if out_bias is not None:
             hidden.add_(out_bias)
-        normed = _norm(hidden, weights.epsilon)
+        normed = _normalize(hidden, weights.epsilon)
         hidden.addmm_(F.silu(normed @ layer.gate).mul_(normed @ layer.up), layer.down)
-    return _norm(hidden, weights.epsilon) @ weights.head
+    return _normalize(hidden, weights.epsilon) @ weights.head
 
 
-def _norm(hidden: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
+def _normalize(hidden: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
     """Divide by the root of (sum of squares + width times epsilon); the factor root of width is in the weights after it."""
     return hidden / torch.hypot(torch.linalg.vector_norm(hidden, 2.0, [-1], True), epsilon)
 
 
-def _own_mask(tokens: Tokens, groups: int) -> torch.Tensor:
+def _build_row_mask(tokens: Tokens, groups: int) -> torch.Tensor:
     """Additive, [rows * groups, 1, longest - shared]: hides positions behind each row's own."""
     last = tokens.positions[: tokens.row_count].repeat_interleave(groups)
     times = torch.arange(tokens.shared, tokens.longest, device=last.device)
     return torch.where(times > last[:, None, None], -1e30, 0.0)
 
 
-def _write(
+def _write_keys_values(
     layer: Layer,
     hidden: torch.Tensor,
     tokens: Tokens,
@@ -106,21 +109,21 @@ def _write(
 ) -> torch.Tensor:
     """Write keys and values of all tokens and return their queries, [tokens, groups, queries, size]."""
     count, groups, size = hidden.shape[0], values.shape[1], values.shape[3]
-    joined = _norm(hidden, epsilon) @ layer.qkv
+    joined = _normalize(hidden, epsilon) @ layer.qkv
     qkv_bias = layer.qkv_bias
     if qkv_bias is not None:
         joined.add_(qkv_bias)
     parts = joined.view(count, -1, size)
     heads = parts.shape[1] - groups
-    turning = parts[:, :heads]
+    unrotated = parts[:, :heads]
     head_norm = layer.head_norm
     if head_norm is not None:
-        turning = _norm(turning, head_epsilon).mul_(head_norm)
-    pairs = torch.view_as_complex(turning.view(count, heads, size // 2, 2))
-    turned = torch.view_as_real(pairs * rotation).view(count, heads, size)
-    keys.permute(0, 3, 1, 2).index_put_((tokens.rows, tokens.positions), turned[:, heads - groups :])
+        unrotated = _normalize(unrotated, head_epsilon).mul_(head_norm)
+    pairs = torch.view_as_complex(unrotated.view(count, heads, size // 2, 2))
+    rotated = torch.view_as_real(pairs * rotation).view(count, heads, size)
+    keys.permute(0, 3, 1, 2).index_put_((tokens.rows, tokens.positions), rotated[:, heads - groups :])
     values.transpose(1, 2).index_put_((tokens.rows, tokens.positions), parts[:, heads:])
-    return turned[:, : heads - groups].view(count, groups, -1, size)
+    return rotated[:, : heads - groups].view(count, groups, -1, size)
 
 
 def _attend_rows(
@@ -142,11 +145,11 @@ def _attend_rows(
     return seen_of_own + seen_of_common.view(groups, rows, queries, size).transpose(0, 1)
 
 
-def _attend_extras(query: torch.Tensor, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attend_prefills(query: torch.Tensor, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Causal attention of each joining row's extra tokens, in blocks that bound the memory of their scores."""
     seen: list[torch.Tensor] = []
     at = 0
-    for row, start, count in zip(tokens.extra_rows, tokens.extra_starts, tokens.extra_counts):  # noqa: B905
+    for row, start, count in zip(tokens.prefill_rows, tokens.prefill_starts, tokens.prefill_counts):  # noqa: B905
         for first in range(0, count, 256):
             stop = min(first + 256, count)
             seen.append(_attend_block(query[at + first : at + stop], keys[row], values[row], start + first))
@@ -166,5 +169,5 @@ def _attend_block(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     return torch.bmm(weights, values[:, :stop]).view(groups, queries, count, size).permute(2, 0, 1, 3)
 
 
-compiled_step = compiled(step)
+run_compiled_step = compile_function(step)
 """`step` as one call that does not hold the interpreter lock."""

@@ -17,22 +17,22 @@ import anyio.to_thread
 import torch
 
 from fleetbus.errors import UserError
-from fleetbus.together import flat_task_group
+from fleetbus.task_groups import open_flat_task_group
 from fleetbus_schemas import PolicyPublished
-from fleetbus_workers.images.folders import has_vision
+from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
 from fleetbus_workers.inference.torch.batch import Runner
-from fleetbus_workers.inference.torch.compact import compact_runner
-from fleetbus_workers.inference.torch.doorbell import Doorbell
 from fleetbus_workers.inference.torch.engine import Engine
+from fleetbus_workers.inference.torch.fused_decoder import build_fused_runner
 from fleetbus_workers.inference.torch.generic import GenericRunner
-from fleetbus_workers.inference.torch.kept import KeptStates
-from fleetbus_workers.inference.torch.turn import Errand, Swap, Turn
+from fleetbus_workers.inference.torch.kv_cache import PrefixCache
+from fleetbus_workers.inference.torch.thread_wakeup import ThreadWakeup
+from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
 from fleetbus_workers.weights.file import WeightsRejected, check_names, read_weights
 
 if TYPE_CHECKING:
     from fleetbus_workers.images.processing import ImageProcessor
-    from fleetbus_workers.inference.torch.seeing import Eyes
+    from fleetbus_workers.inference.torch.vision import ImageEncoder
 
 SWITCH_SECONDS = 0.0001
 """How long a busy event loop keeps the interpreter lock from the engine's thread. With Python's 5 ms, an engine that needs the
@@ -42,10 +42,13 @@ lock for microseconds, many times per token, loses a quarter of its tokens per s
 class TorchSampler:
     """`Sampler` for a folder that transformers' ``from_pretrained`` loads; its own weights count as version ``version``.
 
-    ``slots`` turns are sampled at once and ``max_waiting`` more may wait; histories end at ``max_length`` tokens, or where the
-    model's positions end, with finish reason ``length``. Keys and values of ``kept_histories`` episodes and ``kept_prompts``
-    prompts are kept between turns, in at most ``kept_bytes`` and a quarter of it. ``compact`` False forces transformers' own
-    forward call. With ``processor``, that of the folder, the model is shown images. Raises `UserError` if the folder holds no
+    ``slots`` turns are sampled at once and ``max_waiting`` more may wait; histories end at ``max_model_len`` tokens, or where
+    the
+    model's positions end, with finish reason ``length``. Keys and values of ``cached_histories`` episodes and
+    ``cached_prompts``
+    prompts are kept between turns, in at most ``cache_bytes`` and a quarter of it. ``fused`` False forces transformers' own
+    forward call. With ``processor``, that of the folder, the model is encode_images images. Raises `UserError` if the folder
+    holds no
     model that can run here.
     """
 
@@ -54,15 +57,15 @@ class TorchSampler:
         folder: Path,
         *,
         slots: int = 32,
-        max_length: int = 2048,
+        max_model_len: int = 2048,
         threads: int = 1,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        kept_histories: int = 512,
-        kept_prompts: int = 16,
-        kept_bytes: int = 1 << 30,
+        cached_histories: int = 512,
+        cached_prompts: int = 16,
+        cache_bytes: int = 1 << 30,
         max_waiting: int = 1024,
-        compact: bool = True,
+        fused: bool = True,
         version: int = 0,
         processor: ImageProcessor | None = None,
     ) -> None:
@@ -70,17 +73,17 @@ class TorchSampler:
         self.slots = slots
         self._threads = threads
         if processor is not None:
-            from fleetbus_workers.inference.torch import seeing
+            from fleetbus_workers.inference.torch import vision
 
-            model = seeing.open_model(folder, device, dtype, processor)
-            self._max_length = min(max_length, _positions(model, max_length))
-            self._runner: Runner = seeing.SeeingRunner(model, slots=slots, max_length=self._max_length)
-            self._eyes: Eyes | None = seeing.Eyes(processor)
+            model = vision.open_model(folder, device, dtype, processor)
+            self._max_model_len = min(max_model_len, _read_max_positions(model, max_model_len))
+            self._runner: Runner = vision.VisionRunner(model, slots=slots, max_model_len=self._max_model_len)
+            self._image_encoder: ImageEncoder | None = vision.ImageEncoder(processor)
         else:
             model = _open_model(folder, device, dtype)
-            self._max_length = min(max_length, _positions(model, max_length))
-            self._runner, self._eyes = _runner(model, slots, self._max_length, compact), None
-        self._kept = KeptStates(histories=kept_histories, prompts=kept_prompts, limit_bytes=kept_bytes)
+            self._max_model_len = min(max_model_len, _read_max_positions(model, max_model_len))
+            self._runner, self._image_encoder = _runner(model, slots, self._max_model_len, fused), None
+        self._prefix_cache = PrefixCache(histories=cached_histories, prompts=cached_prompts, limit_bytes=cache_bytes)
         self._engine: Engine | None = None
         self._room = anyio.Semaphore(slots + max_waiting)
         self._loading = anyio.Lock()
@@ -95,14 +98,16 @@ class TorchSampler:
     async def running(self) -> AsyncIterator[None]:
         """The lifetime of the engine's thread. Leaving stops it within one token; if it fails, the body is cancelled and
         `EngineFailed` raised. May be entered again afterwards."""
-        bell = Doorbell()
+        wakeup = ThreadWakeup()
         switch_seconds = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_SECONDS, switch_seconds))
-        engine = Engine(self._runner, self._kept, self._stats, version=self.version, threads=self._threads, ring=bell.ring)
+        engine = Engine(
+            self._runner, self._prefix_cache, self._stats, version=self.version, threads=self._threads, notify=wakeup.notify
+        )
         try:
-            async with flat_task_group() as tasks:
-                tasks.start_soon(_run, engine)
-                tasks.start_soon(self._deliver, engine, bell)
+            async with open_flat_task_group() as tasks:
+                tasks.start_soon(_run_engine, engine)
+                tasks.start_soon(self._deliver_results, engine, wakeup)
                 self._engine = engine
                 try:
                     yield
@@ -113,23 +118,23 @@ class TorchSampler:
         finally:
             sys.setswitchinterval(switch_seconds)
             engine.fail_all("the engine was stopped")
-            self._settle(engine)
-            bell.close()
+            self._complete_operations(engine)
+            wakeup.close()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one turn. A history that leaves no room below ``max_length`` gets no token and finish reason ``length``.
+        """Sample one turn. A history that leaves no room below ``max_model_len`` gets no token and finish reason ``length``.
 
         Cancelling frees its place at the next token. Raises `EngineFailed`.
         """
-        turn = Turn(request, self._max_length)
+        turn = Turn(request, self._max_model_len)
         if request.images:
-            await self._show(turn)
-        self._check(turn)
+            await self._encode_images(turn)
+        self._check_ids(turn)
         if turn.limit < 1:
             return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
         async with self._room:
             try:
-                await self._done(turn)
+                await self._submit_and_wait(turn)
             finally:
                 turn.abandoned = True
         assert turn.generation is not None
@@ -143,26 +148,26 @@ class TorchSampler:
         """
         async with self._loading:
             prepared = await anyio.to_thread.run_sync(self._prepare, policy)
-            await self._done(Swap(policy.version, prepared))
+            await self._submit_and_wait(WeightSwap(policy.version, prepared))
 
     def forget(self, cache_key: str) -> None:
-        self._kept.histories.take(cache_key)
+        self._prefix_cache.histories.pop(cache_key)
 
-    async def _done(self, errand: Errand) -> None:
+    async def _submit_and_wait(self, operation: EngineOperation) -> None:
         if self._engine is None:
             raise EngineFailed("the engine is not running")
-        self._engine.hand_in(errand)
-        await errand.done.wait()
-        if errand.failure is not None:
-            raise EngineFailed(errand.failure)
+        self._engine.submit(operation)
+        await operation.done.wait()
+        if operation.failure is not None:
+            raise EngineFailed(operation.failure)
 
-    async def _show(self, turn: Turn) -> None:
+    async def _encode_images(self, turn: Turn) -> None:
         """Code the images of a turn into its ids. Raises `RequestRefused`."""
-        if self._eyes is None:
+        if self._image_encoder is None:
             raise RequestRefused("this model reads text only, and its prompt has an image")
-        turn.ids, turn.images = await self._eyes.shown(turn.ids, turn.request.images)
+        turn.ids, turn.images = await self._image_encoder.encode_images(turn.ids, turn.request.images)
 
-    def _check(self, turn: Turn) -> None:
+    def _check_ids(self, turn: Turn) -> None:
         """Ids that the model does not have would fail everybody's step."""
         if not len(turn.ids) or min(turn.request.ids) < 0 or turn.ids[-1] < 0 or turn.ids.max() >= self._runner.vocabulary:
             raise EngineFailed(f"a history must be of ids below {self._runner.vocabulary}, and not empty")
@@ -176,20 +181,20 @@ class TorchSampler:
                 raise WeightsRejected(f"{policy.uri}: {name} has shape {list(tensor.shape)}, the model {list(shapes[name])}")
         return self._runner.prepare(tensors)
 
-    async def _deliver(self, engine: Engine, bell: Doorbell) -> None:
+    async def _deliver_results(self, engine: Engine, wakeup: ThreadWakeup) -> None:
         while True:
-            await bell.heard()
-            self._settle(engine)
+            await wakeup.wait()
+            self._complete_operations(engine)
 
-    def _settle(self, engine: Engine) -> None:
-        while engine.settled:
-            errand = engine.settled.popleft()
-            if isinstance(errand, Swap) and errand.failure is None:
-                self.version = errand.version
-            errand.done.set()
+    def _complete_operations(self, engine: Engine) -> None:
+        while engine.completed:
+            operation = engine.completed.popleft()
+            if isinstance(operation, WeightSwap) and operation.failure is None:
+                self.version = operation.version
+            operation.done.set()
 
 
-async def _run(engine: Engine) -> None:
+async def _run_engine(engine: Engine) -> None:
     try:
         await anyio.to_thread.run_sync(engine.run, limiter=anyio.CapacityLimiter(1))
     except Exception as error:
@@ -210,11 +215,11 @@ def _open_model(folder: Path, device: str, dtype: torch.dtype) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def _positions(model: Any, otherwise: int) -> int:
-    positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or otherwise
+def _read_max_positions(model: Any, default: int) -> int:
+    positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or default
     return positions
 
 
-def _runner(model: Any, slots: int, max_length: int, compact: bool) -> Runner:
-    runner = compact_runner(model, slots=slots, max_length=max_length) if compact else None
-    return runner or GenericRunner(model, slots=slots, max_length=max_length)
+def _runner(model: Any, slots: int, max_model_len: int, fused: bool) -> Runner:
+    runner = build_fused_runner(model, slots=slots, max_model_len=max_model_len) if fused else None
+    return runner or GenericRunner(model, slots=slots, max_model_len=max_model_len)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-FIRST_CAPACITY = 272
+INITIAL_CAPACITY = 272
 """Tokens per slot at the start. Not a power of two: rows 2^n bytes apart would fight for the same lines of the cache."""
 
 
@@ -51,10 +51,10 @@ class SlotCache:
     """The blocks of one model. All of them hold ``capacity`` tokens per slot; memory begins as zeros, never as garbage,
     because masked positions still take part in sums."""
 
-    def __init__(self, slots: int, max_length: int) -> None:
+    def __init__(self, slots: int, max_model_len: int) -> None:
         self.slots = slots
-        self.max_length = max_length
-        self.capacity = min(FIRST_CAPACITY, max_length)
+        self.max_model_len = max_model_len
+        self.capacity = min(INITIAL_CAPACITY, max_model_len)
         self.blocks: list[Block] = []
 
     def add(self, shape: tuple[int, ...], *, slot: int, time: int, dtype: torch.dtype, device: torch.device) -> Block:
@@ -66,9 +66,9 @@ class SlotCache:
         return block
 
     def reserve(self, length: int) -> None:
-        """Make room for histories of ``length`` tokens, and for as many again if that is within ``max_length``."""
+        """Make room for histories of ``length`` tokens, and for as many again if that is within ``max_model_len``."""
         if length > self.capacity:
-            self.capacity = max(length, min(2 * self.capacity, self.max_length))
+            self.capacity = max(length, min(2 * self.capacity, self.max_model_len))
             for block in self.blocks:
                 block.grow(self.capacity)
 

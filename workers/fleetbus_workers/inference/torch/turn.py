@@ -10,11 +10,11 @@ import numpy as np
 
 from fleetbus_schemas import FinishReason, VersionSpan
 from fleetbus_workers.inference.base import Generation, GenerationRequest
-from fleetbus_workers.inference.torch.choosing import UNIFORM_BITS
-from fleetbus_workers.inference.torch.kept import Ids
+from fleetbus_workers.inference.torch.kv_cache import Ids
+from fleetbus_workers.inference.torch.sampling import UNIFORM_BITS
 
 
-class Errand:
+class EngineOperation:
     """Something that the event loop waits for. The thread sets ``failure`` or the result, then the event loop `done`."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Errand:
         self.failure: str | None = None
 
 
-class Swap(Errand):
+class WeightSwap(EngineOperation):
     """A validated version in the form that the runner adopts."""
 
     def __init__(self, version: int, prepared: Any) -> None:
@@ -31,11 +31,11 @@ class Swap(Errand):
         self.prepared = prepared
 
 
-class Turn(Errand):
+class Turn(EngineOperation):
     """One request and what has been sampled for it. Touched by the engine's thread alone once it was handed over, except
     ``abandoned``, which the event loop sets when nobody waits any more."""
 
-    def __init__(self, request: GenerationRequest, max_length: int) -> None:
+    def __init__(self, request: GenerationRequest, max_model_len: int) -> None:
         super().__init__()
         self.request = request
         self.ids: Ids = np.array(request.ids, dtype=np.int64)
@@ -44,23 +44,23 @@ class Turn(Errand):
         self.temperature = request.sampling.temperature
         self.top_p = request.sampling.top_p
         self.stop_ids = request.stop_ids
-        self.limit = min(request.max_tokens, max_length - len(self.ids))
+        self.limit = min(request.max_tokens, max_model_len - len(self.ids))
         self.sampled: list[int] = []
         self.logprobs: list[float] = []
         self.abandoned = False
         self.generation: Generation | None = None
-        self.joined_under = -1
+        self.start_version = -1
         """The version that its first keys and values come from."""
         self.shared = 0
         """How many of its first ids are the engine's reference prompt."""
         self._starts: list[tuple[int, int]] = []
         self._random = random.Random(request.seed)
 
-    def uniform(self) -> float:
+    def draw_uniform(self) -> float:
         """The next number in [0, 1) that decides a token: a function of the seed and the token's index alone."""
         return self._random.getrandbits(UNIFORM_BITS) / (1 << UNIFORM_BITS)
 
-    def sample_from(self, version: int) -> None:
+    def record_version(self, version: int) -> None:
         """The next tokens come from this version."""
         self._starts.append((version, len(self.sampled)))
 

@@ -22,8 +22,8 @@ STOP_SECONDS = 3.0
 CPU_BATCH_TOKENS = 4096
 """Most prompt tokens of one step on a CPU, where prompts are never computed in parts."""
 
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
-ON_CPU = {
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first token takes half a minute of compiling, although execution is eager
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound by itself, every engine of a machine takes the same core
@@ -31,19 +31,20 @@ ON_CPU = {
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is started with. ``cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there. ``options`` are
+    """What an engine is started with. ``kv_cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there. ``options``
+    are
     further arguments of vLLM's own."""
 
     folder: Path
     slots: int = 32
-    max_length: int = 2048
+    max_model_len: int = 2048
     threads: int = 1
     dtype: str = "float32"
-    cache_mib: int = 0
+    kv_cache_mib: int = 0
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-def on_gpu() -> bool:
+def is_gpu_available() -> bool:
     """True if vLLM will run on a GPU here."""
     import torch
 
@@ -52,8 +53,8 @@ def on_gpu() -> bool:
 
 def start_engine(settings: EngineSettings) -> Any:
     """A running ``AsyncLLM``. Raises `UserError` if vLLM is missing or cannot run this model here."""
-    has_gpu = on_gpu()
-    variables = QUIET | ({} if has_gpu else ON_CPU | {"OMP_NUM_THREADS": str(settings.threads)})
+    has_gpu = is_gpu_available()
+    variables = ENVIRONMENT | ({} if has_gpu else CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(settings.threads)})
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     try:
@@ -66,14 +67,14 @@ def start_engine(settings: EngineSettings) -> Any:
             f"vllm cannot be imported: {_first_line(error)}; on a CPU, uninstall torchvision and torchaudio"
         ) from error
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
-    if settings.cache_mib or not has_gpu:
-        memory = {"kv_cache_memory_bytes": (settings.cache_mib or CPU_CACHE_MIB) << 20}
+    if settings.kv_cache_mib or not has_gpu:
+        memory = {"kv_cache_memory_bytes": (settings.kv_cache_mib or CPU_CACHE_MIB) << 20}
     if not has_gpu:  # a seeded request whose prompt is computed in parts ends the engine: "CPU Generator does not use offset"
-        memory |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_length, CPU_BATCH_TOKENS)}
+        memory |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_model_len, CPU_BATCH_TOKENS)}
     arguments = AsyncEngineArgs(
         model=str(settings.folder),
         dtype=settings.dtype,
-        max_model_len=settings.max_length,
+        max_model_len=settings.max_model_len,
         max_num_seqs=settings.slots,
         enforce_eager=not has_gpu,
         enable_prefix_caching=True,

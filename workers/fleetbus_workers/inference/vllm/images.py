@@ -11,21 +11,21 @@ from typing import Any
 
 import anyio.to_thread
 
-from fleetbus_workers.images.placed import PlacedImage
-from fleetbus_workers.images.processing import ImageProcessor, opened_image
-from fleetbus_workers.images.reading import ImageFailed
+from fleetbus_workers.images.placed_image import PlacedImage
+from fleetbus_workers.images.processing import ImageProcessor, open_image
+from fleetbus_workers.images.reader import ImageFailed
 from fleetbus_workers.inference.base import GenerationRequest, RequestRefused
 
 CACHE_GIB = 0.25
 """Processed images that vLLM keeps, twice: beside the event loop, and in the engine's process."""
 
 
-async def prompt_with_images(engine: Any, request: GenerationRequest, salt: str, processor: ImageProcessor) -> dict[str, Any]:
+async def build_image_prompt(engine: Any, request: GenerationRequest, salt: str, processor: ImageProcessor) -> dict[str, Any]:
     """What `AsyncLLM.generate` takes. Images are named with ``salt``, so that embeddings under other weights are never
     taken for theirs. Raises `RequestRefused` if vLLM makes other tokens of an image than stand in the history."""
     from vllm import TokensPrompt
 
-    images = await anyio.to_thread.run_sync(_opened, request.images)
+    images = await anyio.to_thread.run_sync(_decode_images, request.images)
     placeholders = TokensPrompt(
         prompt_token_ids=[processor.image_token_id] * len(images),
         multi_modal_data={"image": images},
@@ -47,8 +47,8 @@ async def prompt_with_images(engine: Any, request: GenerationRequest, salt: str,
     }
 
 
-def _opened(images: tuple[PlacedImage, ...]) -> list[Any]:
+def _decode_images(images: tuple[PlacedImage, ...]) -> list[Any]:
     try:
-        return [opened_image(image.object, image.data) for image in images]
+        return [open_image(image.object, image.data) for image in images]
     except ImageFailed as error:
         raise RequestRefused(str(error)) from error

@@ -21,14 +21,14 @@ import structlog
 
 from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
-from fleetbus_workers.inference.reloading import Reloadable
-from fleetbus_workers.inference.vllm.engine import EngineSettings, on_gpu, start_engine, stop_engine
+from fleetbus_workers.inference.vllm.engine import EngineSettings, is_gpu_available, start_engine, stop_engine
+from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.file import WeightsRejected
 
 if TYPE_CHECKING:
     from fleetbus_workers.images.processing import ImageProcessor
 
-MAX_DEATHS = 2
+MAX_ENGINE_DEATHS = 2
 """Engines that one request may outlive: one that killed them is left to the rule on poison."""
 
 LOAD_SECONDS = 600.0
@@ -54,8 +54,8 @@ class VllmSampler:
             from fleetbus_workers.inference.vllm.images import CACHE_GIB
 
             settings = msgspec.structs.replace(settings, options={"mm_processor_cache_gb": CACHE_GIB} | settings.options)
-        self._weights = Reloadable(settings.folder, place, untie=not on_gpu())
-        self._settings = msgspec.structs.replace(settings, folder=self._weights.base())
+        self._weights = WeightFolders(settings.folder, place, untie=not is_gpu_available())
+        self._settings = msgspec.structs.replace(settings, folder=self._weights.prepare_base())
         self._folder = self._settings.folder
         self._loads = itertools.count(1)
         self._salt = "0"
@@ -68,7 +68,7 @@ class VllmSampler:
 
     @property
     def stats(self) -> dict[str, float]:
-        """See `Measured.stats`; also ``engine_restarts``."""
+        """See `SamplerStats.stats`; also ``engine_restarts``."""
         return dict(self._stats)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class VllmSampler:
             await self._engine.update_weight_version(str(self.version))
             self._alive.set()
             async with anyio.create_task_group() as group:
-                group.start_soon(self._keep_alive)
+                group.start_soon(self._restart_dead_engines)
                 yield
                 group.cancel_scope.cancel()
         finally:
@@ -96,19 +96,19 @@ class VllmSampler:
 
         Raises `EngineFailed`, or `RequestRefused` for what vLLM can never do.
         """
-        limit = min(request.max_tokens, self._settings.max_length - len(request.ids))
+        limit = min(request.max_tokens, self._settings.max_model_len - len(request.ids))
         if limit < 1:
             return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
         if request.trained and request.sampling.top_p < 1.0:
             raise RequestRefused("vllm reports log-probabilities after top-p: set episode.top_p = 1, or use the engine torch")
-        for _ in range(MAX_DEATHS):
+        for _ in range(MAX_ENGINE_DEATHS):
             await self._alive.wait()
             engine = self._engine
             try:
-                return await self._sampled(engine, request, limit)
-            except _dead_error():
-                self._bury(engine)
-        raise EngineFailed(f"the engine died {MAX_DEATHS} times with this request")
+                return await self._sample(engine, request, limit)
+            except _get_dead_error():
+                self._mark_dead(engine)
+        raise EngineFailed(f"the engine died {MAX_ENGINE_DEATHS} times with this request")
 
     async def load(self, policy: PolicyPublished) -> None:
         """Check a version, then swap to it between tokens; what turns in mid-generation have so far is computed again under
@@ -124,15 +124,15 @@ class VllmSampler:
             try:
                 await self._swap(engine, folder, policy.version)
             except Exception as error:
-                await self._repair(engine)
-                raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_line(error)}") from error
+                await self._restore_weights(engine)
+                raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
             self.version, self._folder = policy.version, folder
-            await anyio.to_thread.run_sync(self._weights.keep_only, folder)
+            await anyio.to_thread.run_sync(self._weights.remove_others, folder)
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept by episode: the prefix cache forgets the longest unused."""
 
-    async def _sampled(self, engine: Any, request: GenerationRequest, limit: int) -> Generation:
+    async def _sample(self, engine: Any, request: GenerationRequest, limit: int) -> Generation:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -152,30 +152,30 @@ class VllmSampler:
         try:
             prompt: Any = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
             if request.images:
-                prompt = await self._with_images(engine, request)
+                prompt = await self._build_image_prompt(engine, request)
             async with aclosing(engine.generate(prompt, parameters, name)) as outputs:
                 async for output in outputs:
                     final = output
         except ValueError as error:  # what vLLM's checks of a request raise
-            raise RequestRefused(f"vllm refuses this request: {_line(error)}") from error
+            raise RequestRefused(f"vllm refuses this request: {_format_error(error)}") from error
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(CALL_SECONDS, shield=True):
                 await engine.abort(name)
             raise
-        except (_dead_error(), RequestRefused):
+        except (_get_dead_error(), RequestRefused):
             raise
         except Exception as error:
-            raise EngineFailed(f"vllm failed this request: {_line(error)}") from error
-        return self._generation(final)
+            raise EngineFailed(f"vllm failed this request: {_format_error(error)}") from error
+        return self._build_generation(final)
 
-    async def _with_images(self, engine: Any, request: GenerationRequest) -> Any:
+    async def _build_image_prompt(self, engine: Any, request: GenerationRequest) -> Any:
         if self._processor is None:
             raise RequestRefused("this engine was started without images, and its prompt has one")
-        from fleetbus_workers.inference.vllm.images import prompt_with_images
+        from fleetbus_workers.inference.vllm.images import build_image_prompt
 
-        return await prompt_with_images(engine, request, self._salt, self._processor)
+        return await build_image_prompt(engine, request, self._salt, self._processor)
 
-    def _generation(self, final: Any) -> Generation:
+    def _build_generation(self, final: Any) -> Generation:
         chosen = final.outputs[0] if final is not None and final.outputs else None
         if chosen is None or chosen.finish_reason not in ("stop", "length"):
             raise EngineFailed(f"vllm ended this request with {getattr(chosen, 'finish_reason', None)!r}")
@@ -188,7 +188,7 @@ class VllmSampler:
         self._stats["cached_tokens"] += cached
         self._stats["prefill_tokens"] += len(final.prompt_token_ids) - cached
         spans = [VersionSpan(version=int(span.version), start=span.start, stop=span.end) for span in chosen.weight_versions]
-        return Generation(ids=ids, logprobs=logprobs, finish_reason=chosen.finish_reason, versions=_merged(spans))
+        return Generation(ids=ids, logprobs=logprobs, finish_reason=chosen.finish_reason, versions=_merge_spans(spans))
 
     # Weights
 
@@ -205,33 +205,33 @@ class VllmSampler:
                     await engine.reset_encoder_cache()
                 await engine.update_weight_version(str(version))
         except BaseException:
-            with anyio.move_on_after(CALL_SECONDS, shield=True), suppress(_dead_error()):
+            with anyio.move_on_after(CALL_SECONDS, shield=True), suppress(_get_dead_error()):
                 await engine.pause_generation(mode="keep", clear_cache=False)
             raise
         await engine.resume_generation()
 
-    async def _repair(self, engine: Any) -> None:
+    async def _restore_weights(self, engine: Any) -> None:
         """After a failed load nothing is sampled before good weights are in: the old ones, or an engine started anew."""
         try:
             await self._swap(engine, self._folder, self.version)
         except Exception as error:
-            log.error("the engine is started again: it does not take its old weights back", reason=_line(error))
-            self._bury(engine)
+            log.error("engine refuses its previous weights; restarting it", reason=_format_error(error))
+            self._mark_dead(engine)
             await self._alive.wait()
 
-    # Life and death
+    # Restarts
 
-    def _bury(self, engine: Any) -> None:
-        """Have a dead engine replaced, unless it is already; further requests wait."""
+    def _mark_dead(self, engine: Any) -> None:
+        """Have a dead engine restarted unless that is under way; further requests wait."""
         if engine is self._engine and self._alive.is_set():
             self._alive = anyio.Event()
             self._died.set()
 
-    async def _keep_alive(self) -> None:
+    async def _restart_dead_engines(self) -> None:
         while True:
             await self._died.wait()
             self._died = anyio.Event()
-            log.warning("the engine died and is started again")
+            log.warning("engine died; restarting it")
             dead, self._engine = self._engine, None
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(stop_engine, dead)
@@ -244,14 +244,14 @@ class VllmSampler:
             self._alive.set()
 
 
-def _dead_error() -> type[Exception]:
+def _get_dead_error() -> type[Exception]:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     found: type[Exception] = EngineDeadError
     return found
 
 
-def _merged(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
+def _merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Neighbouring spans of one version as one: a load that failed and was undone leaves two."""
     merged: list[VersionSpan] = []
     for span in spans:
@@ -262,5 +262,5 @@ def _merged(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(merged)
 
 
-def _line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -35,7 +35,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     positions: torch.Tensor | None = None
 
-    def rowwise(self, values: torch.Tensor) -> torch.Tensor:
+    def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values of sampled tokens [N] as rows of sequences [B, ``width``], 0 where a sequence has no more."""
         flat = values.new_zeros(len(self.indices) * self.width)
         return flat.index_put((self.places,), values).view(len(self.indices), self.width)
@@ -46,7 +46,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **moved)
 
 
-def cut(sequence: TrainingSequence, limit: int) -> TrainingSequence:
+def truncate_sequence(sequence: TrainingSequence, limit: int) -> TrainingSequence:
     """The first ``limit`` tokens of a sequence (0: all of it), fewer where that would cut through an image. The prompt stands
     at the front and is never cut before what was sampled after it; log-probabilities of what is left do not change, because the
     model is causal."""
@@ -58,7 +58,7 @@ def cut(sequence: TrainingSequence, limit: int) -> TrainingSequence:
     return msgspec.structs.replace(sequence, images=images, **arrays)
 
 
-def shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> int:
+def find_shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> int:
     """How many leading tokens all sequences share, leaving each at least the token before its first sampled one.
 
     0 when there are fewer than two sequences or the prefix is shorter than `SHORTEST_PREFIX`.
@@ -74,26 +74,26 @@ def shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]
     return len(first) if len(first) >= SHORTEST_PREFIX else 0
 
 
-def micro_batches(
+def split_micro_batches(
     ids: Sequence[NDArray[Any]],
     masks: Sequence[NDArray[np.bool_]],
     *,
     prefix: int,
     size: int,
-    among: Iterable[int] | None = None,
+    subset: Iterable[int] | None = None,
     budget: int = 0,
     packing: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The sequences (of them, those ``among``) in micro-batches of at most ``size`` and, padding included, ``budget`` tokens
+    """The sequences (of them, those ``subset``) in micro-batches of at most ``size`` and, padding included, ``budget`` tokens
     (0: no limit), sorted by length so that little is padded. With ``packing``: rows of up to ``budget`` tokens, one each."""
-    chosen = range(len(ids)) if among is None else among
+    chosen = range(len(ids)) if subset is None else subset
     lengths = {index: len(ids[index]) - prefix - 1 for index in chosen}
-    for indices in packed(lengths, budget) if packing else padded(lengths, size, budget):
+    for indices in group_packed(lengths, budget) if packing else group_padded(lengths, size, budget):
         suffixes, kept = [ids[index][prefix:] for index in indices], [masks[index][prefix:] for index in indices]
-        yield _packed_batch(indices, suffixes, kept) if packing else _padded_batch(indices, suffixes, kept)
+        yield _build_packed_batch(indices, suffixes, kept) if packing else _build_padded_batch(indices, suffixes, kept)
 
 
-def padded(lengths: dict[int, int], size: int, budget: int) -> Iterator[tuple[int, ...]]:
+def group_padded(lengths: dict[int, int], size: int, budget: int) -> Iterator[tuple[int, ...]]:
     """Sequences of similar length together; one that exceeds the budget stands alone."""
     order, start = sorted(lengths, key=lambda index: lengths[index]), 0
     for stop in range(1, len(order) + 1):
@@ -104,7 +104,7 @@ def padded(lengths: dict[int, int], size: int, budget: int) -> Iterator[tuple[in
             start = stop
 
 
-def packed(lengths: dict[int, int], budget: int) -> Iterator[tuple[int, ...]]:
+def group_packed(lengths: dict[int, int], budget: int) -> Iterator[tuple[int, ...]]:
     """Rows of up to ``budget`` tokens by first fit, longest first: never more than 11/9 of the least number and one."""
     rows: list[list[int]] = []
     room: list[int] = []
@@ -119,25 +119,27 @@ def packed(lengths: dict[int, int], budget: int) -> Iterator[tuple[int, ...]]:
     return (tuple(row) for row in rows)
 
 
-def _padded_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
+def _build_padded_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
     # The last token predicts nothing, so it is not run.
     rows = np.zeros((len(ids), max(len(sequence) for sequence in ids) - 1), np.int64)
     for row, sequence in enumerate(ids):
         rows[row, : len(sequence) - 1] = sequence[:-1]
     columns = [np.nonzero(mask[1:])[0] for mask in masks]
-    return _micro_batch(indices, rows, np.repeat(np.arange(len(ids)), [len(found) for found in columns]), columns, ids, masks)
+    return _build_micro_batch(
+        indices, rows, np.repeat(np.arange(len(ids)), [len(found) for found in columns]), columns, ids, masks
+    )
 
 
-def _packed_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
+def _build_packed_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
     row = np.concatenate([sequence[:-1] for sequence in ids]).astype(np.int64)
     starts = np.cumsum([0] + [len(sequence) - 1 for sequence in ids[:-1]])
     columns = [start + np.nonzero(mask[1:])[0] for start, mask in zip(starts, masks, strict=True)]
     positions = np.concatenate([np.arange(len(sequence) - 1) for sequence in ids])
-    batch = _micro_batch(indices, row[None], np.zeros(sum(map(len, columns)), np.int64), columns, ids, masks)
+    batch = _build_micro_batch(indices, row[None], np.zeros(sum(map(len, columns)), np.int64), columns, ids, masks)
     return msgspec.structs.replace(batch, positions=torch.from_numpy(positions[None]))
 
 
-def _micro_batch(
+def _build_micro_batch(
     indices: tuple[int, ...],
     rows: NDArray[np.int64],
     row_of: NDArray[np.int64],

@@ -28,7 +28,7 @@ class Scores(NamedTuple):
     entropies: torch.Tensor
 
 
-def plain_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def build_text_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a model is called with for ids [R, S] of text."""
     return {"input_ids": ids}
 
@@ -36,15 +36,15 @@ def plain_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.T
 class SharedPrefix:
     """Keys and values of a prefix, run once; `close` sends the gradients that the micro-batches left in them through it."""
 
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs = plain_inputs) -> None:
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs = build_text_inputs) -> None:
         cache = model.base_model(**inputs(model, ids[None]), use_cache=True).past_key_values
         self._computed = [tensor for layer in cache for tensor in layer[:2]]
         self._leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._computed]
 
     def cache(self, rows: int) -> DynamicCache:
         """A fresh cache with the prefix in each of ``rows`` rows."""
-        expanded = [leaf.expand(rows, -1, -1, -1) for leaf in self._leaves]
-        return DynamicCache(list(zip(expanded[::2], expanded[1::2], strict=True)))
+        expand_image_tokens = [leaf.expand(rows, -1, -1, -1) for leaf in self._leaves]
+        return DynamicCache(list(zip(expand_image_tokens[::2], expand_image_tokens[1::2], strict=True)))
 
     def close(self) -> None:
         pairs = [(value, leaf.grad) for value, leaf in zip(self._computed, self._leaves, strict=True) if leaf.grad is not None]
@@ -52,7 +52,7 @@ class SharedPrefix:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def can_share(model: PreTrainedModel) -> bool:
+def can_share_prefix(model: PreTrainedModel) -> bool:
     """True if every layer keeps all keys and values, so that a prefix is nothing but its cache."""
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     with torch.no_grad():
@@ -60,19 +60,19 @@ def can_share(model: PreTrainedModel) -> bool:
     return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def head_is_plain(model: PreTrainedModel) -> bool:
+def has_plain_head(model: PreTrainedModel) -> bool:
     """True if the logits are the output embedding of the last hidden state and nothing more (no soft cap, no scale)."""
     # Not token 0: that is often padding, whose embedding is zero.
     ids = torch.tensor([[1, 2]], device=model.device)
     head = model.get_output_embeddings()
     # Enlarged, because a soft cap changes nothing that can be seen in small logits.
-    enlarging = head.register_forward_hook(lambda module, given, logits: 1e4 * logits)
+    hook = head.register_forward_hook(lambda module, given, logits: 1e4 * logits)
     try:
         with torch.no_grad():
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return torch.equal(head(hidden), model(input_ids=ids, use_cache=False).logits)
     finally:
-        enlarging.remove()
+        hook.remove()
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -86,12 +86,12 @@ def can_pack(model: PreTrainedModel) -> bool:
     return torch.allclose(together, alone, atol=1e-4, rtol=1e-3)
 
 
-def keeps_logits(model: PreTrainedModel) -> bool:
+def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     """True if the model computes logits at chosen places only when it is asked to."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def score(
+def compute_scores(
     model: PreTrainedModel,
     batch: MicroBatch,
     *,
@@ -99,7 +99,7 @@ def score(
     temperature: torch.Tensor | float = 1.0,
     plain_head: bool = True,
     precision: torch.dtype = torch.float32,
-    inputs: Inputs = plain_inputs,
+    inputs: Inputs = build_text_inputs,
 ) -> Scores:
     """Scores of the batch's sampled tokens; ``temperature`` divides the logits, one for all or one per token [N].
 
@@ -112,7 +112,7 @@ def score(
     if batch.positions is not None:
         options["position_ids"] = batch.positions
     with torch.autocast(batch.ids.device.type, precision, enabled=precision != torch.float32):
-        logits = _logits(model, batch, plain_head, inputs(model, batch.ids) | options).float()
+        logits = _compute_logits(model, batch, plain_head, inputs(model, batch.ids) | options).float()
     if isinstance(temperature, torch.Tensor):
         logits = logits / temperature[:, None]
     elif temperature != 1.0:
@@ -123,13 +123,13 @@ def score(
     return Scores(everywhere.gather(-1, batch.targets[:, None])[:, 0], entropies)
 
 
-def _logits(model: PreTrainedModel, batch: MicroBatch, plain_head: bool, options: dict[str, Any]) -> torch.Tensor:
+def _compute_logits(model: PreTrainedModel, batch: MicroBatch, plain_head: bool, options: dict[str, Any]) -> torch.Tensor:
     """Logits [N, vocabulary] at the places whose next token was sampled."""
     logits: torch.Tensor
     if plain_head:
         hidden = model.base_model(**options).last_hidden_state
         logits = model.get_output_embeddings()(hidden[batch.rows, batch.columns])
-    elif keeps_logits(model) and len(batch.columns):
+    elif supports_logits_to_keep(model) and len(batch.columns):
         kept, places = torch.unique(batch.columns, return_inverse=True)
         logits = model(logits_to_keep=kept, **options).logits[batch.rows, places]
     else:

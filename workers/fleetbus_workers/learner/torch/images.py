@@ -1,4 +1,4 @@
-"""Images in training: the model that sees, and embeddings of images with gradient, in the place of their tokens.
+"""Images in training: image embeddings with gradient in place of the image tokens.
 
 Ids are coded as in the engine (`fleetbus_workers.images.embedding`), so that a prefix is shared only where its images are the
 same.
@@ -15,15 +15,22 @@ import torch
 from numpy.typing import NDArray
 
 from fleetbus.errors import UserError
-from fleetbus_workers.images.embedding import ImageMismatch, coded, embedded, features, image_key, shown_keys
+from fleetbus_workers.images.embedding import (
+    ImageMismatch,
+    compute_embeddings,
+    compute_image_features,
+    compute_image_key,
+    encode_image_ids,
+    list_image_keys,
+)
+from fleetbus_workers.images.model_check import check_image_model
 from fleetbus_workers.images.processing import ImageProcessor
-from fleetbus_workers.images.reading import ImageFailed
-from fleetbus_workers.images.trial import check_image_model
+from fleetbus_workers.images.reader import ImageFailed
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.forward import Inputs
 
 
-class TrainedImages:
+class TrainingImages:
     """The images of batches for one model. Raises `UserError` if the model cannot be shown images here."""
 
     def __init__(self, folder: Path, model: Any, *, processes: int) -> None:
@@ -32,20 +39,27 @@ class TrainedImages:
         self._processor = ImageProcessor(folder)
         check_image_model(model, self._processor, folder)
 
-    def shown(self, batch: Sequence[TrainingSequence]) -> tuple[list[NDArray[np.int64]], Inputs]:
+    def encode_images(self, batch: Sequence[TrainingSequence]) -> tuple[list[NDArray[np.int64]], Inputs]:
         """Coded ids of every sequence, and what makes inputs of them. Raises `UserError` if an image is not what the engine
         saw: every other one would be wrong as well."""
         try:
             seen = {image.object: self._processor.see(image.object, image.data) for each in batch for image in each.images}
-            ids = [coded(each.ids.astype(np.int64), [(image, seen[image.object]) for image in each.images]) for each in batch]
+            ids = [
+                encode_image_ids(each.ids.astype(np.int64), [(image, seen[image.object]) for image in each.images])
+                for each in batch
+            ]
         except (ImageFailed, ImageMismatch) as error:
             raise UserError(str(error)) from error
-        by_key = {image_key(name): each for name, each in seen.items()}
+        by_key = {compute_image_key(name): each for name, each in seen.items()}
 
         def inputs(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-            wanted = shown_keys([ids.cpu().numpy()])
+            wanted = list_image_keys([ids.cpu().numpy()])
             if not wanted:
                 return {"input_ids": ids}
-            return {"inputs_embeds": embedded(model, ids, features(model, [by_key[key] for key in sorted(wanted)]))}
+            return {
+                "inputs_embeds": compute_embeddings(
+                    model, ids, compute_image_features(model, [by_key[key] for key in sorted(wanted)])
+                )
+            }
 
         return ids, inputs

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fleetbus.core.corrections import kl_k3
-from fleetbus.core.losses import LossPlan, ratio_base, reduce_losses, token_losses
+from fleetbus.core.losses import LossPlan, compute_token_losses, reduce_losses, select_old_logprobs
 from fleetbus.core.objectives import outside_clip, token_ratio
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch
@@ -25,7 +25,7 @@ class Totals(NamedTuple):
     sequences: int
 
     @classmethod
-    def of(cls, batch: Sequence[TrainingSequence]) -> Totals:
+    def from_sequences(cls, batch: Sequence[TrainingSequence]) -> Totals:
         return cls(max(sum(int(sequence.loss_mask.sum()) for sequence in batch), 1), len(batch))
 
 
@@ -39,7 +39,7 @@ class SampledTokens(NamedTuple):
     temperature: torch.Tensor
 
     @classmethod
-    def of(cls, batch: Sequence[TrainingSequence], indices: Sequence[int], device: torch.device) -> SampledTokens:
+    def from_sequences(cls, batch: Sequence[TrainingSequence], indices: Sequence[int], device: torch.device) -> SampledTokens:
         chosen = [batch[index] for index in indices]
         # Greedy episodes carry log-probabilities at temperature 1.
         temperatures = [np.full(int(s.loss_mask.sum()), s.temperature or 1.0, np.float32) for s in chosen]
@@ -52,7 +52,7 @@ class SampledTokens(NamedTuple):
         return cls(*(torch.from_numpy(np.concatenate(array)).to(device) for array in arrays))
 
 
-class Measured:
+class LossMetrics:
     """Sums and maxima over the tokens of all micro-batches of one call of the trainer."""
 
     def __init__(self) -> None:
@@ -79,9 +79,9 @@ class Measured:
 
     def gather(self, shards: Shards) -> None:
         """Enter what the other processes measured on their micro-batches."""
-        self._sums = dict(zip(self._sums, shards.total(list(self._sums.values())), strict=True))
+        self._sums = dict(zip(self._sums, shards.sum_across(list(self._sums.values())), strict=True))
         largest = -1.0 if math.isnan(self._difference_max) else self._difference_max
-        self._ratio_max, largest = shards.largest([self._ratio_max, largest])
+        self._ratio_max, largest = shards.max_across([self._ratio_max, largest])
         self._difference_max = largest if largest >= 0 else math.nan
 
     def metrics(self, updates: int, epochs: int) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Measured:
         }
 
 
-def measured_loss(
+def compute_loss(
     plan: LossPlan,
     batch: MicroBatch,
     tokens: SampledTokens,
@@ -105,26 +105,26 @@ def measured_loss(
     proximal: torch.Tensor | None,
     reference: torch.Tensor | None,
     totals: Totals,
-    measured: Measured,
+    measured: LossMetrics,
 ) -> torch.Tensor:
     """This micro-batch's share of the loss of its optimizer step. ``proximal`` [N]: the trainer's log-probabilities before the
     first update, None: now is before. ``reference`` [N]: those of the model that the KL pulls to, None: the sampler's."""
     if proximal is None:
         proximal = scores.logprobs.detach()
-    mask = batch.rowwise(torch.ones_like(tokens.logprobs))
-    losses = token_losses(
+    mask = batch.to_rows(torch.ones_like(tokens.logprobs))
+    losses = compute_token_losses(
         plan,
-        logprobs=batch.rowwise(scores.logprobs),
-        sampler=batch.rowwise(tokens.logprobs),
-        proximal=batch.rowwise(proximal),
-        advantages=batch.rowwise(tokens.advantages),
+        logprobs=batch.to_rows(scores.logprobs),
+        sampler=batch.to_rows(tokens.logprobs),
+        proximal=batch.to_rows(proximal),
+        advantages=batch.to_rows(tokens.advantages),
         mask=mask,
-        reference=None if reference is None else batch.rowwise(reference),
+        reference=None if reference is None else batch.to_rows(reference),
     )
     loss: torch.Tensor = reduce_losses(plan, losses, mask, tokens=totals.tokens, sequences=totals.sequences)
     measured.add_loss(loss)
     with torch.no_grad():
-        ratio = token_ratio(scores.logprobs, ratio_base(plan, tokens.logprobs, proximal))
+        ratio = token_ratio(scores.logprobs, select_old_logprobs(plan, tokens.logprobs, proximal))
         clipped = outside_clip(ratio, tokens.advantages, plan.clip)
         measured.add_tokens(
             entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fleetbus.errors import UserError
-from fleetbus_workers.images.folders import has_vision
+from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
-from fleetbus_workers.learner.torch.sharding import sharded_as, whole
+from fleetbus_workers.learner.torch.sharding import gather_tensor, shard_like
 
 _ADAPTER = "default"
 
@@ -41,7 +41,7 @@ def add_adapters(model: PreTrainedModel, settings: TorchTrainerSettings) -> None
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise UserError("trainer.lora_rank needs peft: pip install 'fleetbus[lora]'") from error
-    targets = settings.lora_targets
+    targets = settings.lora_target_modules
     chosen: str | list[str] = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     config = LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=chosen, lora_dropout=0.0)
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def add_adapters(model: PreTrainedModel, settings: TorchTrainerSettings) -> None
         parameter.requires_grad_(".lora_" in name)
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Gradient checkpointing per layer. Layers look at their own training flag; what is inside them stays without dropout."""
     if not model.supports_gradient_checkpointing:
         raise UserError(f"trainer.gradient_checkpointing: {type(model).__name__} does not support it")
@@ -67,7 +67,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
     """The model as it was loaded."""
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     for layer in layers:
@@ -81,31 +81,33 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
             parameter.requires_grad_(".lora_" in name)
 
 
-def whole_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights under the names of the folder's model: gathered from all shards, adapters merged into what they adapt."""
-    deltas = {f"{name}.weight": delta for name, module in model.named_modules() if (delta := _delta(module)) is not None}
+    deltas = {
+        f"{name}.weight": delta for name, module in model.named_modules() if (delta := _compute_delta(module)) is not None
+    }
     found = {}
-    for name, tensor in _stored(model):
+    for name, tensor in _iterate_tensors(model):
         plain = name.replace(".base_layer.", ".")
-        gathered = whole(tensor.detach())
+        gathered = gather_tensor(tensor.detach())
         found[plain] = gathered + deltas[plain].to(gathered.dtype) if plain in deltas else gathered
     return found
 
 
-def adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def gather_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights of the adapters, gathered."""
-    return {name: whole(parameter.detach()).cpu() for name, parameter in model.named_parameters() if ".lora_" in name}
+    return {name: gather_tensor(parameter.detach()).cpu() for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
-def put_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+def copy_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy whole tensors into the parameters of these names, sharded where they are."""
     with torch.no_grad():
-        for name, tensor in _stored(model, adapters=True):
+        for name, tensor in _iterate_tensors(model, adapters=True):
             if name in tensors:
-                tensor.copy_(sharded_as(tensors[name].to(tensor.dtype), tensor))
+                tensor.copy_(shard_like(tensors[name].to(tensor.dtype), tensor))
 
 
-def _stored(model: PreTrainedModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_tensors(model: PreTrainedModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and the buffers that are saved, tied ones once under their first name."""
     saved = model.state_dict()
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -117,11 +119,11 @@ def _stored(model: PreTrainedModel, *, adapters: bool = False) -> Iterator[tuple
             yield name, tensor
 
 
-def _delta(module: Any) -> torch.Tensor | None:
+def _compute_delta(module: Any) -> torch.Tensor | None:
     """What an adapted linear layer adds to its weight."""
     if not hasattr(module, "lora_A") or _ADAPTER not in module.lora_A:
         return None
     with torch.no_grad():
-        down, up = whole(module.lora_A[_ADAPTER].weight), whole(module.lora_B[_ADAPTER].weight)
+        down, up = gather_tensor(module.lora_A[_ADAPTER].weight), gather_tensor(module.lora_B[_ADAPTER].weight)
         delta: torch.Tensor = (up.float() @ down.float()) * module.scaling[_ADAPTER]
     return delta.T if getattr(module, "fan_in_fan_out", False) else delta

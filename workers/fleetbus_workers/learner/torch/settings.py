@@ -17,41 +17,44 @@ SCHEDULES = ("linear", "cosine", "constant")
 class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Defaults are those of the starter policy; a real model wants a ``learning_rate`` of about 1e-6.
 
-    The rate rises over ``warmup_updates`` optimizer steps, because Adam's first steps have the full rate in every weight
-    however small its gradient, and falls with progress to ``decayed_to`` of itself as ``schedule`` says. ``clip_low`` and
-    ``clip_high`` are offsets from 1. A batch is split into ``minibatches`` of one optimizer step each, ``epochs`` times over.
+    The rate rises over ``warmup_steps`` optimizer steps, because Adam's first steps have the full rate in every weight
+    however small its gradient, and falls with progress to ``min_lr_ratio`` of itself as ``lr_scheduler_type`` says.
+    ``clip_ratio_low`` and
+    ``clip_ratio_high`` are offsets from 1. A batch is split into ``minibatches`` of one optimizer step each, ``epochs`` times
+    over.
     Objective, correction, KL and reduction are those of `fleetbus.core.losses.LossPlan`; the KL pulls to the sampler's policy,
-    or (``kl_to`` "start") to the model of the folder. ``threads`` 0 leaves torch's own choice.
+    or (``kl_reference`` "start") to the model of the folder. ``threads`` 0 leaves torch's own choice.
 
     A forward pass takes at most ``micro_batch_size`` sequences and, with a ``token_budget``, so many tokens; ``packing`` puts
     sequences into one row up to the budget. Sequences over ``max_tokens`` are cut at their end. ``precision`` "bfloat16"
     computes in that type while weights and optimizer stay in ``dtype``. Weights are saved in ``published_dtype``; where that is
     less than ``dtype``, the state of a checkpoint holds them too, as they are. ``lora_rank`` above 0 trains adapters of
-    ``lora_targets`` only, scaled by ``lora_alpha / lora_rank``. ``images``: the folder holds a model that sees, and is shown
+    ``lora_target_modules`` only, scaled by ``lora_alpha / lora_rank``. ``images``: the folder holds a model that sees, and is
+    shown
     the images of its sequences.
     """
 
     learning_rate: float = 3e-4
-    decayed_to: float = 0.2
-    schedule: str = "linear"
-    warmup_updates: int = 10
+    min_lr_ratio: float = 0.2
+    lr_scheduler_type: str = "linear"
+    warmup_steps: int = 10
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    gradient_norm: float = 0.1
+    max_grad_norm: float = 0.1
     objective: str = "ppo_clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
     dual_clip: float | None = 3.0
     reduction: str = "token_mean"
-    constant_length: int = 1024
-    correction: str = "none"
-    correction_low: float = 0.5
-    correction_high: float = 2.0
-    ratio_to: Literal["auto", "sampler", "trainer"] = "auto"
+    loss_scale_factor: int = 1024
+    rollout_correction: str = "none"
+    rollout_correction_low: float = 0.5
+    rollout_correction_high: float = 2.0
+    old_policy: Literal["auto", "sampler", "trainer"] = "auto"
     kl_estimator: str = "k3"
     kl_coefficient: float = 0.0
     kl_place: Literal["loss", "reward"] = "loss"
-    kl_to: Literal["sampler", "start"] = "sampler"
+    kl_reference: Literal["sampler", "start"] = "sampler"
     minibatches: int = 1
     epochs: int = 1
     micro_batch_size: int = 16
@@ -66,7 +69,7 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     gradient_checkpointing: bool = False
     lora_rank: int = 0
     lora_alpha: float = 32.0
-    lora_targets: str = "all-linear"
+    lora_target_modules: str = "all-linear"
     threads: int = 0
     images: bool = False
 
@@ -78,26 +81,26 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     @property
     def needs_reference(self) -> bool:
         """True if the model of the run's start has to be asked too."""
-        return bool(self.kl_coefficient) and self.kl_to == "start"
+        return bool(self.kl_coefficient) and self.kl_reference == "start"
 
     def check(self) -> None:
         """Raise `UserError` naming the first setting that is wrong."""
         for name, allowed in (
             ("objective", tuple(OBJECTIVES)),
             ("reduction", REDUCTIONS),
-            ("correction", tuple(CORRECTIONS)),
+            ("rollout_correction", tuple(CORRECTIONS)),
             ("kl_estimator", tuple(KL_ESTIMATORS)),
-            ("schedule", SCHEDULES),
+            ("lr_scheduler_type", SCHEDULES),
             ("dtype", ("float32", "bfloat16")),
             ("precision", ("float32", "bfloat16")),
             ("published_dtype", ("float32", "bfloat16")),
         ):
             if getattr(self, name) not in allowed:
                 raise UserError(f"trainer setting {name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
-        for name in ("minibatches", "epochs", "micro_batch_size", "constant_length"):
+        for name in ("minibatches", "epochs", "micro_batch_size", "loss_scale_factor"):
             if getattr(self, name) < 1:
                 raise UserError(f"trainer setting {name} is {getattr(self, name)}: it must be at least 1")
         if self.packing and not self.token_budget:
             raise UserError("trainer setting packing needs a token_budget: the tokens of one packed row")
-        if self.correction == "geometric" and self.correction_low > 1.0:
-            raise UserError(f"trainer setting correction_low is {self.correction_low}: a geometric mask has to let 1 through")
+        if self.rollout_correction == "geometric" and self.rollout_correction_low > 1.0:
+            raise UserError(f"rollout_correction_low is {self.rollout_correction_low}: a geometric mask has to let 1 through")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-WAIT = timedelta(days=14)
+COLLECTIVE_TIMEOUT = timedelta(days=14)
 """Followers wait for the leader's next batch as long as episodes take; a leader that dies ends their wait at once."""
 
 T = TypeVar("T")
@@ -47,20 +47,20 @@ class Shards:
         # them behind for the next step, and that step would see the weights from before the update.
         fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
 
-    def share(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+    def split_items(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's items, as many as every other's, because collectives must match; False marks one that is run along
         and must not count."""
         rounds = -(-len(items) // self.world)
         places = [turn * self.world + self.rank for turn in range(rounds)]
         return [(items[place], True) if place < len(items) else (items[0], False) for place in places]
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        return self._reduced(values, dist.ReduceOp.SUM)
+    def sum_across(self, values: Sequence[float]) -> list[float]:
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
-    def largest(self, values: Sequence[float]) -> list[float]:
-        return self._reduced(values, dist.ReduceOp.MAX)
+    def max_across(self, values: Sequence[float]) -> list[float]:
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
-    def merged(self, own: dict[int, T]) -> dict[int, T]:
+    def merge_across(self, own: dict[int, T]) -> dict[int, T]:
         """The entries of all processes."""
         if self._mesh is None:
             return own
@@ -68,7 +68,7 @@ class Shards:
         dist.all_gather_object(found, own)
         return {key: value for part in found for key, value in part.items()}
 
-    def tell(self, message: object = None) -> Any:
+    def broadcast(self, message: object = None) -> Any:
         """The leader's message; the others wait for it."""
         carried = [message]
         if self._mesh is not None:
@@ -79,7 +79,7 @@ class Shards:
         if self._mesh is not None and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+    def _all_reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self._mesh is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -88,7 +88,7 @@ class Shards:
         return found
 
 
-def join_shards(device: torch.device) -> Shards:
+def init_shards(device: torch.device) -> Shards:
     """The processes that ``torchrun`` started, this one alone without it."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -96,11 +96,11 @@ def join_shards(device: torch.device) -> Shards:
     from torch.distributed.device_mesh import init_device_mesh
 
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=WAIT)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     return Shards(device, init_device_mesh(device.type, (world,)))
 
 
-def local_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """``auto`` is a GPU if there is one; under ``torchrun`` each process takes its own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,13 +110,13 @@ def local_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a sharded tensor; every process has to ask."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
-def sharded_as(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
+def shard_like(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     """A whole tensor, sharded like ``parameter``; every process has to give the same."""
     if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
         return tensor

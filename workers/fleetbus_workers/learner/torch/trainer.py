@@ -2,7 +2,7 @@
 
 Above is the learner, which calls it outside the event loop; below are torch and transformers. It draws no random numbers and
 keeps dropout off, so that a batch, weights and `state` decide the next weights. Every process has to make the same calls:
-`fleetbus_workers.learner.torch.following` sees to that.
+`fleetbus_workers.learner.torch.distributed` sees to that.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch import model as models
-from fleetbus_workers.learner.torch.batches import MicroBatch, cut, micro_batches, shared_prefix
+from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches, truncate_sequence
 from fleetbus_workers.learner.torch.forward import (
     Inputs,
     Scores,
     SharedPrefix,
+    build_text_inputs,
     can_pack,
-    can_share,
-    head_is_plain,
-    plain_inputs,
-    score,
+    can_share_prefix,
+    compute_scores,
+    has_plain_head,
 )
-from fleetbus_workers.learner.torch.loss import Measured, SampledTokens, Totals, measured_loss
+from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
-from fleetbus_workers.learner.torch.sharding import join_shards, local_device, sharded_as, whole
+from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device, shard_like
 from fleetbus_workers.weights.file import unique_tensors, write_weights
 
 if TYPE_CHECKING:
-    from fleetbus_workers.learner.torch.images import TrainedImages
+    from fleetbus_workers.learner.torch.images import TrainingImages
 
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
 """Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
 
 
-class Before(NamedTuple):
+class InitialLogprobs(NamedTuple):
     """Log-probabilities of all sampled tokens before the first update, one tensor per sequence; None where not needed.
 
     ``proximal`` are the trainer's own, ``reference`` those of the model that the run started with."""
@@ -62,7 +62,7 @@ class Before(NamedTuple):
     reference: list[torch.Tensor] | None
 
 
-class Scored(NamedTuple):
+class ScoredBatch(NamedTuple):
     """A micro-batch with scores of its sampled tokens; one that does not count is run along with other processes'."""
 
     batch: MicroBatch
@@ -80,18 +80,18 @@ class TorchTrainer:
         self.settings.check()
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
-        device = local_device(self.settings.device)
-        self.shards = join_shards(device)
+        device = resolve_device(self.settings.device)
+        self.shards = init_shards(device)
         self._folder = folder
         self._updates = 0
         self._model = models.load_model(folder, self.settings, device)
-        self._examine()
-        self._images = self._opened_images()
-        self._reference = self._frozen_copy(device)
+        self._detect_capabilities()
+        self._images = self._open_images()
+        self._reference = self._load_reference(device)
         if self.settings.lora_rank:
             models.add_adapters(self._model, self.settings)
         if self.settings.gradient_checkpointing:
-            models.recompute_activations(self._model)
+            models.enable_gradient_checkpointing(self._model)
         self.shards.shard(self._model)
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in self._model.parameters() if parameter.requires_grad],
@@ -108,21 +108,21 @@ class TorchTrainer:
             raise ValueError("a batch needs sequences, and none may begin with a sampled token")
         if self._images is None and any(sequence.images for sequence in batch):
             raise UserError(
-                "episodes were shown images, and this trainer sees none: set environment.images = true for the learner"
+                "the batch contains images, and this trainer reads text only: set environment.images = true for the learner"
             )
         longest = sum(len(sequence.ids) for sequence in batch)
-        batch = [cut(sequence, self.settings.max_tokens) for sequence in batch]
-        measured = Measured()
+        batch = [truncate_sequence(sequence, self.settings.max_tokens) for sequence in batch]
+        measured = LossMetrics()
         norms: list[float] = []
-        before = self._before(batch)
+        initial = self._compute_initial_logprobs(batch)
         if self.settings.kl_coefficient and self.settings.kl_place == "reward":
-            batch = self._penalised(batch, before)
+            batch = self._apply_kl_penalty(batch, initial)
         rate = 0.0
         for _ in range(self.settings.epochs):
-            for chosen in _split(len(batch), self.settings.minibatches):
-                rate = self._schedule(progress)
+            for chosen in _split_evenly(len(batch), self.settings.minibatches):
+                rate = self._set_learning_rate(progress)
                 fresh = version if not norms else None
-                norms.append(self._update(batch, chosen, before, measured, fresh))
+                norms.append(self._update(batch, chosen, initial, measured, fresh))
         measured.gather(self.shards)
         return measured.metrics(len(norms), self.settings.epochs) | {
             "grad_norm": sum(norms) / len(norms),
@@ -134,15 +134,15 @@ class TorchTrainer:
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `Trainer.save_weights`. Raises `OSError`."""
-        tensors = self._weights()
-        if self._rounds:
+        tensors = self._gather_weights()
+        if self._publishes_rounded:
             # Tied weights are found by their memory, which a copy would not share.
-            tensors = {name: _rounded(tensor) for name, tensor in unique_tensors(tensors).items()}
+            tensors = {name: _round(tensor) for name, tensor in unique_tensors(tensors).items()}
         return write_weights(file, tensors) if self.shards.rank == 0 else ()
 
     def save_model(self, folder: Path) -> None:
         """See `Trainer.save_model`: the model's files, and copies of what lay beside them where it was loaded from."""
-        tensors = self._weights() if self._is_wrapped else None
+        tensors = self._gather_weights() if self._is_wrapped else None
         if self.shards.rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class TorchTrainer:
             self._model.save_pretrained(folder)
             return
         plain = models.load_model(self._folder, self.settings, torch.device("cpu"))
-        models.put_weights(plain, tensors)
+        models.copy_weights(plain, tensors)
         plain.save_pretrained(folder)
 
     def save_state(self, file: Path) -> None:
@@ -163,14 +163,16 @@ class TorchTrainer:
         One process and several write the same, so a run may go on with another number of them."""
         optimizer = self._optimizer.state_dict()
         optimizer["state"] = {
-            index: {name: whole(value).cpu() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+            index: {
+                name: gather_tensor(value).cpu() if isinstance(value, torch.Tensor) else value for name, value in values.items()
+            }
             for index, values in optimizer["state"].items()
         }
         state: dict[str, Any] = {"optimizer": optimizer, "updates": self._updates}
         if self.settings.lora_rank:
-            state["adapters"] = models.adapters(self._model)
-        elif self._rounds:
-            state["weights"] = {name: tensor.cpu() for name, tensor in models.whole_weights(self._model).items()}
+            state["adapters"] = models.gather_adapters(self._model)
+        elif self._publishes_rounded:
+            state["weights"] = {name: tensor.cpu() for name, tensor in models.gather_weights(self._model).items()}
         if self.shards.rank == 0:
             torch.save(state, file)
 
@@ -181,11 +183,11 @@ class TorchTrainer:
             self._restore_adapters(state, stored.get("adapters", {}))
         else:
             self._restore_weights(weights)
-            models.put_weights(self._model, stored.get("weights", {}))
+            models.copy_weights(self._model, stored.get("weights", {}))
         own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for index, values in stored["optimizer"]["state"].items():
             for name, value in values.items():
-                values[name] = sharded_as(value, own[index]) if name != "step" else value
+                values[name] = shard_like(value, own[index]) if name != "step" else value
         self._optimizer.load_state_dict(stored["optimizer"])
         self._updates = int(stored["updates"])
 
@@ -193,7 +195,7 @@ class TorchTrainer:
         try:
             tensors = load_file(weights)
             if self._is_wrapped:
-                models.put_weights(self._model, tensors)
+                models.copy_weights(self._model, tensors)
                 return
             missing, unexpected = self._model.load_state_dict(tensors, strict=False)
         except (RuntimeError, SafetensorError) as error:
@@ -206,8 +208,10 @@ class TorchTrainer:
     def _restore_adapters(self, state: Path, tensors: dict[str, torch.Tensor]) -> None:
         own = {name: parameter.shape for name, parameter in self._model.named_parameters() if ".lora_" in name}
         if {name: tensor.shape for name, tensor in tensors.items()} != own:
-            raise UserError(f"{state} holds no adapters of rank {self.settings.lora_rank} for {self.settings.lora_targets}")
-        models.put_weights(self._model, tensors)
+            raise UserError(
+                f"{state} holds no adapters of rank {self.settings.lora_rank} for {self.settings.lora_target_modules}"
+            )
+        models.copy_weights(self._model, tensors)
 
     @property
     def _is_wrapped(self) -> bool:
@@ -215,31 +219,31 @@ class TorchTrainer:
         return self.shards.world > 1 or self.settings.lora_rank > 0
 
     @property
-    def _rounds(self) -> bool:
+    def _publishes_rounded(self) -> bool:
         """True if what is published is less precise than what is trained."""
         return self.settings.published_dtype == "bfloat16" and self.settings.dtype == "float32"
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return models.whole_weights(self._model) if self._is_wrapped else self._model.state_dict()
+    def _gather_weights(self) -> dict[str, torch.Tensor]:
+        return models.gather_weights(self._model) if self._is_wrapped else self._model.state_dict()
 
-    def _examine(self) -> None:
-        """What this model allows, tried on the whole model before it is changed."""
+    def _detect_capabilities(self) -> None:
+        """Detect what the model supports (packing, prefix sharing, plain head) before it is sharded or wrapped."""
         settings = self.settings
         # A sharded model has to be entered at its top, and checkpointed layers drop their cache.
-        self._plain_head = self.shards.world == 1 and head_is_plain(self._model)
+        self._plain_head = self.shards.world == 1 and has_plain_head(self._model)
         separate = self.shards.world > 1 or settings.packing or settings.gradient_checkpointing
-        self._share = settings.share_prefix and not separate and can_share(self._model)
+        self._share = settings.share_prefix and not separate and can_share_prefix(self._model)
         if settings.packing and not can_pack(self._model):
             raise UserError(f"trainer.packing: packed sequences of {type(self._model).__name__} would see each other")
 
-    def _opened_images(self) -> TrainedImages | None:
+    def _open_images(self) -> TrainingImages | None:
         if not self.settings.images:
             return None
-        from fleetbus_workers.learner.torch.images import TrainedImages
+        from fleetbus_workers.learner.torch.images import TrainingImages
 
-        return TrainedImages(self._folder, self._model, processes=self.shards.world)
+        return TrainingImages(self._folder, self._model, processes=self.shards.world)
 
-    def _frozen_copy(self, device: torch.device) -> PreTrainedModel | None:
+    def _load_reference(self, device: torch.device) -> PreTrainedModel | None:
         """The model that the KL pulls to; with adapters it is the model itself without them."""
         if not self.settings.needs_reference:
             return None
@@ -249,43 +253,43 @@ class TorchTrainer:
         self.shards.shard(reference)
         return reference
 
-    def _schedule(self, progress: float) -> float:
+    def _set_learning_rate(self, progress: float) -> float:
         passed = min(max(progress, 0.0), 1.0)
         share = {"linear": 1.0 - passed, "cosine": 0.5 * (1.0 + math.cos(math.pi * passed)), "constant": 1.0}
-        decayed = 1.0 - (1.0 - self.settings.decayed_to) * (1.0 - share[self.settings.schedule])
-        warmed = min(1.0, (self._updates + 1) / max(self.settings.warmup_updates, 1))
+        decayed = 1.0 - (1.0 - self.settings.min_lr_ratio) * (1.0 - share[self.settings.lr_scheduler_type])
+        warmed = min(1.0, (self._updates + 1) / max(self.settings.warmup_steps, 1))
         rate = self.settings.learning_rate * decayed * warmed
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         return rate
 
-    def _before(self, batch: Sequence[TrainingSequence]) -> Before:
-        """What a later update, or the KL, will need to know of the time before the first one."""
+    def _compute_initial_logprobs(self, batch: Sequence[TrainingSequence]) -> InitialLogprobs:
+        """Log-probabilities before the first update, as later updates and the KL term need them."""
         settings = self.settings
         several = settings.loss.uses_proximal and settings.epochs * settings.minibatches > 1
         penalises = settings.kl_coefficient > 0 and settings.kl_place == "reward"
-        proximal = self._logprobs(batch, self._model) if several or penalises else None
+        proximal = self._compute_logprobs(batch, self._model) if several or penalises else None
         if self._reference is None:
-            return Before(proximal, None)
-        with models.without_adapters(self._model) if settings.lora_rank else nullcontext():
-            return Before(proximal, self._logprobs(batch, self._reference))
+            return InitialLogprobs(proximal, None)
+        with models.disable_adapters(self._model) if settings.lora_rank else nullcontext():
+            return InitialLogprobs(proximal, self._compute_logprobs(batch, self._reference))
 
-    def _logprobs(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> list[torch.Tensor]:
+    def _compute_logprobs(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            for scored in self._scored(batch, model):
+            for scored in self._iterate_scored(batch, model):
                 counts = [int(batch[index].loss_mask.sum()) for index in scored.batch.indices]
                 found |= zip(scored.batch.indices, torch.split(scored.scores.logprobs, counts), strict=True)
-        found = self.shards.merged(found)
+        found = self.shards.merge_across(found)
         return [found[index].to(self._model.device) for index in range(len(batch))]
 
-    def _penalised(self, batch: Sequence[TrainingSequence], before: Before) -> list[TrainingSequence]:
+    def _apply_kl_penalty(self, batch: Sequence[TrainingSequence], initial: InitialLogprobs) -> list[TrainingSequence]:
         """The batch with the KL taken out of its advantages."""
-        assert before.proximal is not None
-        policy = [logprobs.cpu().numpy() for logprobs in before.proximal]
+        assert initial.proximal is not None
+        policy = [logprobs.cpu().numpy() for logprobs in initial.proximal]
         target = [sequence.logprobs[sequence.loss_mask] for sequence in batch]
-        if before.reference is not None:
-            target = [logprobs.cpu().numpy() for logprobs in before.reference]
+        if initial.reference is not None:
+            target = [logprobs.cpu().numpy() for logprobs in initial.reference]
         width = max(map(len, policy))
         rows = [np.stack([np.pad(row, (0, width - len(row))) for row in found]) for found in (policy, target)]
         mask = np.stack([np.arange(width) < len(row) for row in policy]).astype(np.float32)
@@ -298,26 +302,31 @@ class TorchTrainer:
         return penalised
 
     def _update(
-        self, batch: Sequence[TrainingSequence], chosen: slice, before: Before, measured: Measured, fresh: int | None
+        self,
+        batch: Sequence[TrainingSequence],
+        chosen: slice,
+        initial: InitialLogprobs,
+        measured: LossMetrics,
+        fresh: int | None,
     ) -> float:
         """One optimizer step on part of the batch; returns the norm of its gradient before clipping.
 
         ``fresh`` is the version whose tokens were sampled with the weights as they are now.
         """
         part = batch[chosen]
-        totals = Totals.of(part)
-        proximal, reference = (known[chosen] if known is not None else None for known in before)
+        totals = Totals.from_sequences(part)
+        proximal, reference = (known[chosen] if known is not None else None for known in initial)
         plan = self.settings.loss
-        for micro_batch, tokens, scores, counts in self._scored(part, self._model):
-            loss = measured_loss(
+        for micro_batch, tokens, scores, counts in self._iterate_scored(part, self._model):
+            loss = compute_loss(
                 plan,
                 micro_batch,
                 tokens,
                 scores,
-                proximal=_together(proximal, micro_batch),
-                reference=_together(reference, micro_batch),
+                proximal=_concatenate(proximal, micro_batch),
+                reference=_concatenate(reference, micro_batch),
                 totals=totals,
-                measured=measured if counts else Measured(),
+                measured=measured if counts else LossMetrics(),
             )
             if counts and fresh is not None:
                 measured.add_differences((scores.logprobs.detach() - tokens.logprobs)[tokens.versions == fresh])
@@ -325,41 +334,43 @@ class TorchTrainer:
                 # Shards average their gradients; the loss is a sum over all micro-batches.
                 torch.autograd.backward(loss if self.shards.world == 1 else loss * (self.shards.world if counts else 0.0))
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.settings.gradient_norm)).item()
+        norm = gather_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm)).item()
         if math.isfinite(norm):
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _scored(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> Iterator[Scored]:
+    def _iterate_scored(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> Iterator[ScoredBatch]:
         """Micro-batches with scores of their sampled tokens; when it ends, gradients have gone through the shared prefix."""
         device = self._model.device
         ids: Sequence[NDArray[Any]] = [sequence.ids for sequence in batch]
         masks = [sequence.loss_mask for sequence in batch]
-        inputs: Inputs = plain_inputs
+        inputs: Inputs = build_text_inputs
         if self._images is not None:
-            ids, inputs = self._images.shown(batch)
-        length = shared_prefix(ids, masks) if self._share else 0
+            ids, inputs = self._images.encode_images(batch)
+        length = find_shared_prefix(ids, masks) if self._share else 0
         precision: torch.dtype = getattr(torch, self.settings.precision)
         prefix = None
         if length:
             with torch.autocast(device.type, precision, enabled=precision != torch.float32):
                 prefix = SharedPrefix(model, torch.from_numpy(ids[0][:length].astype(np.int64)).to(device), inputs)
-        for learns, among in self._parted(batch):
-            found = micro_batches(
+        for learns, subset in self._partition_by_gradient(batch):
+            found = split_micro_batches(
                 ids,
                 masks,
                 prefix=length,
                 size=self.settings.micro_batch_size,
-                among=among,
+                subset=subset,
                 budget=self.settings.token_budget,
                 packing=self.settings.packing,
             )
-            for each, counts in self.shards.share(list(found)) if self.shards.world > 1 else ((each, True) for each in found):
-                micro_batch, tokens = each.to(device), SampledTokens.of(batch, each.indices, device)
+            for each, counts in (
+                self.shards.split_items(list(found)) if self.shards.world > 1 else ((each, True) for each in found)
+            ):
+                micro_batch, tokens = each.to(device), SampledTokens.from_sequences(batch, each.indices, device)
                 with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-                    scores = score(
+                    scores = compute_scores(
                         model,
                         micro_batch,
                         prefix=prefix,
@@ -368,29 +379,31 @@ class TorchTrainer:
                         precision=precision,
                         inputs=inputs,
                     )
-                yield Scored(micro_batch, tokens, scores, counts)
+                yield ScoredBatch(micro_batch, tokens, scores, counts)
         if prefix is not None:
             prefix.close()
 
-    def _parted(self, batch: Sequence[TrainingSequence]) -> tuple[tuple[bool, list[int]], tuple[bool, list[int]]]:
+    def _partition_by_gradient(
+        self, batch: Sequence[TrainingSequence]
+    ) -> tuple[tuple[bool, list[int]], tuple[bool, list[int]]]:
         """Indices of sequences that have a gradient, and of those that are only measured: their advantage is zero."""
-        pulled = self.settings.kl_coefficient and self.settings.kl_place == "loss"
-        idle = [not sequence.advantages.any() and not pulled for sequence in batch]
+        has_kl_loss = self.settings.kl_coefficient and self.settings.kl_place == "loss"
+        idle = [not sequence.advantages.any() and not has_kl_loss for sequence in batch]
         return (
             (True, [index for index, still in enumerate(idle) if not still]),
             (False, [index for index, still in enumerate(idle) if still]),
         )
 
 
-def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+def _round(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
-def _together(known: list[torch.Tensor] | None, batch: MicroBatch) -> torch.Tensor | None:
+def _concatenate(known: list[torch.Tensor] | None, batch: MicroBatch) -> torch.Tensor | None:
     return None if known is None else torch.cat([known[index] for index in batch.indices])
 
 
-def _split(count: int, parts: int) -> list[slice]:
+def _split_evenly(count: int, parts: int) -> list[slice]:
     """``count`` sequences in at most ``parts`` runs of nearly equal length, none empty."""
     bounds = [part * count // parts for part in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds) if stop > start]

@@ -1,0 +1,36 @@
+"""Retention calls of the JetStream API: ack floors of consumers, and purging entries by subject.
+
+Above it is the bus; below it the API. It decides nothing: what may be removed is `fleetbus.trim_limit`' to say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetbus.bus.base import ConsumerFloor
+from fleetbus.bus.nats.api import JetStreamApi
+from fleetbus.bus.nats.protocol import check_subject
+
+
+async def list_floors(api: JetStreamApi, stream: str) -> list[ConsumerFloor]:
+    """All consumers that ack, by name; the server lists them in pages. Readers ack nothing and are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    seen = 0
+    while True:
+        answer = await api.ask(f"CONSUMER.LIST.{stream}", {"offset": seen})
+        page = answer.get("consumers") or []
+        found |= {info["name"]: info for info in page}
+        seen += len(page)
+        if not page or seen >= answer["total"]:
+            break
+    return [
+        ConsumerFloor(name=name, filter=info["config"].get("filter_subject", ">"), ack_floor=info["ack_floor"]["stream_seq"])
+        for name, info in sorted(found.items())
+        if info["config"].get("ack_policy", "none") != "none"
+    ]
+
+
+async def purge(api: JetStreamApi, stream: str, subject: str, below: int) -> None:
+    """Remove the entries on a subject (wildcards allowed) with a sequence below this one."""
+    if below > 1:
+        await api.ask(f"STREAM.PURGE.{stream}", {"filter": check_subject(subject), "seq": below})

@@ -1,0 +1,69 @@
+"""Environment workers that host step-wise sessions, known by their heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import anyio
+
+from fleetbus.bus.base import Bus
+from fleetbus.heartbeats import follow_heartbeats
+from fleetbus.worker_lifecycle import HEARTBEAT_SECONDS
+from fleetbus_schemas import Heartbeat, Subjects
+
+FORGET_AFTER_SECONDS = 5 * HEARTBEAT_SECONDS
+"""A worker that was not heard of for this long is not asked."""
+
+
+class SessionHosts:
+    """The hosts of sessions, from the moment `run` began. `choose` prefers the one with the largest share of free slots."""
+
+    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+        self._bus = bus
+        self._subject = subjects.heartbeat("environment", "*")
+        self._hosts: dict[str, tuple[float, Heartbeat]] = {}
+        self._sent: dict[str, int] = {}
+        self._heard = anyio.Event()
+
+    async def run(self) -> None:
+        """Follow heartbeats until cancelled."""
+        await follow_heartbeats(self._bus, self._subject, self._on_heartbeat)
+
+    async def choose(self, avoid: Collection[str] = ()) -> str:
+        """The best host that is not to be avoided; waits until there is one. The caller's cancel scope is what ends it."""
+        while True:
+            worker = self._find_best(avoid)
+            if worker is not None:
+                self._sent[worker] = self._sent.get(worker, 0) + 1  # until its next heartbeat counts it
+                return worker
+            self._heard = anyio.Event()
+            await self._heard.wait()
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker until it is heard of again."""
+        self._hosts.pop(worker, None)
+        self._sent.pop(worker, None)
+
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
+        self._forget_silent()
+        self._sent.pop(beat.worker, None)
+        if beat.session_slots and not beat.draining:
+            self._hosts[beat.worker] = (anyio.current_time(), beat)
+        else:
+            self.remove(beat.worker)
+        self._heard.set()
+
+    def _forget_silent(self) -> None:
+        oldest = anyio.current_time() - FORGET_AFTER_SECONDS
+        for worker in [worker for worker, (at, _) in self._hosts.items() if at < oldest]:
+            self.remove(worker)
+
+    def _find_best(self, avoid: Collection[str]) -> str | None:
+        self._forget_silent()
+        known = [beat for _, beat in self._hosts.values() if beat.worker not in avoid]
+        if not known:
+            return None
+        return min(known, key=self._compute_load).worker
+
+    def _compute_load(self, beat: Heartbeat) -> tuple[float, str]:
+        return (beat.sessions + self._sent.get(beat.worker, 0)) / beat.session_slots, beat.worker

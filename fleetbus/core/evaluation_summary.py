@@ -1,0 +1,69 @@
+"""Summary of held-out episodes: success, pass@k, per environment. Pure.
+
+Only graded episodes count; one that failed in the infrastructure is not evidence about the policy, and is counted separately.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from fleetbus_schemas import GRADED, EpisodeFinished
+
+SUCCESS = 1.0
+"""A reward of at least this is a success."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Of episodes: how many were played and graded, the share of successes, the mean reward, and pass@k by k (only where a
+    task has k graded episodes; the mean over such tasks). ``not_graded`` counts the others by outcome."""
+
+    tasks: int
+    episodes: int
+    graded: int
+    success: float
+    mean_reward: float
+    pass_at: dict[str, float]
+    not_graded: dict[str, int]
+    versions: tuple[int, ...]
+
+
+def pass_at(k: int, *, samples: int, successes: int) -> float:
+    """The chance that at least one of ``k`` of the samples, drawn without replacement, is a success:
+    ``1 - C(n - c, k) / C(n, k)``, unbiased (Chen et al. 2021, arXiv 2107.03374). ``k`` is at most ``samples``."""
+    return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
+
+
+def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> Summary:
+    """Results of any tasks; those of one task share a group id."""
+    graded = [result for result in results if result.outcome in GRADED and result.reward is not None]
+    rewards = [result.reward for result in graded if result.reward is not None]
+    by_task: defaultdict[str, list[bool]] = defaultdict(list)
+    for result in graded:
+        by_task[result.group_id].append((result.reward or 0.0) >= SUCCESS)
+    found = {}
+    for k in sorted(set(ks)):
+        values = [pass_at(k, samples=len(wins), successes=sum(wins)) for wins in by_task.values() if len(wins) >= k]
+        if values:
+            found[str(k)] = math.fsum(values) / len(values)
+    return Summary(
+        tasks=len({result.group_id for result in results}),
+        episodes=len(results),
+        graded=len(graded),
+        success=sum(reward >= SUCCESS for reward in rewards) / max(len(rewards), 1),
+        mean_reward=math.fsum(rewards) / max(len(rewards), 1),
+        pass_at=found,
+        not_graded=dict(Counter(result.outcome for result in results if result.outcome not in GRADED)),
+        versions=tuple(sorted({version for result in graded for version in result.policy_versions})),
+    )
+
+
+def summarise_by_environment(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> dict[str, Summary]:
+    """A summary for every environment that a task names."""
+    found: defaultdict[str, list[EpisodeFinished]] = defaultdict(list)
+    for result in results:
+        found[result.env].append(result)
+    return {env: summarise_results(found[env], ks) for env in sorted(found)}

@@ -1,0 +1,85 @@
+"""Gateways and environment workers as processes of one run on a real server, to be killed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus_schemas import Subjects, WorkerStarted
+from fleetbus_schemas.message import decode_any
+from tests.support.gym_service import Wire, new_boundary
+
+RUN = "gateway"
+SUBJECTS = Subjects(RUN)
+
+
+class ProcessDeployment:
+    """Processes of one run; killed at the end whatever happened."""
+
+    def __init__(self, url: str, bus: Bus) -> None:
+        self._url = url
+        self.bus = bus
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    async def start(self, name: str, *command: str) -> None:
+        """A role's process; returns when it has said hello."""
+        async with self.bus.read([SUBJECTS.life("*", name)], start=await self.bus.last_sequence() + 1) as reader:
+            arguments = [*command, "--nats", self._url, "--run", RUN, "--name", name]
+            self.processes[name] = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", *arguments])  # noqa: ASYNC220
+            while True:
+                entry = await reader.receive()
+                try:
+                    decode_any((WorkerStarted,), entry.payload)
+                except ValueError:
+                    continue
+                return
+
+    def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+    def kill_all(self) -> None:
+        for name in list(self.processes):
+            self.kill(name)
+
+
+@asynccontextmanager
+async def start_processes(folder: Path, *, seconds: float = 55) -> AsyncIterator[ProcessDeployment]:
+    async with run_server(folder, monitor_port=None) as server, connect(server.url, run=RUN) as bus:
+        await bus.declare(plan_run(RUN))
+        fleet = ProcessDeployment(server.url, bus)
+        try:
+            with anyio.fail_after(seconds):
+                yield fleet
+        finally:
+            fleet.kill_all()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def repeat_until_answered(wire: Wire, session: str, action: str, *, boundary: str = "") -> dict[str, Any]:
+    """One step, repeated under its boundary while nobody answers, as the protocol's clients do."""
+    boundary = boundary or new_boundary()
+    while True:
+        try:
+            return await wire.call(session, "step", boundary=boundary, action_str=action)
+        except httpx.TransportError:
+            await anyio.sleep(0.1)

@@ -1,0 +1,372 @@
+"""A small fleet in one process, with hands to break it: real workers on any bus, for tests on virtual time.
+
+A `Member` is one worker as if it were a process of its own: it may be killed, cut off, drained. `SmallDeployment` watches at
+all
+times that nobody holds more than its slots, and can say whether everything came to rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import psutil
+from anyio.abc import TaskGroup
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import Faults, MemoryServer
+from fleetbus.bus.memory_bus import MemoryBus
+from fleetbus.bus.streams import plan_run, tasks_consumer
+from fleetbus.config.settings import (
+    Configuration,
+    EnvironmentSettings,
+    InferenceSettings,
+    LimitSettings,
+    NatsSettings,
+    RunSettings,
+)
+from fleetbus.core.claims import EpisodeState
+from fleetbus.episodes import decode_entries, decode_episode_entry, read_episode_state
+from fleetbus.runtime import Runtime
+from fleetbus_schemas import (
+    Action,
+    AttemptStarted,
+    ControlAnswered,
+    ControlRequested,
+    EpisodeFinished,
+    EpisodeRequested,
+    Heartbeat,
+    Message,
+    Observation,
+    PolicyPublished,
+    SamplingSettings,
+    Subjects,
+    Task,
+    WorkerRole,
+    decode,
+    encode,
+)
+from fleetbus_schemas.message import M
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.episode.stages import find_root_cause
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.base import Sampler, Template
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.worker import run_learner
+
+RUN = "small"
+LANES = 4
+LIMITS = LimitSettings(open=5, reset=5, step=5, action=8, verify=5, close=5, episode=60, grace=10, drain=10)
+
+Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
+
+
+def build_configuration(**tables: Any) -> Configuration:
+    """Short limits, few lanes; whole tables may be replaced."""
+    given: dict[str, Any] = {
+        "run": RunSettings(name=RUN),
+        "nats": NatsSettings(lanes=LANES, max_bytes=1 << 28),
+        "limits": LIMITS,
+        "environment": EnvironmentSettings(slots=8),
+        "inference": InferenceSettings(slots=16),
+    }
+    return Configuration(**(given | tables))
+
+
+async def run_inline(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Blocking work without a thread: virtual time must not run on while one computes."""
+    await anyio.lowlevel.checkpoint()
+    return function(*args, **options)
+
+
+class Member:
+    """One worker. ``error`` is what ended it."""
+
+    def __init__(self, role: WorkerRole, name: str) -> None:
+        self.role = role
+        self.name = name
+        self.drain = anyio.Event()
+        self.ended = anyio.Event()
+        self.error: Exception | None = None
+        self.is_expected_to_fail = False
+        self.bus: Bus | None = None
+        self.scope = anyio.CancelScope()
+
+    def kill(self) -> None:
+        """As SIGKILL: nothing that it says from now on, not even a goodbye, gets out."""
+        self.cut()
+        self.scope.cancel()
+
+    def cut(self) -> None:
+        """Nothing gets out and nothing gets in, and it does not know: a cut network, or SIGSTOP as others see it."""
+        if isinstance(self.bus, MemoryBus):  # a bus on NATS ends with its scope
+            self.bus.disconnect()
+
+    def mend(self) -> None:
+        assert isinstance(self.bus, MemoryBus)
+        self.bus.reconnect()
+
+    def failure(self) -> BaseException | None:
+        """What ended it, as the test expects it."""
+        self.is_expected_to_fail = True
+        return find_root_cause(self.error) if self.error is not None else None
+
+
+class SmallDeployment:
+    """Workers on one bus. ``results`` has every stored EpisodeFinished by episode, ``beats`` the newest heartbeat by worker."""
+
+    def __init__(
+        self, server: MemoryServer, connect: Connect, configuration: Configuration, bus: Bus, group: TaskGroup
+    ) -> None:
+        self.server = server
+        self.connect = connect
+        self.configuration = configuration
+        self.bus = bus
+        self.subjects = Subjects(configuration.run.name)
+        self.members: dict[str, Member] = {}
+        self.results: defaultdict[str, list[EpisodeFinished]] = defaultdict(list)
+        self.finished_at: dict[str, float] = {}
+        self.beats: dict[str, Heartbeat] = {}
+        self.most_in_flight: Counter[str] = Counter()
+        self.requested: list[int] = []
+        self._group = group
+        self._numbers = itertools.count(1)
+        self._changed = anyio.Event()
+        self.runtime = Runtime(offload=run_inline, nonce=lambda: f"nonce-{next(self._numbers)}")
+
+    # Workers
+
+    def environment(
+        self, name: str, *, make: Callable[[], Environment] = ScriptedEnvironment, slots: int | None = None
+    ) -> Member:
+        settings = self.configuration.environment
+        settings = msgspec.structs.replace(settings, slots=slots or settings.slots)
+        configuration = msgspec.structs.replace(self.configuration, environment=settings)
+
+        async def work(member: Member, bus: Bus) -> None:
+            await run_environment(
+                bus, configuration=configuration, name=name, drain=member.drain, make=make, runtime=self.runtime
+            )
+
+        return self.start("environment", name, work)
+
+    def inference(
+        self, name: str, *, sampler: Sampler | None = None, template: Template | None = None, slots: int | None = None
+    ) -> Member:
+        settings = self.configuration.inference
+        settings = msgspec.structs.replace(settings, slots=slots or settings.slots)
+        configuration = msgspec.structs.replace(self.configuration, inference=settings)
+
+        async def work(member: Member, bus: Bus) -> None:
+            await run_inference(
+                bus,
+                configuration=configuration,
+                name=name,
+                drain=member.drain,
+                sampler=sampler or ScriptedSampler(),
+                template=template or ScriptedTemplate(),
+                runtime=self.runtime,
+            )
+
+        return self.start("inference", name, work)
+
+    def check_learner(self, name: str, *, trainer: Trainer, curriculum: Curriculum) -> Member:
+        async def work(member: Member, bus: Bus) -> None:
+            await run_learner(
+                bus,
+                configuration=self.configuration,
+                name=name,
+                drain=member.drain,
+                trainer=trainer,
+                curriculum=curriculum,
+                runtime=self.runtime,
+            )
+
+        return self.start("learner", name, work)
+
+    def start(self, role: WorkerRole, name: str, work: Callable[[Member, Bus], Awaitable[None]]) -> Member:
+        member = self.members[name] = Member(role, name)
+        self._group.start_soon(self._live, member, work)
+        return member
+
+    async def _live(self, member: Member, work: Callable[[Member, Bus], Awaitable[None]]) -> None:
+        try:
+            with member.scope:
+                async with self.connect(member.name) as bus:
+                    member.bus = bus
+                    await work(member, bus)
+        except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
+            member.error = error
+        finally:
+            member.ended.set()
+            self._wake()
+
+    async def heard(self, *members: Member) -> None:
+        """Until these workers have said that they live."""
+        await self.until(lambda: all(member.name in self.beats or member.ended.is_set() for member in members))
+
+    async def control(self, member: Member, command: str, *episodes: str) -> ControlAnswered:
+        payload = encode(ControlRequested(command=command, episodes=episodes))  # type: ignore[arg-type]
+        subject = self.subjects.control(member.role, member.name)
+        return decode(ControlAnswered, await self.bus.request(subject, payload, timeout=30))
+
+    # Episodes
+
+    async def publish_policy(self, version: int = 0, *, uri: str = "") -> None:
+        subject = self.subjects.policy("default")
+        published = PolicyPublished(
+            policy="default", version=version, lineage="l1", step=version, uri=uri, manifest=(), size_bytes=0
+        )
+        await self.bus.publish(subject, encode(published))
+
+    async def request(
+        self,
+        episode_id: str = "e",
+        *,
+        task: Task | None = None,
+        deadline_seconds: float = 300.0,
+        max_turns: int = 50,
+        sampling: SamplingSettings | None = None,
+    ) -> int:
+        request = EpisodeRequested(
+            episode_id=episode_id,
+            group_id="g",
+            sample_index=0,
+            split="train",
+            task=task or Task(key="task", prompt="play"),
+            policy="default",
+            sampling=sampling or SamplingSettings(),
+            max_turns=max_turns,
+            deadline_ns=self.bus.now_ns() + int(deadline_seconds * 1e9),
+        )
+        published = await self.bus.publish(self.subjects.task("default", episode_id), encode(request), expected_last=0)
+        self.requested.append(published.sequence)
+        return published.sequence
+
+    async def result(self, episode_id: str = "e") -> EpisodeFinished:
+        await self.until(lambda: bool(self.results[episode_id]))
+        return self.results[episode_id][0]
+
+    async def all_results(self, count: int) -> list[EpisodeFinished]:
+        await self.until(lambda: sum(map(len, self.results.values())) >= count)
+        return [result for results in self.results.values() for result in results]
+
+    async def episode_state(self, episode_id: str = "e") -> EpisodeState:
+        return await read_episode_state(self.bus, self.subjects, episode_id)
+
+    async def claims(self, episode_id: str = "e") -> tuple[AttemptStarted, ...]:
+        return (await self.episode_state(episode_id)).claims
+
+    async def actions(self) -> list[Action]:
+        return await self._all(Action, self.subjects.actions())
+
+    async def observations(self) -> list[Observation]:
+        return await self._all(Observation, self.subjects.observations())
+
+    async def _all(self, expected: type[M], subject: str) -> list[M]:
+        return [message for _, message in decode_entries(expected, [entry async for entry in self.bus.scan([subject])])]
+
+    async def stored(self, subject: str, message: Message) -> int:
+        """Write a message as somebody else would."""
+        return (await self.bus.publish(subject, encode(message))).sequence
+
+    # Watching
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Until a condition on results, heartbeats or ended members holds."""
+        while not holds():
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def follow_results(self) -> None:
+        async with self.bus.read([self.subjects.episodes]) as reader:
+            while True:
+                entry = decode_episode_entry(await reader.receive())
+                if isinstance(entry, EpisodeFinished):
+                    self.results[entry.episode_id].append(entry)
+                    self.finished_at.setdefault(entry.episode_id, anyio.current_time())
+                    self._wake()
+
+    async def follow_heartbeats(self) -> None:
+        async with self.bus.listen(self.subjects.heartbeats) as listener:
+            while True:
+                subject, payload = await listener.receive()
+                beat = self.beats[subject.rpartition(".")[2]] = decode(Heartbeat, payload)
+                self.most_in_flight[beat.worker] = max(self.most_in_flight[beat.worker], beat.in_flight)
+                assert beat.role == "learner" or 0 <= beat.in_flight <= beat.slots, beat
+                self._wake()
+
+    async def check_at_rest(self) -> None:
+        """Everything that was begun has come to its end: slots, sessions, leases and requests; nothing comes back later."""
+        alive = [each for each in self.members.values() if not each.ended.is_set() and each.role != "learner"]
+        for member in alive:
+            self.beats.pop(member.name, None)
+        await self.until(lambda: all(each.name in self.beats for each in alive))
+        for member in alive:
+            assert self.beats[member.name].in_flight == 0, f"{member.name} has slots in use"
+            assert (await self.control(member, "ping")).busy_with == (), f"{member.name} has sessions"
+        end = await self.bus.last_sequence()
+        floors = {floor.name: floor.ack_floor for floor in await self.bus.consumer_floors()}
+        assert floors[tasks_consumer("default")] >= max(self.requested), "a request is not acked"
+        await anyio.sleep(12)
+        assert await self.bus.last_sequence() == end, "something went on after the end"
+        assert all(len(results) == 1 for results in self.results.values()), "an episode has more than one result"
+
+    async def drain_members(self, members: Sequence[Member] | None = None) -> None:
+        """Drain these members, or all that live, and wait for their end."""
+        members = list(self.members.values()) if members is None else members
+        for member in members:
+            member.drain.set()
+        for member in members:
+            await member.ended.wait()
+
+
+@asynccontextmanager
+async def small_deployment(
+    configuration: Configuration | None = None,
+    *,
+    connect: Connect | None = None,
+    faults: Faults | None = None,
+    published: bool = True,
+) -> AsyncIterator[SmallDeployment]:
+    """A run that is declared and, if ``published``, has its first policy version. At the end all members are drained, and none
+    may have failed."""
+    server = MemoryServer(faults=faults)
+    configuration = configuration or build_configuration()
+    connect = connect or (lambda name: server.connect(configuration.run.name, worker=name))
+    before = count_resources()
+    async with connect("test") as bus:
+        await bus.declare(
+            plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
+        )
+        async with anyio.create_task_group() as group:
+            fleet = SmallDeployment(server, connect, configuration, bus, group)
+            group.start_soon(fleet.follow_results)
+            group.start_soon(fleet.follow_heartbeats)
+            if published:
+                await fleet.publish_policy()
+            yield fleet
+            await fleet.drain_members()
+            group.cancel_scope.cancel()
+    failed = {member.name: member.error for member in fleet.members.values() if member.error and not member.is_expected_to_fail}
+    assert not failed, failed
+    left = count_resources()  # fewer than before, if what a test before left is gone by now
+    assert all(now <= then for now, then in zip(left, before, strict=True)), "a child process or a socket is left"
+
+
+def count_resources() -> tuple[int, int]:
+    """Child processes, and descriptors in use (sockets, pipes, files) of this very process."""
+    process = psutil.Process()
+    return len(process.children(recursive=True)), process.num_fds()

@@ -1,0 +1,246 @@
+"""The fleet of processes: restarts, the end of the final one, stops in order and within the time, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from fleetbus_workers.up.process import ProcessPlan
+from fleetbus_workers.up.server import end_stray_server
+from fleetbus_workers.up.supervisor import Supervisor, WorkerUnrecoverable
+
+ROLE = """
+import os, signal, sys, time
+name, behaviour, folder = sys.argv[1:4]
+def stamp(event):
+    with open(os.path.join(folder, "events"), "a") as events:
+        events.write(f"{name} {event} {os.getpid()}\\n")
+def leave(*_):
+    stamp("drained")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else leave)
+if behaviour == "parent":
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    stamp(f"child={child.pid}")
+stamp("started")
+if behaviour == "finish":
+    sys.exit(0)
+if behaviour == "crash":
+    print("the last words of", name)
+    sys.exit(3)
+if behaviour == "server away":
+    start = int(name.rpartition(".")[2])
+    if start < 4:
+        sys.exit(2 if start else 3)
+if behaviour == "refuse":
+    print("fleetbus: no such model")
+    sys.exit(2)
+sys.stdin.read()
+stamp("orphaned")
+"""
+"""Stands in for a role process: writes what happens to it into a file."""
+
+
+class Stage:
+    """A folder with the events of scripted processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "events").touch()
+        self.reports: list[str] = []
+
+    def plan(self, name: str, behaviour: str, limit: float = 20.0) -> ProcessPlan:
+        def command(start: int) -> Sequence[str]:
+            return [sys.executable, "-c", ROLE, f"{name}.{start}", behaviour, str(self.folder)]
+
+        return ProcessPlan(
+            name=name,
+            stop_limit_seconds=limit,
+            command=command,
+            log=self.folder / f"{name}.log",
+            environment=os.environ,
+        )
+
+    def fleet(self, *plans: ProcessPlan, final: str = "learner") -> Supervisor:
+        return Supervisor(plans, final=final, report=self.reports.append)
+
+    def events(self) -> list[list[str]]:
+        return [line.split() for line in (self.folder / "events").read_text().splitlines()]
+
+    def names(self, event: str) -> list[str]:
+        return [name for name, happened, _ in self.events() if happened == event]
+
+    async def until(self, event: str, count: int) -> None:
+        """Wait for scripted processes in other processes: only polling can."""
+        with anyio.fail_after(50):
+            while len(self.names(event)) < count:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
+    def running(self) -> list[int]:
+        return [pid for _, _, text in self.events() if psutil.pid_exists(pid := int(text)) and _alive(pid)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_they_stop_stage_by_stage_and_nothing_is_left(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(
+        stage.plan("inference", "serve", 30.0), stage.plan("learner", "serve", 10.0), stage.plan("environment", "serve", 20.0)
+    )
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 3)
+            await fleet.stop()
+    assert stage.names("drained") == ["learner.0", "environment.0", "inference.0"]
+    assert stage.running() == [] and stage.reports == []
+
+
+async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("learner", "finish"), stage.plan("environment", "serve", 20.0))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await fleet.over.wait()
+            assert fleet.failure is None
+            await stage.until("started", 2)
+            await fleet.stop()
+    assert sorted(stage.names("started")) == ["environment.0", "learner.0"]
+    assert stage.running() == []
+
+
+async def test_a_killed_worker_is_started_again_under_the_next_number(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "serve"))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 1)
+            os.kill(stage.running()[0], signal.SIGKILL)
+            await stage.until("started", 2)
+            await fleet.stop()
+    assert stage.names("started") == ["environment.0", "environment.1"]
+    assert "environment ended with status -9" in stage.reports[0]
+    assert stage.running() == []
+
+
+async def test_a_worker_that_keeps_crashing_fails_the_run_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetbus_workers.up.restarts.FIRST_DELAY_SECONDS", 0.001)
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "crash"), stage.plan("inference", "serve", 20.0))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await fleet.over.wait()
+            assert stage.names("drained") == []
+            await fleet.stop()
+    assert isinstance(fleet.failure, WorkerUnrecoverable)
+    assert fleet.failure.tail[-1] == "the last words of environment.4"
+    assert stage.names("drained") == ["inference.0"]
+    assert stage.running() == []
+
+
+async def test_a_worker_that_refuses_its_configuration_is_not_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("inference", "refuse"))
+    with anyio.fail_after(50):
+        await fleet.run()
+    assert fleet.over.is_set()
+    assert isinstance(fleet.failure, WorkerUnrecoverable) and fleet.failure.tail == ["fleetbus: no such model"]
+    assert stage.names("started") == ["inference.0"]
+
+
+async def test_a_worker_that_crashes_while_the_server_is_away_is_started_again_until_it_can_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetbus_workers.up.restarts.LONGEST_DELAY_SECONDS", 0.01)
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "server away"))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 5)
+            await fleet.stop()
+    assert fleet.failure is None
+    assert stage.running() == []
+
+
+async def test_a_worker_that_ignores_the_request_to_stop_is_killed_in_time(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("learner", "stubborn", 1.0), stage.plan("environment", "serve", 20.0))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 2)
+            await fleet.stop()
+    assert stage.reports == ["learner did not stop in time and was killed: what it was at is done again"]
+    assert stage.names("drained") == ["environment.0"]
+    assert stage.running() == []
+
+
+async def test_kill_ends_processes_and_their_children_at_once(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "parent"))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 1)
+            grandchild = int(next(happened for _, happened, _ in stage.events() if "child=" in happened).partition("=")[2])
+            assert _alive(grandchild)
+            fleet.kill()
+    with anyio.fail_after(50):
+        while _alive(grandchild):  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+    assert stage.names("drained") == [] and stage.running() == []
+
+
+async def test_cancelling_the_fleet_leaves_nothing_behind(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "stubborn"), stage.plan("inference", "serve"))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 2)
+            tasks.cancel_scope.cancel()
+    assert stage.running() == []
+
+
+async def test_a_server_whose_holder_was_killed_is_stopped(tmp_path: Path) -> None:
+    store = tmp_path / "nats"
+    holder = await anyio.open_process(
+        [sys.executable, "-m", "fleetbus_workers.up.server", str(store), "0", str(tmp_path / "server.json")],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        with anyio.fail_after(50):
+            while not (tmp_path / "server.json").exists():  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+            server = json.loads((tmp_path / "server.json").read_text())["pid"]
+            holder.kill()
+            await holder.wait()
+            assert _alive(server)
+            await end_stray_server(store)
+            assert not _alive(server)
+            await end_stray_server(tmp_path / "none")
+    finally:
+        with anyio.CancelScope(shield=True):
+            await holder.aclose()
+            await end_stray_server(store)

@@ -1,0 +1,47 @@
+"""What looks on does so with the rights of a monitor alone: the fold, the server's view, the traces."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus_schemas import EpisodeRequested, Task, encode
+from fleetbus_workers.overview.jetstream import fetch_server_view
+from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.tracing.fold import LogTraces
+from fleetbus_workers.tracing.otlp_file import FileSink
+from fleetbus_workers.tracing.run import Tracing
+from tests.support.processes import until
+from tests.support.secured_server import SUBJECTS, TRUST, SecuredServer, secured_server
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
+    with secured_server(tmp_path_factory) as server:
+        yield server
+
+
+async def test_a_monitors_key_is_enough(secured: SecuredServer, tmp_path: Path) -> None:
+    request = EpisodeRequested(
+        episode_id="e1", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
+    )
+    state, stop = RunState(steps=1), anyio.Event()
+    with anyio.fail_after(50), closing(FileSink(tmp_path / "spans.jsonl", run=TRUST)) as sink:
+        tracing = Tracing(TRUST, LogTraces(TRUST), [sink])
+        async with secured.connect("learner") as learner:
+            await learner.publish(SUBJECTS.task("default", "e1"), encode(request))
+        async with secured.connect("monitor") as bus, anyio.create_task_group() as tasks:
+            watch = RunObserver(bus, SUBJECTS, state)
+            tasks.start_soon(watch.run)
+            tasks.start_soon(tracing.follow, bus, SUBJECTS, stop)
+            await until(lambda: state.requested == 1 and watch.health.bytes > 0)
+            view = await fetch_server_view(bus, TRUST, None)
+            assert {each.kind for each in view.consumers} == {"task", "obs", "act"} and view.pending == 3
+            await until(lambda: tracing.written.open == 1)
+            stop.set()
+            tasks.cancel_scope.cancel()

@@ -1,0 +1,63 @@
+"""Which workers host sessions: those heard of lately, the one with most room first, and nobody else is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.memory_bus import MemoryBus
+from fleetbus.client.session_hosts import FORGET_AFTER_SECONDS, SessionHosts
+from fleetbus_schemas import Heartbeat, Subjects, encode
+
+SUBJECTS = Subjects("r")
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[MemoryBus, SessionHosts]]:
+    async with MemoryServer().connect("r") as bus, anyio.create_task_group() as group:
+        hosts = SessionHosts(bus, SUBJECTS)
+        group.start_soon(hosts.run)
+        await anyio.wait_all_tasks_blocked()
+        yield bus, hosts
+        group.cancel_scope.cancel()
+
+
+async def beat(bus: MemoryBus, worker: str, *, sessions: int = 0, draining: bool = False) -> None:
+    heartbeat = Heartbeat(role="environment", worker=worker, session_slots=8, sessions=sessions, draining=draining)
+    await bus.broadcast(SUBJECTS.heartbeat("environment", worker), encode(heartbeat))
+    await anyio.wait_all_tasks_blocked()
+
+
+async def test_the_worker_with_most_room_is_chosen_until_it_drains_or_falls_silent() -> None:
+    async with listening() as (bus, hosts):
+        await beat(bus, "full", sessions=7)
+        await beat(bus, "empty")
+        assert await hosts.choose() == "empty"
+        await beat(bus, "empty", draining=True)
+        assert await hosts.choose() == "full"
+        await anyio.sleep(FORGET_AFTER_SECONDS + 1)
+        with anyio.move_on_after(1) as waited:
+            await hosts.choose()
+        assert waited.cancelled_caught, "nobody was heard of lately"
+
+
+async def test_workers_that_were_killed_are_forgotten_however_many_there_were() -> None:
+    """Each start of a worker has a name of its own, and a gateway lives for months."""
+    async with listening() as (bus, hosts):
+        for number in range(200):
+            await beat(bus, f"w{number}")
+            await hosts.choose()
+            await anyio.sleep(FORGET_AFTER_SECONDS / 2)
+        assert len(hosts._hosts) <= 3
+        assert len(hosts._sent) <= 3

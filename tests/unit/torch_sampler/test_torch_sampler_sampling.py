@@ -1,0 +1,93 @@
+"""Choosing tokens: frequencies over an even grid of uniform numbers are the probabilities, as closed forms give them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from fleetbus_workers.inference.torch.sampling import UNIFORM_BITS, sample_tokens
+
+GRID = 2000
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.2, 0.1])
+
+
+def frequencies(temperature: float = 1.0, top_p: float = 1.0, probabilities: torch.Tensor = PROBABILITIES) -> torch.Tensor:
+    """How often each token is chosen when the uniform number runs over an even grid."""
+    logits = (probabilities.log() + 3.0).expand(GRID, -1).contiguous()
+    uniforms = ((np.arange(GRID) + 0.5) / GRID).astype(np.float32)
+    ids, _ = sample_tokens(logits, uniforms, [temperature] * GRID, [top_p] * GRID)
+    counts = Counter(ids)
+    return torch.tensor([counts[token] / GRID for token in range(len(probabilities))])
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.allclose(found, expected / expected.sum(), atol=1.5 / GRID), found
+
+
+def test_tokens_are_as_frequent_as_they_are_probable() -> None:
+    assert_close(frequencies(), PROBABILITIES)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_temperature_raises_probabilities_to_its_inverse(temperature: float) -> None:
+    assert_close(frequencies(temperature=temperature), PROBABILITIES ** (1 / temperature))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "nucleus"), [(0.3, [1]), (0.5, [1, 3]), (0.65, [1, 3]), (0.7, [1, 3, 4]), (0.99, [0, 1, 3, 4, 5])]
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, nucleus: list[int]) -> None:
+    kept = torch.zeros_like(PROBABILITIES)
+    kept[nucleus] = PROBABILITIES[nucleus]
+    assert_close(frequencies(top_p=top_p), kept)
+
+
+def test_a_vanishing_top_p_is_greedy() -> None:
+    assert_close(frequencies(top_p=1e-9), torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_temperature_zero_is_greedy_with_log_probabilities_at_one() -> None:
+    ids, logprobs = sample_tokens(PROBABILITIES.log()[None] - 7.0, np.array([0.99], np.float32), [0.0], [1.0])
+    assert ids == [1]
+    assert logprobs == pytest.approx([np.log(0.4)], abs=1e-6)
+
+
+def test_log_probabilities_are_at_the_temperature_and_before_top_p() -> None:
+    ids, logprobs = sample_tokens(PROBABILITIES.log()[None], np.array([0.0], np.float32), [2.0], [0.5])
+    assert ids == [1]
+    root = PROBABILITIES.sqrt()
+    assert logprobs == pytest.approx([float((root[1] / root.sum()).log())], abs=1e-6)
+
+
+def test_rows_with_different_settings_do_not_touch_each_other() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    uniforms = np.array([0.1, 0.9, 0.5, 0.3, 0.7], np.float32)
+    temperatures, top_ps = [1.0, 0.0, 0.7, 1.0, 1.3], [1.0, 1.0, 0.4, 0.2, 1.0]
+    together = sample_tokens(logits, uniforms, temperatures, top_ps)
+    for row in range(5):
+        alone = sample_tokens(
+            logits[row : row + 1], uniforms[row : row + 1], temperatures[row : row + 1], top_ps[row : row + 1]
+        )
+        assert alone[0][0] == together[0][row]
+        assert alone[1][0] == pytest.approx(together[1][row], abs=1e-6)
+
+
+@pytest.mark.parametrize("extreme", [0, (1 << UNIFORM_BITS) - 1])
+def test_the_ends_of_the_range_never_choose_an_impossible_token(extreme: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    probabilities = torch.rand(500, 300, generator=generator)
+    probabilities[:, :7] = 0.0
+    probabilities[:, -7:] = 0.0
+    uniforms = np.full(500, extreme / (1 << UNIFORM_BITS), np.float32)
+    ids, logprobs = sample_tokens(probabilities.log(), uniforms, [1.0] * 500, [1.0] * 500)
+    assert np.isfinite(logprobs).all()
+    assert set(ids) == {7} if extreme == 0 else min(ids) >= 7
+
+
+def test_logits_that_are_no_numbers_give_a_log_probability_that_shows_it() -> None:
+    ids, logprobs = sample_tokens(torch.full((1, 4), torch.nan), np.array([0.5], np.float32), [1.0], [1.0])
+    assert 0 <= ids[0] < 4
+    assert np.isnan(logprobs[0])

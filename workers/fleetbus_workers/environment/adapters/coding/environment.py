@@ -1,0 +1,197 @@
+"""Coding as an environment: the policy writes Python, reads what it printed, and goes on in the same interpreter.
+
+Above it is the session of an environment worker; below it one sandbox per episode and a verifier. Code comes as a call of the
+tool ``python`` or as a fenced block. Whatever the code does is an observation; only a sandbox that cannot be started ends the
+episode. A task's config may hold ``setup`` (code that runs before the episode begins) and ``seconds`` (for each piece of code).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import date
+from typing import Any
+
+from fleetbus.core.prompts import (
+    TOOL_RESULT,
+    build_compact_system_prompt,
+    build_fleet_system_prompt,
+    format_error,
+    format_further_calls,
+    format_unknown_tool,
+    truncate_text,
+)
+from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.isolation.sandbox import ExecutionResult, SandboxSession
+from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
+
+TOOL = ToolSpec(
+    name="python",
+    description="Execute Python code; variables stay until the end. Gives standard output, standard error and the exit code.",
+    parameters={
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "Python source; print what you want to see"}},
+        "required": ["code"],
+    },
+)
+NO_CODE = 'No code found. Call the tool "python", or write the code between ```python and ```.'
+_FENCED = re.compile(r"```(?:python|py)[ \t]*\r?\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+class CodingEnvironment:
+    """One episode with an interpreter. ``observation_bytes`` bounds each observation's text."""
+
+    replayable = False
+
+    def __init__(
+        self,
+        make_session: Callable[[], SandboxSession],
+        *,
+        grader: Grader,
+        prompt: str = "compact",
+        observation_bytes: int = 32_768,
+        today: Callable[[], date] = date.today,
+    ) -> None:
+        self._make_session = make_session
+        self._grader = grader
+        self._prompt = prompt
+        self._observation_bytes = observation_bytes
+        self._today = today
+        self._task: Task | None = None
+        self._seconds: float | None = None
+        self._session: SandboxSession | None = None
+        self._conversation: list[ChatMessage] = []
+        self._answer: str | None = None
+        self._executed = self._failed = 0
+        self._has_reported_loss = False
+
+    async def open(self, task: Task) -> None:
+        """Start the interpreter and run the task's setup. Raises `EnvironmentFailed` if that fails."""
+        seconds, setup = task.config.get("seconds"), task.config.get("setup")
+        if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+            raise EnvironmentFailed(f"task {task.key}: seconds is {seconds!r}; it must be a number above 0")
+        if setup is not None and not isinstance(setup, str):
+            raise EnvironmentFailed(f"task {task.key}: setup must be Python source")
+        self._task, self._seconds = task, seconds
+        self._session = self._make_session()
+        await self._session.open()
+        if setup:
+            result = await self._session.run(setup, seconds=seconds)
+            if result.exit_code:
+                last = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.exit_code}"]
+                raise EnvironmentFailed(f"the setup of task {task.key} failed: {last[0]}")
+
+    async def reset(self) -> Start:
+        assert self._task is not None
+        messages = [ChatMessage(role="user", content=self._task.prompt)]
+        if self._prompt == "fleet":
+            system = build_fleet_system_prompt((TOOL,), today=self._today(), env_variables=self._task.env_variables)
+            messages.insert(0, ChatMessage(role="system", content=system))
+        elif self._prompt != "template":
+            messages.insert(0, ChatMessage(role="system", content=build_compact_system_prompt((TOOL,))))
+        self._conversation = list(messages)
+        return Start(messages=tuple(messages), tools=(TOOL,) if self._prompt == "template" else ())
+
+    async def step(self, action: Action) -> Step:
+        """Execute the first piece of code of the action, if any; then the episode is over if the action says so."""
+        assert self._session is not None
+        done = is_done(action.text)
+        self._conversation.append(ChatMessage(role="assistant", content=action.text))
+        if done:
+            self._answer = final_answer(_FENCED.sub("", action.text))
+        code, problem, more = _extract_code(action)
+        if code is None and done:
+            return Step(terminated=True)
+        failed = code is None
+        text = problem
+        if code is not None:
+            result = await self._session.run(code, seconds=self._seconds)
+            failed, text = (
+                result.exit_code != 0,
+                _format_observation(result, report_loss=result.fresh and not self._has_reported_loss),
+            )
+            self._has_reported_loss = bool(result.ended)
+            self._executed += 1
+            self._failed += failed
+        message = ChatMessage(role="user", content=truncate_text(text, self._observation_bytes - len(more)) + more)
+        self._conversation.append(message)
+        return Step(
+            messages=() if done else (message,),
+            terminated=done,
+            tool_calls=int(code is not None),
+            tool_errors=int(failed and code is not None),
+        )
+
+    async def state(self) -> dict[str, Any]:
+        return {
+            "task": self._task.key if self._task else "",
+            "messages": len(self._conversation),
+            "executed": self._executed,
+            "failed": self._failed,
+            "answer": self._answer,
+        }
+
+    async def verify(self) -> Verdict:
+        """The verdict of the task's verifier, which may run code of its own (see `call_tool`)."""
+        return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        """For the verifier: ``python`` runs code in the episode's interpreter, ``python_fresh`` in one of its own, which the
+        policy's code cannot have prepared. Both give ``stdout``, ``stderr``, ``exit_code``."""
+        code = arguments.get("code")
+        if not isinstance(code, str):
+            raise LookupError(f"{name} needs code")
+        if name == TOOL.name and self._session is not None:
+            return _build_state(await self._session.run(code, seconds=self._seconds))
+        if name == "python_fresh":
+            session = self._make_session()
+            try:
+                return _build_state(await session.run(code, seconds=self._seconds))
+            finally:
+                await session.close()
+        raise LookupError(f"there is no {name}: python and python_fresh are there")
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        raise LookupError("a coding environment has no database")
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _extract_code(action: Action) -> tuple[str | None, str, str]:
+    """The code of an action, the message if there is none, and the notice about code that is not executed."""
+    calls = action.tool_calls or parse_tool_calls(action.text).calls
+    if calls:
+        more = format_further_calls(len(calls) - 1) if len(calls) > 1 else ""
+        if calls[0].name != TOOL.name:
+            return None, format_unknown_tool(calls[0].name, (TOOL,)), more
+        code = calls[0].arguments.get("code")
+        if not isinstance(code, str):
+            return None, format_error('python needs "code", a text'), more
+        return code, "", more
+    blocks = _FENCED.findall(action.text)
+    if blocks:
+        return blocks[0], "", format_further_calls(len(blocks) - 1) if len(blocks) > 1 else ""
+    return None, NO_CODE, ""
+
+
+def _format_observation(result: ExecutionResult, *, report_loss: bool) -> str:
+    notes = {
+        "": "",
+        "time": "\n[the code did not stop in time: the interpreter was ended, its variables are lost]",
+        "memory": "\n[too much memory was used: the interpreter was ended, its variables are lost]",
+        "exit": "\n[the interpreter ended, its variables are lost]",
+    }
+    error = f"\n[stderr]\n{result.stderr.rstrip()}" if result.stderr else ""
+    code = f"\n[exit code {result.exit_code}]" if result.exit_code else ""
+    before = "[the interpreter was ended before this code: its variables are lost]\n" if report_loss else ""
+    text = f"{before}{result.stdout.rstrip()}{error}{code}{notes[result.ended]}".strip("\n")
+    return TOOL_RESULT + (text or "(no output)")
+
+
+def _build_state(result: ExecutionResult) -> dict[str, Any]:
+    return {"stdout": result.stdout, "stderr": result.stderr, "exit_code": result.exit_code}

@@ -1,0 +1,226 @@
+"""Tool use over MCP as an environment: prompt with tools, one call per action, results as observations. The default.
+
+Above it is the session of an environment worker; below it one `Connection` per episode and a verifier. What goes wrong with a
+call is part of the observation; only a server that is gone ends the episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import date
+from typing import Any, Literal
+
+import anyio
+import structlog
+
+from fleetbus.core.prompts import (
+    NO_CALL,
+    TOOL_RESULT,
+    build_compact_system_prompt,
+    build_fleet_system_prompt,
+    format_error,
+    format_further_calls,
+    format_tool_result,
+    format_unknown_tool,
+    truncate_text,
+)
+from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from fleetbus_schemas import Action, ChatMessage, Image, Task, Text, ToolCall, ToolSpec
+from fleetbus_schemas.tokens import count_tokens
+from fleetbus_workers.environment.adapters.mcp import context_tools
+from fleetbus_workers.environment.adapters.mcp.connection import Connection, ToolResult
+from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.images.observation import StoreImage
+from fleetbus_workers.environment.isolation.verifier.base import Grader, grade, to_plain_text
+
+log = structlog.get_logger(__name__)
+
+Content = str | tuple[Text | Image, ...]
+
+PromptStyle = Literal["compact", "fleet", "template"]
+"""What describes the tools to the policy: a short prompt, Fleet's long one, or the model's own chat template."""
+
+
+Connect = Callable[[Task], Connection]
+"""Makes the connection of an episode; it is opened and closed by the environment."""
+
+FirstCall = Callable[[Task], ToolCall | None]
+"""A call to be made before the policy's first turn, as a first look at a screen; what it shows follows the task's prompt."""
+
+
+class McpEnvironment:
+    """One episode with the tools of an MCP server. ``observation_bytes`` bounds each observation's text. Images that tools
+    show are stored with ``store_image`` and referenced; without it a placeholder replaces each. With ``output_chars`` the
+    policy gets context tools, and outputs longer than that are cut with a way back to the rest."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        grader: Grader,
+        prompt: PromptStyle = "fleet",
+        observation_bytes: int = 32_768,
+        replayable: bool = False,
+        today: Callable[[], date] = date.today,
+        store_image: StoreImage | None = None,
+        first_call: FirstCall = lambda _: None,
+        output_chars: int | None = None,
+    ) -> None:
+        self.replayable = replayable
+        self._connect = connect
+        self._grader = grader
+        self._prompt = prompt
+        self._observation_bytes = observation_bytes
+        self._today = today
+        self._store_image = store_image
+        self._first_call = first_call
+        self._context = None if output_chars is None else ContextTools(output_chars)
+        self._task: Task | None = None
+        self._connection: Connection | None = None
+        self._tools: tuple[ToolSpec, ...] = ()
+        self._conversation: list[ChatMessage] = []
+        self._answer: str | None = None
+        self._tool_calls = self._tool_errors = 0
+
+    async def open(self, task: Task) -> None:
+        """Connect and read the tools. Raises `EnvironmentFailed` if the server has none."""
+        self._task = task
+        self._connection = self._connect(task)
+        await self._connection.open()
+        self._tools = await self._connection.list_tools()
+        if not self._tools:
+            raise EnvironmentFailed(f"the server of task {task.key} lists no tools")
+        if self._context is not None:
+            clashing = context_tools.NAMES & {tool.name for tool in self._tools}
+            if clashing:
+                names = ", ".join(sorted(clashing))
+                raise EnvironmentFailed(f"the server has {names} as well: turn environment.context_tools off")
+            self._tools += context_tools.TOOLS
+
+    async def reset(self) -> Start:
+        assert self._task is not None
+        messages = [ChatMessage(role="user", content=await self._build_prompt(self._task))]
+        system = self._build_system_prompt(self._task)
+        if system:
+            messages.insert(0, ChatMessage(role="system", content=system))
+        self._conversation = list(messages)
+        # Only once: a chat template that is given the tools describes them as well.
+        return Start(messages=tuple(messages), tools=self._tools if self._prompt == "template" else ())
+
+    async def _build_prompt(self, task: Task) -> Content:
+        """The task's prompt, and what the first look shows; a failed look is only a warning."""
+        call = self._first_call(task)
+        if call is None:
+            return task.prompt
+        assert self._connection is not None
+        result = await self._connection.call_tool(call.name, call.arguments)
+        if result.failed:
+            log.warning(
+                "first tool call failed; continuing without its result", tool=call.name, reason=str(result.content)[:300]
+            )
+            return task.prompt
+        return await self._attach_images(task.prompt, result)
+
+    def _build_system_prompt(self, task: Task) -> str:
+        if self._prompt == "template":
+            return ""
+        if self._prompt == "compact":
+            return build_compact_system_prompt(self._tools)
+        return build_fleet_system_prompt(
+            self._tools, today=self._today(), env_variables=task.env_variables, modality=task.modality
+        )
+
+    async def step(self, action: Action) -> Step:
+        """Execute the first call of the action, if any; then the episode is over if the action says so."""
+        calls = action.tool_calls or parse_tool_calls(action.text).calls
+        done = is_done(action.text)
+        self._conversation.append(ChatMessage(role="assistant", content=action.text))
+        if self._context is not None:
+            self._context.turns += 1
+            self._context.tokens += count_tokens(action.prompt_delta) + count_tokens(action.sampled)
+        if done:
+            self._answer = final_answer(action.text)
+        if not calls:
+            return Step(terminated=True) if done else self._build_step(NO_CALL)
+        if self._context is not None and calls[0].name in context_tools.NAMES:
+            return await self._answer_context_call(self._context, calls, done=done)
+        result = await self._execute(calls[0])
+        self._tool_calls += 1
+        self._tool_errors += result.failed
+        if result.ends:
+            done, self._answer = True, self._answer if result.answer is None else result.answer
+        step = self._build_step(await self._attach_images(self._format_result(result, calls), result), done=done)
+        return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(result.failed))
+
+    def _format_result(self, result: ToolResult, calls: Sequence[ToolCall]) -> str:
+        """What the policy reads after the first of ``calls``."""
+        text = _format_result_text(result)
+        if self._context is not None:
+            head = TOOL_RESULT if text.startswith(TOOL_RESULT) else ""
+            text = head + self._context.shorten(text.removeprefix(head))
+        more = format_further_calls(len(calls) - 1) if len(calls) > 1 else ""
+        return truncate_text(text, self._observation_bytes - len(more)) + more
+
+    async def _answer_context_call(self, context: ContextTools, calls: Sequence[ToolCall], *, done: bool) -> Step:
+        """A call of a context tool is answered here and counts as none of the server's."""
+        messages = [(message.role, to_plain_text(message.content)) for message in self._conversation]
+        call = calls[0]
+        if context.is_large:  # looking through megabytes would hold up the other episodes
+            result = await anyio.to_thread.run_sync(context.call, call.name, call.arguments, messages, abandon_on_cancel=True)
+        else:
+            result = context.call(call.name, call.arguments, messages)
+        return self._build_step(self._format_result(result, calls), done=done)
+
+    async def _execute(self, call: ToolCall) -> ToolResult:
+        """An unknown tool is answered here, without a call."""
+        assert self._connection is not None
+        if all(tool.name != call.name for tool in self._tools):
+            return ToolResult(content=format_unknown_tool(call.name, self._tools), failed=True)
+        return await self._connection.call_tool(call.name, call.arguments)
+
+    async def _attach_images(self, text: str, result: ToolResult) -> Content:
+        if not result.images or self._store_image is None:
+            return text
+        return (Text(text=text), *[await self._store_image(picture) for picture in result.images])
+
+    def _build_step(self, content: Content, *, done: bool = False) -> Step:
+        message = ChatMessage(role="user", content=content)
+        self._conversation.append(message)
+        return Step(messages=() if done else (message,), terminated=done)
+
+    async def state(self) -> dict[str, Any]:
+        return {
+            "task": self._task.key if self._task else "",
+            "messages": len(self._conversation),
+            "tool_calls": self._tool_calls,
+            "tool_errors": self._tool_errors,
+            "answer": self._answer,
+        }
+
+    async def verify(self) -> Verdict:
+        return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        """For the verifier: what a tool gives; raises `LookupError` with its text if it fails."""
+        assert self._connection is not None
+        result = await self._connection.call_tool(name, arguments)
+        if result.failed:
+            raise LookupError(str(result.content))
+        return result.content
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        """For the verifier: rows from the database behind the server."""
+        assert self._connection is not None
+        return await self._connection.query(sql, params)
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+
+def _format_result_text(result: ToolResult) -> str:
+    if not result.failed:
+        return format_tool_result(result.content)
+    return format_error(result.content.strip()) if isinstance(result.content, str) else format_tool_result(result.content)

@@ -1,0 +1,138 @@
+"""Servers as processes of this machine: a command with ``{port}`` in it, as in ``uvicorn my.module:app --port {port}``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import anyio
+import anyio.to_thread
+from anyio.abc import Process
+
+from fleetbus.errors import UserError
+from fleetbus.parent_death import build_parent_death_command
+from fleetbus_workers.environment.adapters.providers.base import Labels, ProvidedServer, generate_server_name, is_abandoned
+from fleetbus_workers.environment.base import EnvironmentFailed
+
+STOP_SECONDS = 5.0
+WITHHELD = ("FLEETBUS_", "FLEET_", "NATS_")
+"""Variables of the worker that begin like this are its own and not the command's."""
+
+_OWNER, _EXPIRES = "FLEETBUS_SERVER_OWNER", "FLEETBUS_SERVER_EXPIRES"
+
+
+class ProcessProvider:
+    """Runs ``command`` on a free port of this machine's loopback, once per episode."""
+
+    def __init__(self, command: str, *, variables: Mapping[str, str] | None = None) -> None:
+        try:
+            self._command = shlex.split(command)
+        except ValueError as error:
+            raise UserError(f"the command cannot be read: {error}: {command}") from error
+        if "{port}" not in command:
+            raise UserError(f"the command must say where its port goes, as in uvicorn module:app --port {{port}}: {command}")
+        if shutil.which(self._command[0]) is None:
+            raise UserError(f"there is no command {self._command[0]!r}; install it or give its path")
+        self._variables = variables or {}
+        self._running: dict[str, tuple[Process, IO[bytes]]] = {}
+
+    async def start(self, labels: Labels) -> ProvidedServer:
+        port, name = _find_free_port(), generate_server_name()
+        variables = {key: value for key, value in os.environ.items() if not key.startswith(WITHHELD)}
+        variables |= {
+            key.upper().replace(".", "_").replace("FLEETBUS_", "FLEETBUS_SERVER_"): value
+            for key, value in labels.to_mapping().items()
+        }
+        command = [part.replace("{port}", str(port)) for part in self._command]
+        output = tempfile.TemporaryFile()
+        try:
+            process = await anyio.open_process(
+                build_parent_death_command(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**variables, **self._variables},
+                start_new_session=True,
+            )
+        except BaseException as error:
+            output.close()
+            if isinstance(error, OSError):
+                raise EnvironmentFailed(f"the command cannot be started: {error}") from error
+            raise
+        self._running[name] = (process, output)
+        return ProvidedServer(name=name, url=f"http://127.0.0.1:{port}")
+
+    async def find_problem(self, server: ProvidedServer) -> str:
+        process, output = self._running[server.name]
+        if process.returncode is None:
+            return ""
+        return f"exit code {process.returncode}{_read_last_line(output)}"
+
+    async def stop(self, server: ProvidedServer) -> None:
+        """SIGTERM to all that the command started, and SIGKILL to what does not end."""
+        process, output = self._running.pop(server.name, (None, None))
+        if process is None or output is None:
+            return
+        with anyio.CancelScope(shield=True):
+            _signal_group(process.pid, signal.SIGTERM)
+            with anyio.move_on_after(STOP_SECONDS):
+                await process.wait()
+            _signal_group(process.pid, signal.SIGKILL)
+            with anyio.move_on_after(STOP_SECONDS):
+                await process.wait()
+            await process.aclose()
+        output.close()
+
+    async def sweep(self) -> list[str]:
+        """Kill commands whose worker is gone. Only where /proc shows the variables of processes."""
+        return await anyio.to_thread.run_sync(_sweep)
+
+    async def close(self) -> None:
+        """Stop whatever was not stopped."""
+        for name in tuple(self._running):
+            await self.stop(ProvidedServer(name=name, url=""))
+
+
+def _sweep() -> list[str]:
+    removed = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            entries = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended, or belongs to somebody else
+        variables = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries if entry)
+        if _OWNER in variables and is_abandoned(variables[_OWNER], variables.get(_EXPIRES, "")):
+            try:
+                os.kill(int(folder.name), signal.SIGKILL)
+            except OSError:
+                continue
+            removed.append(folder.name)
+    return removed
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _signal_group(process: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(process, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # all of it has ended
+
+
+def _read_last_line(output: IO[bytes]) -> str:
+    output.seek(max(0, output.seek(0, os.SEEK_END) - 2000))
+    lines = output.read().decode(errors="replace").strip().splitlines()
+    return f": {lines[-1]}" if lines else ""

@@ -1,0 +1,153 @@
+"""A user's own class as an environment: asynchronous calls are awaited, others run in threads; devices go round.
+
+A class has the six calls of `Environment` and ``replayable``. Blocking code never blocks the worker; a call that is given up
+runs on in its thread, and the next call of that episode waits until it has ended, so that calls never overlap.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from fleetbus.errors import UserError
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+
+T = TypeVar("T")
+CALLS = ("open", "reset", "step", "state", "verify", "close")
+SPARE_THREADS = 8
+"""Threads beyond one per episode: calls that were given up keep theirs until they end."""
+
+
+def load_callable(spec: str, path: str) -> Callable[..., Any]:
+    """The callable that ``package.module:name`` names, also from the current folder. Raises `UserError` naming ``spec``."""
+    module_name, _, name = path.partition(":")
+    if not name or not all(part.isidentifier() for part in module_name.split(".")) or not name.isidentifier():
+        raise UserError(f"environment {spec!r} must name a module and what is in it, as in my_package.my_module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        raise UserError(f"environment {spec!r}: cannot import {module_name}: {_get_first_line(error)}") from error
+    loaded = getattr(module, name, None)
+    if loaded is None:
+        raise UserError(f"environment {spec!r}: module {module_name} has no {name!r}")
+    if not callable(loaded):
+        raise UserError(f"environment {spec!r}: {name!r} in {module_name} cannot be called")
+    return loaded  # type: ignore[no-any-return]
+
+
+def check_class(spec: str, kind: Any) -> None:
+    """Raise `UserError` unless ``kind`` looks like an environment."""
+    missing = [call for call in (*CALLS, "replayable") if not hasattr(kind, call)]
+    if missing:
+        raise UserError(f"environment {spec!r} is no environment: it lacks {', '.join(missing)} (see fleetbus.Environment)")
+
+
+def parse_device_names(text: str) -> tuple[str, ...]:
+    """The devices in a setting, as in ``cuda:0, cuda:1``."""
+    return tuple(name for name in map(str.strip, text.split(",")) if name)
+
+
+def is_asynchronous(kind: Any) -> bool:
+    """Whether all calls of a class are coroutine functions."""
+    return all(inspect.iscoroutinefunction(getattr(kind, call)) for call in CALLS)
+
+
+def build_class_factory(
+    kind: Callable[[], Any], *, devices: Sequence[str] = (), threads: int = 64
+) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
+    """A maker of environments of a class that `check_class` has seen, and the context around all of them.
+
+    The n-th environment finds the n-th of ``devices`` as ``device`` in its task's config, and round again.
+    """
+    device = itertools.cycle(devices) if devices else None
+    is_used_directly = is_asynchronous(kind) and device is None
+    limiter: list[anyio.CapacityLimiter] = []
+
+    def make() -> Environment:
+        if is_used_directly:
+            environment: Environment = kind()
+            return environment
+        return ClassEnvironment(kind, limiter[0] if limiter else None, next(device) if device else "")
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        limiter[:] = [anyio.CapacityLimiter(threads + SPARE_THREADS)]
+        await anyio.lowlevel.checkpoint()
+        yield
+
+    return make, running
+
+
+def assign_device(task: Task, device: str) -> Task:
+    """The task, with ``device`` in its config if there is one and the task names none itself."""
+    return msgspec.structs.replace(task, config={"device": device} | task.config) if device else task
+
+
+class ClassEnvironment:
+    """One object of a user's class; it is made when it is opened, in a thread if its class has ordinary calls."""
+
+    def __init__(self, kind: Callable[[], Any], limiter: anyio.CapacityLimiter | None, device: str = "") -> None:
+        self.replayable = bool(getattr(kind, "replayable", False))
+        self._kind = kind
+        self._limiter = limiter
+        self._device = device
+        self._object: Any = None
+        self._lock = threading.Lock()
+
+    async def open(self, task: Task) -> None:
+        self._object = self._kind() if is_asynchronous(self._kind) else await self._run_in_thread(self._kind)
+        await self._call("open", assign_device(task, self._device))
+
+    async def reset(self) -> Start:
+        return _require_type(Start, await self._call("reset"), "reset")
+
+    async def step(self, action: Action) -> Step:
+        return _require_type(Step, await self._call("step", action), "step")
+
+    async def state(self) -> dict[str, Any]:
+        return _require_type(dict, await self._call("state"), "state")
+
+    async def verify(self) -> Verdict:
+        return _require_type(Verdict, await self._call("verify"), "verify")
+
+    async def close(self) -> None:
+        if self._object is not None:
+            await self._call("close")
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        function = getattr(self._object, name)
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        return await self._run_in_thread(function, *arguments)
+
+    async def _run_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        def call() -> Any:
+            with self._lock:
+                return function(*arguments)
+
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+
+
+def _require_type(kind: type[T], value: Any, call: str) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{call} gave {type(value).__name__}; it must give {kind.__name__}")
+    return value
+
+
+def _get_first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

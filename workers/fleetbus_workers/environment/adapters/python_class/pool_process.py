@@ -1,0 +1,133 @@
+"""One process of a pool, ``python -m .... pool_process FD FD SPEC``: plays episodes with a user's class.
+
+Frames on the first FD (four bytes of length, then JSON) hold one call each; the answer has its result or its error. When the
+other end closes, or the second FD does because the worker died, the process ends at once, whatever the class is doing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.python_class.environment import CALLS, load_callable
+from fleetbus_workers.environment.base import EnvironmentFailed
+
+PARENT_DEATH_SIGNAL = 1
+_HEADER = struct.Struct("!I")
+
+
+class EnvironmentProcess:
+    """The calls of one object after another, all in one event loop, so that asynchronous classes keep what they opened."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        self._object: Any = None
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one call; an exception of the class is an answer too."""
+        try:
+            result = await self._call(request["call"], request.get("argument"))
+            return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
+        except Exception as error:
+            name = type(error).__name__
+            return {"error": str(error), "kind": name, "failed": isinstance(error, EnvironmentFailed)}
+
+    async def _call(self, name: str, argument: Any) -> Any:
+        if name not in CALLS:
+            raise ValueError(f"there is no call {name}")
+        if name == "close" and self._object is None:
+            return None
+        if name == "open":
+            self._object = self._kind()
+        function = getattr(self._object, name)
+        arguments: list[Any] = []
+        if name == "open":
+            arguments = [msgspec.convert(argument, Task)]
+        elif name == "step":
+            arguments = [msgspec.convert(argument, Action)]
+        result = function(*arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        if name == "close":
+            self._object = None
+        return result
+
+
+def _encode_plain(value: Any) -> Any:
+    """Numbers of NumPy and torch as Python's own."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot leave the process")
+
+
+def main() -> None:
+    """``pool_process.py FD LIFELINE PATH``: answer requests on the socket FD until it closes."""
+    import anyio
+
+    exit_with_parent(int(sys.argv[2]))
+    os.dup2(2, 1)  # what the class prints belongs to the worker's log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker drains first
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    server = EnvironmentProcess(load_callable(sys.argv[3], sys.argv[3]))
+
+    async def serve() -> None:
+        send(channel, {"ready": True})
+        while True:
+            request = receive(channel)
+            if request is None:
+                return
+            send(channel, await server.answer(request))
+
+    anyio.run(serve)
+
+
+def exit_with_parent(parent_pipe: int) -> None:
+    """The lifeline closes when the worker dies; the signal reaches even code that never lets another thread run."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+    def wait() -> None:
+        os.read(parent_pipe, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def send(channel: socket.socket, message: dict[str, Any]) -> None:
+    """One frame: JSON after its length."""
+    payload = json.dumps(message).encode()
+    channel.sendall(_HEADER.pack(len(payload)) + payload)
+
+
+def receive(channel: socket.socket) -> dict[str, Any] | None:
+    """The next frame; None when the other end has closed."""
+    header = read(channel, _HEADER.size)
+    payload = read(channel, _HEADER.unpack(header)[0]) if header else b""
+    return json.loads(payload) if payload else None
+
+
+def read(channel: socket.socket, count: int) -> bytes:
+    """So many bytes; none when the other end closes before."""
+    data = bytearray()
+    while len(data) < count:
+        chunk = channel.recv(count - len(data))
+        if not chunk:
+            return b""
+        data += chunk
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main()

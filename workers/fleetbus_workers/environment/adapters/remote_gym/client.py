@@ -1,0 +1,282 @@
+"""One session on a server of the remote-gym protocol: multipart over HTTP, repeated only where that cannot act twice.
+
+A request that never left, or that a server refused as busy, was not executed and is repeated. One whose answer got lost may
+have been: it is repeated if the method only reads or begins anew, or if the server answers repetitions from memory (same body,
+same boundary); a step is not. Above it is `remote_gym`; beside it `ServerPool` chooses the server.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import anyio
+import httpx
+import structlog
+
+from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig
+from fleetbus_workers.environment.adapters.remote_gym.wire import (
+    MAX_BODY_BYTES,
+    DecodedResponse,
+    WireError,
+    build_request_headers,
+    decode_response,
+    encode_request,
+)
+from fleetbus_workers.environment.base import EnvironmentFailed
+
+KEEP_ALIVE_SECONDS = 2.0
+"""Idle connections are dropped before a server does (uvicorn after 5 s), so that a step never meets a closing one."""
+HEALTH_SECONDS = 5.0
+IN_THREAD_BYTES = 64 << 10
+"""Larger answers are taken apart in a thread."""
+
+_REPEATABLE = frozenset({"connect", "system_prompt", "reset", "close"})
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_log = structlog.get_logger(__name__)
+
+
+class RemoteGymError(EnvironmentFailed):
+    """A server answered with an error, or not at all; the message says which."""
+
+
+class ServerBusy(RemoteGymError):
+    """Refused before anything was done: ask again later."""
+
+
+class ServerUnreachable(RemoteGymError):
+    """No answer. ``may_have_acted``: the request left."""
+
+    def __init__(self, message: str, *, may_have_acted: bool) -> None:
+        super().__init__(message)
+        self.may_have_acted = may_have_acted
+
+
+class SessionGone(RemoteGymError):
+    """The server does not know the session: it was restarted, or the session expired."""
+
+
+class RequestRefused(RemoteGymError):
+    """The server would refuse the same request again: not allowed, or not understood."""
+
+
+class RemoteEnvironmentError(RemoteGymError):
+    """The environment raised, or its answer could not be sent; the server does not tell these apart."""
+
+
+class ServerPool:
+    """The HTTP client and the load of all sessions of one worker; enter `running` around them."""
+
+    def __init__(self, *, draw: Callable[[], float] = random.random) -> None:
+        """``busy_queue`` is where episodes wait while all servers are busy: only the first asks again."""
+        self.draw = draw
+        self._http: httpx.AsyncClient | None = None
+        self._sessions: dict[str, int] = {}
+        self._failed_at: dict[str, float] = {}
+        self._idempotent: dict[str, bool] = {}
+        self.busy_queue = anyio.Lock()
+        self.freed = anyio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_SECONDS)
+        async with httpx.AsyncClient(limits=limits) as self._http:
+            try:
+                yield
+            finally:
+                self._http = None
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        if self._http is None:
+            raise RuntimeError("enter the running() of the environment factory before the first episode")
+        return self._http
+
+    def choose(self, urls: Sequence[str]) -> str:
+        """The server with the fewest sessions of ours, any of those; one that failed lately only if all did."""
+        now = anyio.current_time()
+        return min(urls, key=lambda url: (self._failed_at.get(url, -60.0) > now - 30.0, self.sessions(url), self.draw()))
+
+    def sessions(self, url: str) -> int:
+        return self._sessions.get(url, 0)
+
+    def count(self, url: str, change: int) -> None:
+        self._sessions[url] = self.sessions(url) + change
+        if change < 0:
+            self.freed.set()
+            self.freed = anyio.Event()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, but no longer than until one of our sessions ends."""
+        with anyio.move_on_after(seconds):
+            await self.freed.wait()
+
+    def mark_failed(self, url: str) -> None:
+        self._failed_at[url] = anyio.current_time()
+
+    def mark_working(self, url: str) -> None:
+        self._failed_at.pop(url, None)
+
+    async def is_idempotent(self, url: str) -> bool:
+        """Whether the server says at ``/health`` that it answers repetitions from memory; asked once per server."""
+        if url not in self._idempotent:
+            try:
+                answer = await self.http.get(f"{url}/health", timeout=HEALTH_SECONDS)
+                self._idempotent[url] = answer.json().get("idempotent") is True
+            except (httpx.HTTPError, ValueError, AttributeError):
+                return False
+        return self._idempotent[url]
+
+
+class RemoteGymSession:
+    """One environment on one server. `close` may be repeated, and is all that may follow a failed call."""
+
+    def __init__(self, pool: ServerPool, config: RemoteGymConfig, url: str, session_id: str) -> None:
+        self._pool = pool
+        self._config = config
+        self._id = session_id
+        self._open = True
+        self._turn = anyio.Lock()
+        self.url = url
+        pool.count(url, 1)
+
+    async def call(self, method: str, params: Mapping[str, Any] | None = None) -> DecodedResponse:
+        """``system_prompt``, ``reset`` or ``step``; raises a `RemoteGymError`."""
+        if not self._open:
+            raise SessionGone("the session is closed")
+        fields = {"session_id": self._id, "method": method, "params": params or {}}
+        async with self._turn:
+            safe = method in _REPEATABLE or self._config.idempotent or await self._pool.is_idempotent(self.url)
+            return await _call_with_retries(self._pool, self._config, [self.url], "call", method, fields, safe=safe)
+
+    async def close(self) -> None:
+        """Give the session back; one that is gone already, and a server that is, need nothing."""
+        if not self._open:
+            return
+        self._open = False
+        self._pool.count(self.url, -1)
+        fields = {"session_id": self._id, "method": "close", "params": {}}
+        try:
+            await _call_with_retries(self._pool, self._config, [self.url], "call", "close", fields, safe=True)
+        except SessionGone:
+            pass
+        except RemoteGymError as error:
+            _log.warning("remote gym session close failed; leaving it to expire", server=self.url, reason=str(error))
+
+
+async def connect(
+    pool: ServerPool, config: RemoteGymConfig, env_config: Mapping[str, Any], seed: int
+) -> tuple[RemoteGymSession, DecodedResponse]:
+    """A session on the least loaded server that answers, begun with ``seed``; waits while all are busy.
+
+    A connection whose answer got lost is made again: the first is at worst an unused session that expires.
+    """
+    fields = {"env_config": dict(env_config), "seed": seed}
+    chosen: list[str] = []
+    ask = partial(_call_with_retries, pool, config, config.base_urls, "connect", "connect", fields, safe=True, chosen=chosen)
+    answer = None
+    if not pool.busy_queue.statistics().locked:
+        with suppress(ServerBusy):
+            answer = await ask(waits_while_busy=False)
+    if answer is None:
+        async with pool.busy_queue:
+            answer = await ask()
+    session_id = answer.fields.get("session_id")
+    if not isinstance(session_id, str) or not session_id:
+        raise RemoteEnvironmentError(f"{chosen[-1]} opened no session: its answer has no session_id")
+    return RemoteGymSession(pool, config, chosen[-1], session_id), answer
+
+
+async def _call_with_retries(
+    pool: ServerPool,
+    config: RemoteGymConfig,
+    urls: Sequence[str],
+    path: str,
+    method: str,
+    fields: Mapping[str, Any],
+    *,
+    safe: bool,
+    chosen: list[str] | None = None,
+    waits_while_busy: bool = True,
+) -> DecodedResponse:
+    """One logical call with its repetitions: same bytes, same boundary. ``chosen`` gets the server of each try.
+
+    Unless ``waits_while_busy``, it raises `ServerBusy` once every server has said that.
+    """
+    boundary = f"gym_env_{uuid.uuid4().hex}"
+    try:
+        body = encode_request(fields, boundary)
+    except (ValueError, TypeError) as error:
+        raise RequestRefused(f"the {method} cannot be sent: {error}") from error
+    failures = busy_answers = consecutive = 0
+    reason: RemoteGymError
+    url = pool.choose(urls)
+    while True:
+        if chosen is not None:
+            chosen.append(url)
+        try:
+            answer = await _post(pool, config, f"{url}/{path}", body, boundary)
+        except ServerBusy as busy:
+            busy_answers, reason = busy_answers + 1, busy
+            if not waits_while_busy and busy_answers >= len(urls):
+                raise
+            url = pool.choose([each for each in urls if each != url] or urls)
+        except ServerUnreachable as unreachable:
+            pool.mark_failed(url)
+            failures, consecutive, reason = failures + 1, consecutive + 1, unreachable
+            if (unreachable.may_have_acted and not safe) or failures > config.retries:
+                raise
+            if consecutive >= config.failover_after_failures and len(urls) > 1:
+                url, consecutive = pool.choose([each for each in urls if each != url]), 0
+        else:
+            pool.mark_working(url)
+            return answer
+        if config.log_retries:
+            _log.info("remote gym call failed; retrying", method=method, server=url, reason=str(reason))
+        if failures >= len(urls) or busy_answers:
+            await pool.pause(config.pause(max(failures, busy_answers), pool.draw))
+
+
+async def _post(pool: ServerPool, config: RemoteGymConfig, url: str, body: bytes, boundary: str) -> DecodedResponse:
+    headers = build_request_headers(boundary)
+    if config.token:
+        headers["X-API-Key"] = config.token
+    try:
+        async with pool.http.stream("POST", url, content=body, headers=headers, timeout=config.timeout) as answer:
+            content = await _read(answer)
+    except _NOT_SENT as error:
+        raise ServerUnreachable(f"{url} cannot be reached: {_describe_error(error)}", may_have_acted=False) from error
+    except httpx.TransportError as error:
+        raise ServerUnreachable(f"{url} gave no answer: {_describe_error(error)}", may_have_acted=True) from error
+    if answer.status_code == 200:
+        read = partial(decode_response, answer.headers.get("content-type", ""), content)
+        try:
+            return await anyio.to_thread.run_sync(read) if len(content) > IN_THREAD_BYTES else read()
+        except WireError as error:
+            raise RemoteEnvironmentError(f"{url}: {error}") from error
+    raise _build_error(url, answer.status_code, content)
+
+
+async def _read(answer: httpx.Response) -> bytes:
+    content = bytearray()
+    async for chunk in answer.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_BODY_BYTES:
+            raise RemoteEnvironmentError(f"{answer.url}: the answer exceeds {MAX_BODY_BYTES} bytes")
+    return bytes(content)
+
+
+def _build_error(url: str, status: int, content: bytes) -> RemoteGymError:
+    detail = content[:500].decode("utf-8", "replace").strip()
+    kinds: dict[int, type[RemoteGymError]] = {503: ServerBusy, 404: SessionGone, 500: RemoteEnvironmentError}
+    if status in (502, 504):
+        return ServerUnreachable(f"{url}: {status} {detail}", may_have_acted=True)
+    return kinds.get(status, RequestRefused)(f"{url}: {status} {detail}")
+
+
+def _describe_error(error: Exception) -> str:
+    return str(error) or type(error).__name__

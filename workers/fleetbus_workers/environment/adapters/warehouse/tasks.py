@@ -1,0 +1,41 @@
+"""The default tasks, in memory or as a Fleet tasks file: train and held-out seeds never meet."""
+
+from __future__ import annotations
+
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.warehouse.items import draw_warehouse, question
+
+ENVIRONMENT = "warehouse"
+
+HELD_OUT_BASE = 1 << 30
+"""Seeds from here on are held out; training seeds stay below."""
+
+VERIFIER = '''\
+async def verify(env, final_answer):
+    """1 if the answer is exactly the value that stands in the warehouse."""
+    row = await env.query("SELECT {field} FROM items WHERE name = ?", ["{name}"])
+    return 1.0 if (final_answer or "").strip() == str(row[0][0]) else 0.0
+'''
+
+
+def build_warehouse_task(seed: int) -> Task:
+    """The task of a seed: the question, and a verifier that reads the answer from the episode's own database."""
+    warehouse = draw_warehouse(seed)
+    return Task(
+        key=f"warehouse-{seed}",
+        env=ENVIRONMENT,
+        prompt=question(warehouse),
+        seed=seed,
+        verifier=VERIFIER.format(field=warehouse.field, name=warehouse.name),
+    )
+
+
+def build_train_tasks(count: int, *, seed: int) -> list[Task]:
+    """``count`` training tasks; different seeds give different warehouses."""
+    base = (seed * 1_000_003) % (HELD_OUT_BASE - count)
+    return [build_warehouse_task(base + index) for index in range(count)]
+
+
+def build_held_out_tasks(count: int) -> list[Task]:
+    """The first ``count`` held-out tasks, the same for every seed."""
+    return [build_warehouse_task(HELD_OUT_BASE + index) for index in range(count)]

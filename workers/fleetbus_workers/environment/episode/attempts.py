@@ -1,0 +1,386 @@
+"""What may be done about one delivered request: look, then claim, play and store the result (delivery rules 1, 2, 5, 9).
+
+Claims on ``episode.<episode>`` alone decide who runs an episode: a delivery is never trusted to be the first or the only one,
+and a request is acked only when a result stands in the log. A superseded attempt lets its lease run out: a nak would take the
+request away from the worker that now holds it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import anyio
+import msgspec
+import structlog
+
+from fleetbus.bus.base import Bus, Delivery
+from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from fleetbus.core.claims import EpisodeState, build_result_without_attempt
+from fleetbus.core.history import Turn
+from fleetbus.episodes import RETRY_SECONDS, read_episode_state, read_observations, read_turns, store_result
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus.leases import Leases
+from fleetbus_schemas import (
+    Action,
+    AttemptReleased,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    MalformedMessage,
+    Outcome,
+    Subjects,
+    Task,
+    decode,
+    encode,
+)
+from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.episode.lane_status import LaneStatus
+from fleetbus_workers.environment.episode.policy_client import PolicyClient
+from fleetbus_workers.environment.episode.runner import EpisodeRunner
+from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded
+
+CLAIM_RETRY_SECONDS = 1.0
+RELEASE_SECONDS = 5.0
+
+FINAL_ATTEMPT_RETRY_SECONDS = 1.0
+FINAL_ATTEMPT_SLOT_SHARE = 8
+"""One slot in so many is for episodes that one more loss would make poison: whatever kills a worker takes few of them along.
+
+One of them may be what killed the workers before, and the others only ran beside it.
+"""
+
+log = structlog.get_logger()
+
+
+def _describe_expiry(episode_state: EpisodeState) -> str:
+    """The reason why a request was not started: either episodes are slow, or too many of them are queued."""
+    if episode_state.claims:
+        return "its deadline passed while no worker ran it"
+    return (
+        "its deadline passed before it was started: more episodes are queued than the environment workers start within "
+        "limits.episode; raise it, add slots or workers, or ask for fewer (learner.groups, learner.max_staleness)"
+    )
+
+
+class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim."""
+
+    bus: Bus
+    subjects: Subjects
+    worker: str
+    lane: str
+    settings: EnvironmentSettings
+    limits: LimitSettings
+    make: Callable[[Task], Environment]
+    nonce: Callable[[], str]
+
+
+class RunningAttempt:
+    """One episode in one slot. ``nak_delay_seconds``: nak the request with that delay at the end (None: never)."""
+
+    def __init__(self, request: EpisodeRequested, sequence: int, nonce: str) -> None:
+        self.request = request
+        self.sequence = sequence
+        self.nonce = nonce
+        self.scope = anyio.CancelScope()
+        self.ended = anyio.Event()
+        self.policy_client: PolicyClient | None = None
+        self.cancelled = False
+        self.handed_back = False
+        self.nak_delay_seconds: float | None = None
+
+
+class Attempts:
+    """The attempts of one worker, by episode."""
+
+    def __init__(self, context: WorkerContext, leases: Leases, counters: defaultdict[str, float]) -> None:
+        self._context = context
+        self._bus = context.bus
+        self._subjects = context.subjects
+        self._leases = leases
+        self._counters = counters
+        self._running: dict[str, RunningAttempt] = {}
+        self._final_attempts = 0
+        self._closed = False
+        self.lane_status = LaneStatus(context.bus, context.subjects, self.recheck)
+
+    @property
+    def episodes(self) -> tuple[str, ...]:
+        """Episodes in work."""
+        return tuple(self._running)
+
+    def deliver(self, sequence: int, action: Action) -> None:
+        """Deliver an Action to the attempt that waits for it; without one it is dropped."""
+        running = self._running.get(action.episode_id)
+        if running is not None and running.policy_client is not None:
+            running.policy_client.deliver(sequence, action)
+
+    async def watch_late_answers(self) -> None:
+        """Wake every attempt that has waited too long for an Action; runs until cancelled, one timer for all."""
+        while True:
+            await anyio.sleep(self._context.limits.late / 2)
+            now = anyio.current_time()
+            for running in self._running.values():
+                if running.policy_client is not None:
+                    running.policy_client.recheck_if_late(now)
+
+    def recheck(self, lane: str) -> None:
+        """An inference worker drains: attempts that wait on its lane check the log at once."""
+        for running in self._running.values():
+            if running.policy_client is not None and running.policy_client.lane_in_use == lane:
+                running.policy_client.recheck()
+
+    def cancel(self, episodes: Sequence[str]) -> list[str]:
+        """End these episodes as ``cancelled``; returns those that run here."""
+        found = [episode for episode in episodes if episode in self._running]
+        for episode in found:
+            self._running[episode].cancelled = True
+            self._running[episode].scope.cancel()
+        return found
+
+    def release_all(self) -> None:
+        """Stop all running attempts and release them, so that other workers continue at once; start no more."""
+        self._closed = True
+        for running in tuple(self._running.values()):
+            running.handed_back = True
+            running.scope.cancel()
+
+    async def handle_request(self, delivery: Delivery) -> None:
+        """Look before working: a result, a session of one's own, or else an attempt to be run here."""
+        message = delivery.message
+        try:
+            request = decode(EpisodeRequested, message.payload, subject=message.subject)
+        except MalformedMessage as malformed:
+            self._counters["malformed"] += 1
+            log.error("request is malformed; acknowledging it unprocessed", reason=str(malformed))
+            await delivery.ack()
+            return
+        if message.subject.rpartition(".")[2] != request.episode_id:
+            self._counters["malformed"] += 1
+            log.error(
+                "request is malformed; acknowledging it unprocessed",
+                reason="its episode id differs from that of its subject",
+                subject=message.subject,
+            )
+            await delivery.ack()
+            return
+        episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
+        if episode_state.result is not None:
+            await delivery.ack()
+            return
+        running = self._running.get(request.episode_id)
+        if running is not None:
+            if episode_state.is_held_by(running.nonce) or not episode_state.claims:
+                self._leases.hold(request.episode_id, delivery)
+                return
+            running.scope.cancel()
+            await running.ended.wait()
+        if self._closed:
+            await delivery.nak()
+        elif request.episode_id not in self._running:
+            await self._run_if_admitted(request, delivery, episode_state)
+
+    async def _run_if_admitted(self, request: EpisodeRequested, delivery: Delivery, episode_state: EpisodeState) -> None:
+        """Run it, unless it has its last chance and others have theirs here at the moment."""
+        settings = self._context.settings
+        if not episode_state.is_on_last_attempt(settings.max_attempts):
+            await self._run(request, delivery, episode_state)
+        elif self._final_attempts >= max(settings.slots // FINAL_ATTEMPT_SLOT_SHARE, 1):
+            await delivery.nak(FINAL_ATTEMPT_RETRY_SECONDS)
+        else:
+            self._final_attempts += 1
+            try:
+                await self._run(request, delivery, episode_state)
+            finally:
+                self._final_attempts -= 1
+
+    async def _run(self, request: EpisodeRequested, delivery: Delivery, episode_state: EpisodeState) -> None:
+        episode = request.episode_id
+        running = RunningAttempt(request, delivery.message.sequence, self._context.nonce())
+        self._running[episode] = running
+        self._leases.hold(episode, delivery)
+        try:
+            structlog.contextvars.bind_contextvars(episode=episode, attempt=episode_state.attempts + 1)
+            with running.scope:
+                await self._start_attempt(running, episode_state)
+            if running.scope.cancelled_caught:
+                await self._handle_cancellation(running)
+        except Superseded as superseded:
+            self._counters["superseded"] += 1
+            log.info("attempt is superseded; stopping it", reason=str(superseded))
+        finally:
+            running.ended.set()
+            del self._running[episode]
+            held = self._leases.take(episode)
+            if held is not None and running.nak_delay_seconds is not None:
+                await held.nak(running.nak_delay_seconds)
+
+    async def _start_attempt(self, running: RunningAttempt, episode_state: EpisodeState) -> None:
+        request = running.request
+        remaining_seconds = (request.deadline_ns - self._bus.now_ns()) / 1e9
+        if episode_state.is_poison(self._context.settings.max_attempts):
+            await self._conclude(running, episode_state, "lost", "poison")
+        elif remaining_seconds <= 0:
+            await self._conclude(running, episode_state, "timeout", "episode_timeout", _describe_expiry(episode_state))
+        else:
+            await self._claim_and_play(running, episode_state, remaining_seconds)
+
+    async def _claim_and_play(self, running: RunningAttempt, episode_state: EpisodeState, remaining_seconds: float) -> None:
+        request, context = running.request, self._context
+        try:
+            with Stages().time_limit("make", context.limits.open):
+                environment = context.make(request.task)
+        except EpisodeEnded as ended:
+            await self._conclude(running, episode_state, ended.outcome, ended.error_class, ended.error)
+            return
+        recorded = (
+            await read_turns(self._bus, self._subjects, request.episode_id, episode_state) if environment.replayable else ()
+        )
+        claim = AttemptStarted(
+            episode_id=request.episode_id,
+            attempt=episode_state.attempts + 1,
+            worker=context.worker,
+            nonce=running.nonce,
+            lane=context.lane,
+            reason=episode_state.next_reason,
+            resumed_at_turn=len(recorded),
+            request_sequence=running.sequence,
+        )
+        claim_sequence = await self._claim(running, claim, episode_state)
+        if claim_sequence is None:
+            return
+        running.policy_client = await self._build_policy_client(request, claim, recorded)
+        session = EpisodeRunner(
+            request=request,
+            claim=claim,
+            environment=environment,
+            policy_client=running.policy_client,
+            recorded=recorded,
+            observed=await self._read_observations(request, recorded),
+            remaining_seconds=remaining_seconds,
+            settings=context.settings,
+            limits=context.limits,
+            counters=self._counters,
+        )
+        await self._finish(await session.play(), claim_sequence)
+
+    async def _build_policy_client(
+        self, request: EpisodeRequested, claim: AttemptStarted, recorded: Sequence[Turn]
+    ) -> PolicyClient:
+        """An earlier attempt may have used this very lane, so the last Action there is looked up."""
+        subject = self._subjects.action(claim.lane, request.episode_id)
+        last_action = await self._bus.last(subject) if claim.attempt > 1 else None
+        return PolicyClient(
+            self._bus,
+            self._subjects,
+            self.lane_status,
+            request=request,
+            claim=claim,
+            history=tuple(recorded),
+            action_sequence=last_action.sequence if last_action else 0,
+            settings=self._context.settings,
+            limits=self._context.limits,
+        )
+
+    async def _read_observations(
+        self, request: EpisodeRequested, recorded: Sequence[Turn]
+    ) -> dict[int, tuple[ChatMessage, ...]]:
+        if not recorded:
+            return {}
+        return await read_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
+
+    async def _claim(self, running: RunningAttempt, claim: AttemptStarted, episode_state: EpisodeState) -> int | None:
+        """Store the claim; None if another worker wrote first, or if that is unknown and the request is returned."""
+        subject = self._subjects.episode(claim.episode_id)
+        try:
+            return (await self._bus.publish(subject, encode(claim), expected_last=episode_state.last_sequence)).sequence
+        except (SequenceConflict, PublishUnanswered, LogFull):
+            self._counters["claims_refused"] += 1
+            now = await read_episode_state(self._bus, self._subjects, claim.episode_id)
+            if now.is_held_by(claim.nonce):
+                return now.claim_sequence
+            if now.result is not None:
+                await self._ack(claim.episode_id)
+            elif now.attempts == episode_state.attempts:  # otherwise a nak would take the request from the worker that claimed
+                running.nak_delay_seconds = CLAIM_RETRY_SECONDS
+            return None
+
+    async def _conclude(
+        self, running: RunningAttempt, episode_state: EpisodeState, outcome: Outcome, error_class: str, error: str = ""
+    ) -> None:
+        """A result without an attempt of one's own: it expects the last entry that was read."""
+        result = build_result_without_attempt(
+            running.request,
+            running.sequence,
+            episode_state,
+            worker=self._context.worker,
+            outcome=outcome,
+            error_class=error_class,
+            error=error,
+        )
+        await self._finish(result, episode_state.last_sequence)
+
+    async def _finish(self, result: EpisodeFinished, expected_last: int) -> None:
+        """Store the result, then ack: in this order, so that a crash between them repeats nothing."""
+        store_outcome = await store_result(self._bus, self._subjects, result, expected_last=expected_last)
+        if store_outcome == "superseded":
+            raise Superseded(f"attempt {result.attempt} of {result.episode_id} finished after it was replaced")
+        if store_outcome == "stored":
+            self._count(result)
+        await self._ack(result.episode_id)
+
+    async def _ack(self, episode: str) -> None:
+        delivery = self._leases.take(episode)
+        if delivery is not None:
+            await delivery.ack()
+
+    async def _handle_cancellation(self, running: RunningAttempt) -> None:
+        """After a cancellation: store ``cancelled`` if it was requested, release the attempt if the worker drains."""
+        if running.cancelled:
+            episode_state = await self._wait_for_state(running.request)
+            if episode_state.result is None:
+                await self._conclude(running, episode_state, "cancelled", "cancelled")
+            else:
+                await self._ack(running.request.episode_id)
+        elif running.handed_back:
+            await self._release_attempt(running)
+
+    async def _wait_for_state(self, request: EpisodeRequested) -> EpisodeState:
+        """How the episode stands, however long the log is away: an order to cancel would be forgotten otherwise.
+
+        Raises `RequestUnanswered` when this worker is leaving, or the deadline has passed and the requester closes it.
+        """
+        while True:
+            try:
+                return await read_episode_state(self._bus, self._subjects, request.episode_id)
+            except RequestUnanswered as unanswered:
+                if self._closed or self._bus.now_ns() >= request.deadline_ns:
+                    raise
+                log.warning("log read failed; retrying", reason=str(unanswered))
+                await anyio.sleep(RETRY_SECONDS)
+
+    async def _release_attempt(self, running: RunningAttempt) -> None:
+        episode = running.request.episode_id
+        episode_state = await read_episode_state(self._bus, self._subjects, episode)
+        newest = episode_state.newest
+        if newest is None:
+            running.nak_delay_seconds = 0.0
+        if newest is None or not episode_state.is_held_by(running.nonce):
+            return
+        running.nak_delay_seconds = 0.0
+        release = AttemptReleased(episode_id=episode, attempt=newest.attempt, worker=self._context.worker)
+        await self._bus.publish(
+            self._subjects.episode(episode), encode(release), expected_last=episode_state.last_sequence, timeout=RELEASE_SECONDS
+        )
+        self._counters["handed_back"] += 1
+
+    def _count(self, result: EpisodeFinished) -> None:
+        self._counters["episodes"] += 1
+        self._counters[f"outcome_{result.outcome}"] += 1
+        self._counters["turns"] += result.turns
+        self._counters["tool_errors"] += result.tool_errors
+        for stage, seconds in result.timings.items():
+            self._counters[f"seconds_{stage}"] += seconds
+        log.debug("episode finished", outcome=result.outcome, reward=result.reward, turns=result.turns)

@@ -1,0 +1,173 @@
+"""One episode's exchange with the policy: an Observation out, its Action back, strictly one turn after another.
+
+Sticky: after its first Action an episode's observations go to that inference worker's lane. When an Action is late the log is
+read first - result, newest claim, the Action itself - and only then is the observation sent again, to any worker (hop + 1).
+"""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+import msgspec
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from fleetbus.core.history import Turn
+from fleetbus.episodes import decode_entries, read_episode_state, store_message
+from fleetbus.errors import RequestUnanswered
+from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, Subjects, ToolSpec
+from fleetbus_schemas.tokens import EMPTY_HISTORY
+from fleetbus_workers.environment.episode.lane_status import LaneStatus
+from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
+
+MAX_CHECK_INTERVAL_SECONDS = 10.0
+"""Checks of a late Action are at most this far apart."""
+
+log = structlog.get_logger()
+
+
+class PolicyClient:
+    """Asks for Actions on behalf of one attempt. `deliver` and `recheck` are called by the worker's receivers."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        lane_status: LaneStatus,
+        *,
+        request: EpisodeRequested,
+        claim: AttemptStarted,
+        history: tuple[Turn, ...],
+        action_sequence: int,
+        settings: EnvironmentSettings,
+        limits: LimitSettings,
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._lane_status = lane_status
+        self._request = request
+        self._claim = claim
+        self._settings = settings
+        self._limits = limits
+        self._action_sequence = action_sequence
+        self._history_hash = history[-1].action.history_hash if history else EMPTY_HISTORY
+        self._lane = history[-1].action.lane if history else ANY_LANE
+        self._worker = history[-1].action.worker if history else ""
+        self._expected = -1
+        self._answer: Turn | None = None
+        self._wakeup = anyio.Event()
+        self._check_at = math.inf
+        self.lane_in_use = ANY_LANE
+
+    def deliver(self, sequence: int, action: Action) -> None:
+        """An Action of this episode was read; anything but the awaited one is a repetition or from another attempt."""
+        if self._answer is None and (action.attempt, action.turn) == (self._claim.attempt, self._expected):
+            self._answer = Turn(sequence=sequence, lane=self._claim.lane, action=action)
+            self._wakeup.set()
+
+    def recheck(self) -> None:
+        """Look at once whether the awaited Action is still to be expected from where it was asked for."""
+        self._wakeup.set()
+
+    def recheck_if_late(self, now: float) -> None:
+        """The worker's one timer calls this, so that no turn needs a timer of its own."""
+        if now >= self._check_at:
+            self._check_at = math.inf
+            self._wakeup.set()
+
+    async def ask(self, turn: int, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], *, tokens_left: int) -> Turn:
+        """Publish the observation of ``turn`` and wait for its Action. The caller's scope limits the wait.
+
+        Raises `Superseded`, or `EpisodeEnded` when the observation went round too often.
+        """
+        self._expected, self._answer = turn, None
+        request = self._request
+        observation = Observation(
+            episode_id=request.episode_id,
+            attempt=self._claim.attempt,
+            turn=turn,
+            policy=request.policy,
+            messages=messages,
+            tools=tools,
+            sampling=request.sampling,
+            tokens_left=tokens_left,
+            pinned_version=request.pinned_version,
+            history_hash=self._history_hash,
+            environment_lane=self._claim.lane,
+            action_sequence=self._action_sequence,
+            request_sequence=self._claim.request_sequence,
+            deadline_ns=request.deadline_ns,
+        )
+        lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE
+        answer = await self._await_answer(observation, lane)
+        self._record_answer(answer)
+        return answer
+
+    async def _await_answer(self, observation: Observation, lane: str) -> Turn:
+        await self._send(observation, lane)
+        checks = 0
+        while True:
+            pause = min(self._limits.late * 2**checks, MAX_CHECK_INTERVAL_SECONDS)
+            self._check_at = anyio.current_time() + pause
+            await self._wakeup.wait()
+            if self._answer is not None:
+                self._check_at = math.inf
+                return self._answer
+            self._wakeup = anyio.Event()
+            checks += 1
+            try:
+                await self._check_log(observation)
+            except RequestUnanswered as unanswered:
+                log.warning("log read failed; retrying", turn=observation.turn, reason=str(unanswered))
+                continue
+            if self._answer is None and await self._needs_resend(observation, lane, checks):
+                observation, lane = self._reroute(observation), ANY_LANE
+                await self._send(observation, lane)
+
+    async def _send(self, observation: Observation, lane: str) -> None:
+        self.lane_in_use = lane
+        self._wakeup = anyio.Event() if self._answer is None else self._wakeup
+        subject = self._subjects.observation(observation.policy, lane, observation.episode_id)
+        name = f"obs.{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
+        await store_message(self._bus, subject, observation, message_id=name)
+
+    def _reroute(self, observation: Observation) -> Observation:
+        hop = observation.hop + 1
+        if hop > self._settings.max_hops:
+            raise EpisodeEnded("lost", "poison_observation", f"turn {observation.turn} went unanswered {hop} times")
+        log.info("answer is late; rerouting the observation", turn=observation.turn, hop=hop, lane=self.lane_in_use)
+        return msgspec.structs.replace(observation, hop=hop, action_sequence=self._action_sequence)
+
+    async def _check_log(self, observation: Observation) -> None:
+        """The log first: a result or a newer claim ends this attempt, an Action that was missed is taken."""
+        episode_id = observation.episode_id
+        episode_state = await read_episode_state(self._bus, self._subjects, episode_id)
+        if not episode_state.is_held_by(self._claim.nonce):
+            raise Superseded(f"attempt {self._claim.attempt} of {episode_id} no longer holds the episode")
+        stored = await self._bus.last(self._subjects.action(self._claim.lane, episode_id))
+        for entry, action in decode_entries(Action, [stored] if stored is not None else []):
+            self.deliver(entry.sequence, action)
+        if self._answer is None and stored is not None:
+            self._action_sequence = stored.sequence
+
+    async def _needs_resend(self, observation: Observation, lane: str, checks: int) -> bool:
+        """True if the answer would be refused (a late Action of an earlier attempt came between), or its lane is stuck."""
+        return observation.action_sequence != self._action_sequence or (lane != ANY_LANE and await self._is_stuck(lane, checks))
+
+    async def _is_stuck(self, lane: str, checks: int) -> bool:
+        """Dead, draining, or alive without having taken the observation for two checks."""
+        if not self._lane_status.is_usable(lane):
+            return True
+        is_held = await self._lane_status.is_working_on(
+            self._worker, f"{self._request.episode_id}.{self._claim.attempt}.{self._expected}"
+        )
+        return is_held is None or (not is_held and checks > 1)
+
+    def _record_answer(self, answer: Turn) -> None:
+        action = answer.action
+        self._action_sequence = answer.sequence
+        self._history_hash = action.history_hash
+        if action.lane:
+            self._lane, self._worker = action.lane, action.worker

@@ -1,0 +1,56 @@
+"""Images in the run's object bucket: stored once under their hash, before the message that names them.
+
+Above it are the environments, which are given `build_image_store` as a function; below it the object store of the bus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import anyio
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.objects import ObjectStore
+from fleetbus.config.settings import Configuration
+from fleetbus_schemas import Image
+from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage
+from fleetbus_workers.weights.store import get_object_store
+
+MAX_REMEMBERED_NAMES = 4096
+"""Hashes that are remembered as stored; a forgotten one is stored again, which is harmless."""
+
+
+def build_image_store(objects: ObjectStore) -> StoreImage:
+    """The function that stores an image in ``objects``. What it raises fails the episode: no reference to nothing."""
+    stored_names: OrderedDict[str, None] = OrderedDict()
+
+    async def store_image(picture: EncodedImage) -> Image:
+        name = hashlib.sha256(picture.data).hexdigest()
+        if name not in stored_names:
+            await _put(objects, name, picture.data)
+            stored_names[name] = None
+            if len(stored_names) > MAX_REMEMBERED_NAMES:
+                stored_names.popitem(last=False)
+        return Image(object=name, media_type=picture.media_type, width=picture.width, height=picture.height)
+
+    return store_image
+
+
+def build_run_image_store(bus: Bus, configuration: Configuration) -> StoreImage | None:
+    """The same for the bucket of a run; None where the bus has no object store."""
+    objects = get_object_store(bus, configuration.run.name)
+    return None if objects is None else build_image_store(objects)
+
+
+async def _put(objects: ObjectStore, name: str, data: bytes) -> None:
+    folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory)
+    try:
+        file = Path(folder.name) / name
+        await anyio.Path(file).write_bytes(data)
+        await objects.put(name, file)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(folder.cleanup)

@@ -1,0 +1,186 @@
+"""What a process inside gives up before foreign code runs: rights, resources, dangerous system calls. Standard library alone.
+
+Nothing here can be taken back by the code that runs afterwards. Works without privileges, and without namespaces too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LIBRARY = ctypes.CDLL(None, use_errno=True)
+FIRST_USER = 0x40000000
+"""User ids from here on belong to nobody: each process that starts as root takes one of its own."""
+
+NOBODY = 65534
+
+CAPABILITY_VERSION_3 = 0x20080522
+SET_DUMPABLE, SET_SECCOMP, NO_NEW_PRIVILEGES = 4, 22, 38
+SECCOMP_FILTER = 2
+PERMISSION, NO_SUCH_CALL = 1, 38  # errno
+NEW_NAMESPACES = 0x7E020000
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32 = 0x40000000
+"""System call numbers from here on are the x32 twins of the ordinary ones."""
+
+FORBIDDEN = {
+    # memory that no limit of a process counts
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    # namespaces and mounts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    # parts of the kernel that code has no business with
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "syslog": (103, 116),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "kexec_load": (246, 104),
+}
+"""System calls that are refused: their numbers on x86_64 and on aarch64."""
+
+CLONE, CLONE3 = (56, 220), (435, 435)
+SOCKET = (41, 198)
+TO_OTHERS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "sigqueue": (129, 138), "tgsigqueue": (297, 240)}
+
+
+_ANY_PROCESS = 0x7FFFFFF1
+
+
+def confine(limits: Mapping[str, int], *, user: int) -> None:
+    """Set ``limits`` (names of `resource` without their prefix, to soft limits), then give up every right.
+
+    A process that is root becomes ``user``.
+    """
+    set_limits(limits)
+    drop_privileges(user)
+    forbid_calls()
+
+
+def set_limits(limits: Mapping[str, int]) -> None:
+    """Limit this process and its children; ``limits`` as in `confine`. What a system refuses to limit stays as it is."""
+    for name, soft in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is not None:
+            try:
+                # One second more is the hard limit of time: the soft one tells why.
+                resource.setrlimit(kind, (soft, soft + (name == "CPU")))
+            except (OSError, ValueError):
+                pass  # macOS refuses RLIMIT_AS
+
+
+def drop_privileges(user: int) -> None:
+    """Become ``user`` where this is root, and lose capabilities, set-uid programs and core dumps for good."""
+    for other in (user, NOBODY):  # a container may have no users but the first 65,536, a user namespace of its own none
+        if os.geteuid() == 0:
+            try:
+                os.setgroups([])
+                os.setresgid(other, other, other)
+                os.setresuid(other, other, other)
+            except OSError:
+                continue
+    if sys.platform == "linux":
+        LIBRARY.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        LIBRARY.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24))
+        LIBRARY.prctl(SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def forbid_calls() -> bool:
+    """Whether the system calls of `FORBIDDEN` are refused from now on, for this process and all that it starts."""
+    return install(compile_filter(os.uname().machine))
+
+
+def block_signals() -> bool:
+    """Whether this process can from now on neither make sockets nor signal any process but itself."""
+    return install(_ALONE.replace(struct.pack("=I", _ANY_PROCESS), struct.pack("=I", os.getpid())))
+
+
+def install(program: bytes) -> bool:
+    """Whether ``program`` filters the system calls of this process from now on."""
+    if sys.platform != "linux" or not program:
+        return False
+    LIBRARY.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    return bool(LIBRARY.prctl(SET_SECCOMP, SECCOMP_FILTER, header, 0, 0) == 0)
+
+
+def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
+    """A filter as classic BPF: of `FORBIDDEN`, or of sockets and of signals to any but ``own_process``. Empty for machines
+    whose numbers are not known here."""
+    if machine not in ARCHITECTURES:
+        return b""
+    column = list(ARCHITECTURES).index(machine)
+    allow, refuse, absent = ret(0x7FFF0000), ret(0x00050000 | PERMISSION), ret(0x00050000 | NO_SUCH_CALL)
+    program = load(4) + jump_if(0x15, ARCHITECTURES[machine], 1, 0) + refuse + load(0)
+    if machine == "x86_64":
+        program += jump_if(0x35, X32, 0, 1) + refuse
+    if own_process:
+        program += jump_if(0x15, SOCKET[column], 0, 1) + refuse
+        for numbers in TO_OTHERS.values():
+            # If it is this call: only to oneself. Threads have the process's own id, for there is but one.
+            program += jump_if(0x15, numbers[column], 0, 4)
+            program += load(16) + jump_if(0x15, own_process, 0, 1) + allow + refuse
+        return program + allow
+    for numbers in FORBIDDEN.values():
+        program += jump_if(0x15, numbers[column], 0, 1) + refuse
+    # The flags of clone3 are out of a filter's sight; libraries fall back to clone where there is no clone3.
+    program += jump_if(0x15, CLONE3[column], 0, 1) + absent
+    program += jump_if(0x15, CLONE[column], 0, 3) + load(16) + jump_if(0x45, NEW_NAMESPACES, 0, 1) + refuse
+    return program + allow
+
+
+def load(offset: int) -> bytes:
+    """Load a word of the system call's data: 0 its number, 4 the architecture, 16 the low half of its first argument."""
+    return struct.pack("=HBBI", 0x20, 0, 0, offset)
+
+
+def jump_if(test: int, value: int, then: int, otherwise: int) -> bytes:
+    """Skip ``then`` or ``otherwise`` instructions; ``test`` is 0x15 equal, 0x35 at least, 0x45 any bit of."""
+    return struct.pack("=HBBI", test, then, otherwise, value)
+
+
+def ret(action: int) -> bytes:
+    return struct.pack("=HBBI", 0x06, 0, 0, action)
+
+
+_ALONE = compile_filter(os.uname().machine, own_process=_ANY_PROCESS)
+"""Compiled once, for processes that fork many that need it."""

@@ -1,0 +1,267 @@
+"""One interpreter in isolation: code goes in, standard output, standard error and an exit code come out; variables stay.
+
+Above it is an environment, one session per episode; below it `inside/runner.py`. Output goes to files in memory that only this
+worker reads, so that a flood of it costs nothing here. Whatever the code does - exit, crash, hang, exhaust its memory - is a
+result; the next code then gets a new interpreter and a notice. Only an interpreter that cannot be started is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from typing import Any, Literal
+
+import anyio
+import msgspec
+from anyio.abc import Process
+
+from fleetbus_workers.environment.isolation.sandbox.backends import INSIDE, Isolation, build_python_command
+from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken, ChannelEnded
+from fleetbus_workers.environment.isolation.sandbox.inside.confine import FIRST_USER
+from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
+
+Ended = Literal["", "time", "memory", "exit"]
+
+START_SECONDS = 30.0
+STOP_SECONDS = 5.0
+GRACE_SECONDS = 2.0
+"""How much longer than its time code may take to be stopped from within, before its interpreter is killed."""
+
+ANSWER_BYTES, MAX_ANSWERS = 1024, 64
+"""Largest answer of an interpreter, and the most that are read for the right one: the code may send some of its own."""
+
+TIME_UP, KILLED = 124, 137
+_numbers = itertools.count()
+
+
+class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sandbox may use. ``seconds`` is wall-clock time of one piece of code, ``cpu_seconds`` of a process's whole life;
+    ``memory_bytes`` bounds each process's address space, ``total_memory_bytes`` what all of them use; ``output_bytes`` is
+    how much of each stream is returned."""
+
+    seconds: float = 30.0
+    cpu_seconds: int = 300
+    memory_bytes: int = 1 << 30
+    total_memory_bytes: int = 2 << 30
+    processes: int = 32
+    open_files: int = 128
+    file_bytes: int = 16 << 20
+    scratch_bytes: int = 64 << 20
+    output_bytes: int = 32 << 10
+
+
+class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a piece of code led to. ``ended`` says what ended its interpreter, if anything did; ``fresh`` is true for the first
+    code of an interpreter that replaces one that was ended."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    ended: Ended = ""
+    fresh: bool = False
+
+
+class SandboxFailed(Exception):
+    """The interpreter could not be started, which is no fault of the code."""
+
+
+class SandboxSession:
+    """One episode's sandbox. `run` calls must not overlap; `close` in every case."""
+
+    def __init__(self, isolation: Isolation, limits: SandboxLimits, watch: MemoryWatch) -> None:
+        self._isolation = isolation
+        self._limits = limits
+        self._watch = watch
+        self._interpreter: _Interpreter | None = None
+        self._lost = False
+        self._ended: Ended = ""
+        self.busy = False
+        self.memory_limit = limits.total_memory_bytes
+
+    @property
+    def process_id(self) -> int | None:
+        return self._interpreter.process.pid if self._interpreter else None
+
+    def end(self, reason: str) -> None:
+        """Kill the interpreter; the code that runs learns the reason."""
+        if self._interpreter is not None and reason == "memory":
+            self._ended = "memory"
+            self._interpreter.kill()
+
+    async def open(self) -> None:
+        """Start the interpreter. Raises `SandboxFailed`."""
+        if self._interpreter is None:
+            self._ended = ""
+            self._interpreter = await _start(self._isolation, self._limits)
+            self._watch.add(self)
+
+    async def run(self, code: str, *, seconds: float | None = None) -> ExecutionResult:
+        """Execute code, for ``seconds`` at most. Raises `SandboxFailed` if there is no interpreter to be had."""
+        if self._interpreter is not None and (self._ended or self._interpreter.process.returncode is not None):
+            await self._stop()  # it was ended since the last code
+            self._lost = True
+        await self.open()
+        assert self._interpreter is not None
+        fresh, self._lost = self._lost, False
+        limit = min(seconds or self._limits.seconds, self._limits.seconds)
+        self.busy = True
+        try:
+            exit_code, ended = await self._execute(self._interpreter, code, limit)
+        except BaseException:
+            await self._stop()  # the next code must not get this one's answer
+            self._lost = True
+            raise
+        finally:
+            self.busy = False
+        stdout, stderr = self._interpreter.output(self._limits.output_bytes)
+        if ended:
+            await self._stop()
+            self._lost = True
+        return ExecutionResult(stdout=stdout, stderr=stderr, exit_code=exit_code, ended=ended, fresh=fresh)
+
+    async def _execute(self, interpreter: _Interpreter, code: str, seconds: float) -> tuple[int, Ended]:
+        interpreter.discard_output()
+        try:
+            with anyio.move_on_after(seconds + GRACE_SECONDS):
+                number = next(_numbers)
+                await interpreter.channel.send({"code": code, "seconds": seconds, "number": number})
+                for _ in range(MAX_ANSWERS):
+                    answer = await interpreter.channel.receive()
+                    exit_code = answer.get("exit_code")
+                    if answer.get("number") == number and isinstance(exit_code, int):
+                        return int(exit_code), ""
+                raise ChannelBroken("too many answers")
+        except ChannelEnded:
+            if self._ended:
+                return KILLED, self._ended
+            return await interpreter.exit_code(), "exit"
+        except ChannelBroken:
+            interpreter.kill()  # the code talks on a channel that is not its own
+            return KILLED, "exit"
+        return TIME_UP, "time"
+
+    async def close(self) -> None:
+        """End the interpreter and all that it started."""
+        await self._stop()
+
+    async def _stop(self) -> None:
+        interpreter, self._interpreter = self._interpreter, None
+        self._watch.discard(self)
+        if interpreter is not None:
+            await interpreter.stop()
+
+
+class _Interpreter:
+    """A running process and what belongs to it."""
+
+    def __init__(self, process: Process, channel: Channel, streams: tuple[int, int]) -> None:
+        self.process = process
+        self.channel = channel
+        self._streams = streams
+
+    def discard_output(self) -> None:
+        for stream in self._streams:
+            os.ftruncate(stream, 0)
+
+    def output(self, limit: int) -> tuple[str, str]:
+        stdout, stderr = (_read_ends(stream, limit) for stream in self._streams)
+        return stdout, stderr
+
+    async def exit_code(self) -> int:
+        """How it ended, shortly after its channel did; it is killed if it goes on without one."""
+        with anyio.move_on_after(STOP_SECONDS):
+            code = await self.process.wait()
+            return code if code >= 0 else 128 - code
+        self.kill()
+        return KILLED
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+    async def stop(self) -> None:
+        self.channel.close()
+        self.kill()
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(STOP_SECONDS):
+                await self.process.wait()
+            await self.process.aclose()
+        for stream in self._streams:
+            os.close(stream)
+
+
+async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
+    if sys.platform != "linux":
+        raise SandboxFailed("the sandbox needs Linux")
+    user = FIRST_USER + (os.getpid() & 0xFFFF) * 4096 + next(_numbers) % 4096
+    settings: dict[str, Any] = {
+        "user": user,
+        "limits": {
+            "CPU": limits.cpu_seconds,
+            "AS": limits.memory_bytes,
+            "NPROC": limits.processes,
+            "NOFILE": limits.open_files,
+            "FSIZE": limits.file_bytes,
+            "CORE": 0,
+        },
+    }
+    mine, theirs = socket.socketpair()
+    channel = Channel(mine, limit=ANSWER_BYTES)
+    streams = (_output_file("stdout"), _output_file("stderr"))
+    program = build_python_command(INSIDE / "runner.py", str(theirs.fileno()), msgspec.json.encode(settings).decode())
+    command = isolation.command(program, visible=[INSIDE], tools=True, scratch_bytes=limits.scratch_bytes)
+    try:
+        process = await anyio.open_process(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=streams[0],
+            stderr=streams[1],
+            cwd="/",
+            env={},
+            start_new_session=True,
+            pass_fds=(theirs.fileno(),),
+        )
+    except BaseException as error:
+        channel.close()
+        for stream in streams:
+            os.close(stream)
+        if isinstance(error, OSError):
+            raise SandboxFailed(str(error)) from error
+        raise
+    finally:
+        theirs.close()
+    interpreter = _Interpreter(process, channel, streams)
+    try:
+        with anyio.fail_after(START_SECONDS):
+            await channel.receive()
+    except (ChannelBroken, TimeoutError) as error:
+        reason = interpreter.output(2000)[1].strip().splitlines() or [str(error) or f"not ready within {START_SECONDS:g} s"]
+        await interpreter.stop()
+        raise SandboxFailed(f"the sandbox's interpreter does not start: {reason[-1]}") from error
+    except BaseException:
+        await interpreter.stop()
+        raise
+    return interpreter
+
+
+def _output_file(name: str) -> int:
+    """A file in memory to which every writer appends."""
+    import fcntl
+
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+    return descriptor
+
+
+def _read_ends(descriptor: int, limit: int) -> str:
+    """All of a file as text, or its beginning and its end with what is missing in between."""
+    size = os.fstat(descriptor).st_size
+    if size <= limit:
+        return os.pread(descriptor, limit, 0).decode("utf-8", "replace")
+    half = limit // 2
+    begin, end = os.pread(descriptor, half, 0), os.pread(descriptor, half, size - half)
+    cut = f"\n[... {size - 2 * half} bytes cut ...]\n"
+    return begin.decode("utf-8", "replace") + cut + end.decode("utf-8", "replace")

@@ -1,0 +1,60 @@
+"""The journal of a session, read from and written to the log by compare-and-set."""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.core.journal import Journal, JournalEntry, read_journal
+from fleetbus.episodes import read_entry
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus_schemas import Subjects, encode
+from fleetbus_schemas.stored import STORED
+from fleetbus_workers.environment.episode.stages import Superseded
+
+RETRY_SECONDS = 0.5
+
+log = structlog.get_logger()
+
+
+async def read_session_journal(bus: Bus, subjects: Subjects, session: str) -> Journal:
+    """Everything about one session, as of now."""
+    entries = await bus.history([subjects.session(session)])
+    return read_journal((entry.sequence, message) for entry in entries if (message := decode_journal_entry(entry)) is not None)
+
+
+def decode_journal_entry(entry: StreamEntry) -> JournalEntry | None:
+    """The claim, call or tombstone in an entry of ``session.<session>``; None if it is none of them."""
+    message = read_entry(STORED["session"], entry)
+    assert message is None or isinstance(message, JournalEntry)
+    return message
+
+
+async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, entry: JournalEntry) -> None:
+    """Store the next entry and take it into ``journal``; full logs and lost acks are waited out.
+
+    Raises `Superseded` when somebody else wrote first. The caller's cancel scope is what ends the waiting.
+    """
+    subject = subjects.session(session)
+    payload = encode(entry, subject=subject)
+    while True:
+        try:
+            sequence = await _publish_entry(bus, subject, payload, journal.last_sequence)
+        except (LogFull, PublishUnanswered, RequestUnanswered) as error:
+            log.warning("journal write failed; retrying", session=session, reason=str(error))
+            await anyio.sleep(RETRY_SECONDS)
+        else:
+            journal.apply(sequence, entry)
+            return
+
+
+async def _publish_entry(bus: Bus, subject: str, payload: bytes, expected_last: int) -> int:
+    """Where it stands, stored now or by an earlier try whose answer was lost."""
+    try:
+        return (await bus.publish(subject, payload, expected_last=expected_last)).sequence
+    except SequenceConflict:
+        stored = await bus.last(subject)
+        if stored is None or stored.payload != payload:
+            raise Superseded(f"{subject} was written by somebody else") from None
+        return stored.sequence

@@ -1,0 +1,67 @@
+"""Ends orphaned sessions: their worker has exited and their client has not called since. They get a tombstone.
+
+A hosted session ends at its own idle limit, so one without entries for longer is orphaned. Every worker sweeps;
+compare-and-set lets one of them write, and none of them if the session has moved.
+"""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import LimitSettings
+from fleetbus.errors import BusClosed, BusError, SequenceConflict
+from fleetbus_schemas import SessionEnded, SessionRecorded, Subjects, encode
+from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry
+
+MARGIN_SECONDS = 60.0
+
+log = structlog.get_logger()
+
+
+class OrphanSweep:
+    """Follows the journals of a run; ``open`` holds the last sequence and time of each session that has not ended."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, *, worker: str, limits: LimitSettings) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._worker = worker
+        self._orphan_seconds = limits.idle + max(limits.open, limits.reset, limits.step, limits.verify) + MARGIN_SECONDS
+        self._position = 1
+        self._open: dict[str, tuple[int, int]] = {}
+
+    async def run(self) -> None:
+        """Sweep until cancelled; after a bus error the next interval retries."""
+        while True:
+            await anyio.sleep(self._orphan_seconds / 4)
+            try:
+                await self._read_journals()
+                await self._end_orphans()
+            except BusClosed:
+                raise
+            except BusError as error:
+                log.warning("orphan sweep failed; retrying at the next interval", reason=str(error))
+
+    async def _read_journals(self) -> None:
+        async for entry in self._bus.scan([self._subjects.session("*")], start=self._position):
+            self._position = entry.sequence + 1
+            session = entry.subject.rpartition(".")[2]
+            message = decode_journal_entry(entry)
+            if isinstance(message, SessionEnded) or (isinstance(message, SessionRecorded) and message.answer.end is not None):
+                self._open.pop(session, None)
+            else:
+                self._open[session] = (entry.sequence, entry.time_ns)
+
+    async def _end_orphans(self) -> None:
+        latest_ns = self._bus.now_ns() - int(self._orphan_seconds * 1e9)
+        for session, (sequence, time_ns) in list(self._open.items()):
+            if time_ns < latest_ns:
+                entry = SessionEnded(
+                    session=session, end="orphaned", error="no client called it within the limits", worker=self._worker
+                )
+                self._open.pop(session)  # a newer entry is read with the next sweep
+                try:
+                    await self._bus.publish(self._subjects.session(session), encode(entry), expected_last=sequence)
+                except SequenceConflict:
+                    log.debug("session journal has changed; leaving it", session=session)

@@ -1,0 +1,284 @@
+"""One step-wise session in one slot: its calls one at a time, each journalled before it is answered.
+
+Above it is the host, which made the claim; below is one environment. A call that is repeated gets the stored answer, or joins
+the running one; a call that fails ends the session. The environment is closed in every case.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, get_args
+
+import anyio
+import msgspec
+import structlog
+
+from fleetbus.core.journal import Journal, JournalEntry, build_refusal
+from fleetbus.core.tool_calls import parse_tool_calls
+from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
+from fleetbus_schemas.session import SessionEnd
+from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.episode.attempts import WorkerContext
+from fleetbus_workers.environment.episode.normalization import check_messages, clip_messages, to_plain_number, to_plain_values
+from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded
+from fleetbus_workers.environment.stepwise.journal_log import append
+
+MAX_WAITING_CALLS = 16
+"""Calls of one session that may wait; further ones are refused as busy."""
+
+STORE_SECONDS = 60.0
+"""How long an answer waits for room in the log before its session is given up here."""
+
+_REPLAYED_CALLS = ("open", "reset", "step")
+
+log = structlog.get_logger()
+
+
+class _PendingCall:
+    """A call that runs or waits; repetitions wait for the same answer."""
+
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.answer: SessionAnswer | None = None
+
+
+class StepwiseSession:
+    """``journal`` has one's own claim as its last entry. `over` is true once it has ended here."""
+
+    def __init__(self, context: WorkerContext, journal: Journal, *, session: str) -> None:
+        assert journal.claim is not None
+        self._context = context
+        self._journal = journal
+        self._session = session
+        self._claim = journal.claim
+        self._task: Task = journal.claim.task
+        self._stages = Stages()
+        self._environment: Environment | None = None
+        self._turn = -1
+        self._is_episode_over = False
+        self._pending: dict[str, _PendingCall] = {}
+        self._call_lock = anyio.Lock()
+        self._started_at = self._idle_since = anyio.current_time()
+        self._is_closed = False
+
+    @property
+    def is_over(self) -> bool:
+        """True if it has ended, or is another worker's by now: the host may forget it."""
+        return self._is_closed or self._journal.ended is not None
+
+    @property
+    def is_restorable(self) -> bool:
+        """True if another worker could go on with it: nothing was done that cannot be done again."""
+        environment = self._environment
+        return environment is None or environment.replayable or self._turn < 0
+
+    def expired(self, now: float) -> SessionEnd | None:
+        """Whether its time is up; never during a call."""
+        if self._pending or self.is_over:
+            return None
+        if now - self._idle_since > self._context.limits.idle:
+            return "idle"
+        return "total" if now - self._started_at > self._context.limits.episode else None
+
+    async def answer(self, call: SessionCall) -> SessionAnswer:
+        """What one call leads to, once, however often it is made."""
+        if stored := self._journal.answer(call):
+            if stored.refusal != "gap" or not self._pending:
+                return stored
+        pending = self._pending.get(call.key)
+        if pending is not None:
+            await pending.done.wait()
+            return pending.answer or build_refusal(call, "moved", "the session went to another worker")
+        if len(self._pending) >= MAX_WAITING_CALLS:
+            return build_refusal(call, "busy", f"{MAX_WAITING_CALLS} calls of this session wait already")
+        pending = self._pending[call.key] = _PendingCall()
+        try:
+            async with self._call_lock:
+                pending.answer = await self._answer_once(call)
+                return pending.answer
+        finally:
+            del self._pending[call.key]
+            self._idle_since = anyio.current_time()
+            pending.done.set()
+
+    async def restore(self) -> None:
+        """Do again what an earlier worker did, and see the same; otherwise the session ends ``lost``."""
+        records = [record for record in self._journal.records if record.call.call in _REPLAYED_CALLS]
+        try:
+            for record in records:
+                answer = await self._perform(record.call)
+                if not self.is_restorable:
+                    raise EpisodeEnded("lost", "not_replayable", "its worker is gone, and it cannot be done again")
+                if _comparable_part(answer) != _comparable_part(record.answer):
+                    raise EpisodeEnded(
+                        "lost", "diverged", f"call {record.answer.number} shows something else than was recorded"
+                    )
+        except EpisodeEnded as ended:
+            await self.end(_map_session_end(ended), error_class=ended.error_class, error=ended.error)
+
+    async def end(self, end: SessionEnd, *, key: str = "", error_class: str = "", error: str = "") -> None:
+        """Close the environment and store the tombstone."""
+        await self.leave()
+        entry = SessionEnded(
+            session=self._session, end=end, key=key, error_class=error_class, error=error, worker=self._context.worker
+        )
+        await self._store(entry)
+
+    async def leave(self) -> None:
+        """Close the environment and store nothing: the session may go on elsewhere."""
+        self._is_closed = True
+        await self._close_environment()
+
+    async def _answer_once(self, call: SessionCall) -> SessionAnswer:
+        if stored := self._journal.answer(call):  # what was done while it waited counts
+            return stored
+        if self._is_closed:
+            return build_refusal(call, "moved", "the session went to another worker")
+        if violation := self._check_order(call):
+            return build_refusal(call, "conflict", violation)
+        try:
+            if call.call == "close":
+                await self.end("closed", key=call.key)
+                return SessionAnswer(session=call.session, key=call.key, end="closed", worker=self._context.worker)
+            return await self._perform_and_record(call)
+        except Superseded:
+            await self.leave()
+            return build_refusal(call, "moved", "the session went to another worker")
+        except MalformedMessage as malformed:  # nothing so large fits into the log: what was done cannot be recorded
+            reason = malformed.reason
+            await self.end("env_failed", key=call.key, error_class="too_large", error=reason)
+            return self._build_answer(call, end="env_failed", error_class="too_large", error=reason)
+        except LogUnavailable:
+            await self.leave()
+            return build_refusal(call, "log", "the log has no room: what was done is not recorded, and will be done again")
+
+    def _check_order(self, call: SessionCall) -> str:
+        if call.call == "open":
+            return "" if call.task is not None else "open needs a task"
+        if self._environment is None and call.call != "reset":
+            return "the session is not open"
+        if call.call == "step" and self._turn < 0:
+            return "reset comes before the first step"
+        return "the episode is over: reset, or close" if call.call == "step" and self._is_episode_over else ""
+
+    async def _perform_and_record(self, call: SessionCall) -> SessionAnswer:
+        started = anyio.current_time()
+        try:
+            answer = await self._perform(call)
+        except EpisodeEnded as ended:
+            answer = self._build_answer(call, end=_map_session_end(ended), error_class=ended.error_class, error=ended.error)
+        await self._store(
+            SessionRecorded(session=self._session, call=call, answer=answer, seconds=anyio.current_time() - started)
+        )
+        if answer.end is not None:
+            await self.leave()
+        return answer
+
+    async def _perform(self, call: SessionCall) -> SessionAnswer:
+        """The environment's part of a call; raises `EpisodeEnded` when it fails or takes too long."""
+        match call.call:
+            case "open":
+                await self._open(self._task)
+                return self._build_answer(call)
+            case "reset":
+                return await self._reset(call)
+            case "step":
+                return await self._step(call)
+            case "state":
+                with self._stages.time_limit("state", self._context.limits.step):
+                    return self._build_answer(call, state=to_plain_values(await self._require_environment().state()))
+            case _:
+                with self._stages.time_limit("verify", self._context.limits.verify):
+                    verdict = await self._require_environment().verify()
+                    reward = None if verdict.reward is None else to_plain_number(verdict.reward)
+                    if reward is not None and not math.isfinite(reward):
+                        return self._build_answer(call, reason=f"the verdict is {reward}, which is no grade")
+                    return self._build_answer(call, reward=reward, reason=verdict.reason)
+
+    def _require_environment(self) -> Environment:
+        if self._environment is None:
+            raise EpisodeEnded("env_failed", "not_open", "the session is not open")
+        return self._environment
+
+    async def _open(self, task: Task) -> None:
+        self._task = task
+        self._turn, self._is_episode_over = -1, False
+        with self._stages.time_limit("open", self._context.limits.open):
+            self._environment = self._context.make(task)
+            await self._environment.open(task)
+
+    async def _reset(self, call: SessionCall) -> SessionAnswer:
+        """Another seed, or a second episode, gets an environment of its own."""
+        seed = self._task.seed if call.seed is None else call.seed
+        if self._turn >= 0 or self._environment is None or seed != self._task.seed:
+            await self._close_environment()
+            await self._open(msgspec.structs.replace(self._task, seed=seed))
+        with self._stages.time_limit("reset", self._context.limits.reset):
+            start = await self._require_environment().reset()
+            messages = clip_messages(check_messages(start.messages), self._context.settings.observation_bytes)
+        self._turn = 0
+        return self._build_answer(call, messages=messages, tools=tuple(start.tools), state=to_plain_values(start.info))
+
+    async def _step(self, call: SessionCall) -> SessionAnswer:
+        action = Action(
+            episode_id=self._session,
+            attempt=self._claim.attempt,
+            turn=self._turn,
+            text=call.text,
+            tool_calls=call.tool_calls or parse_tool_calls(call.text).calls,
+        )
+        with self._stages.time_limit("step", self._context.limits.step):
+            step = await self._require_environment().step(action)
+            self._turn += 1
+            self._is_episode_over = step.terminated or step.truncated
+            reward = to_plain_number(step.reward)
+            if not math.isfinite(reward):
+                raise EpisodeEnded("env_failed", "reward_not_finite", f"the step was rewarded {reward}")
+            return self._build_answer(
+                call,
+                messages=clip_messages(check_messages(step.messages), self._context.settings.observation_bytes),
+                reward=reward,
+                terminated=bool(step.terminated),
+                truncated=bool(step.truncated),
+                tool_calls=operator.index(step.tool_calls),
+                tool_errors=operator.index(step.tool_errors),
+                state=to_plain_values(step.info),
+            )
+
+    def _build_answer(self, call: SessionCall, **fields: Any) -> SessionAnswer:
+        number = self._journal.next_number
+        return SessionAnswer(session=call.session, key=call.key, number=number, worker=self._context.worker, **fields)
+
+    async def _close_environment(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return
+        try:
+            with self._stages.time_limit("close", self._context.limits.close, shield=True):
+                await environment.close()
+        except EpisodeEnded as ended:
+            log.warning("environment close failed; continuing", session=self._session, reason=ended.error)
+
+    async def _store(self, entry: JournalEntry) -> None:
+        """Append to the journal; raises `Superseded` or `LogUnavailable`, then the session may answer nothing more."""
+        try:
+            with anyio.fail_after(STORE_SECONDS):
+                await append(self._context.bus, self._context.subjects, self._session, self._journal, entry)
+        except TimeoutError as error:
+            raise LogUnavailable from error
+
+
+class LogUnavailable(Exception):
+    """The log took nothing for too long."""
+
+
+def _comparable_part(answer: SessionAnswer) -> SessionAnswer:
+    """What two executions of one call have to agree on."""
+    return msgspec.structs.replace(answer, worker="", number=-1, state={})
+
+
+def _map_session_end(ended: EpisodeEnded) -> SessionEnd:
+    """An outcome as the end of a session."""
+    known: dict[str, SessionEnd] = {end: end for end in get_args(SessionEnd)}
+    return known.get(ended.outcome, "env_failed")

@@ -1,0 +1,249 @@
+"""What the methods of the remote-gym protocol mean as calls to a session on the bus.
+
+A client of this protocol repeats whatever is not answered with 200, so only what is worth repeating gets another status: an
+environment that failed ends the episode with ``done`` and says in ``info`` that it must not be trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fleetbus.bus.objects import ObjectMissing
+from fleetbus.client.sessions import SessionClient
+from fleetbus.core.journal import Journal
+from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task
+from fleetbus_schemas.subjects import InvalidName, check_name
+from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
+from fleetbus_workers.gateway.gym_wire import Request
+from fleetbus_workers.gateway.image_format import ImageFormat
+from fleetbus_workers.gateway.images import PNG, LoadImage, render_messages
+
+METHODS = ("system_prompt", "reset", "step", "close")
+FAILED = "Environment Error"
+
+
+class CallRefused(Exception):
+    """An answer that is not 200; the text is its ``detail``."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class SessionInfo(msgspec.Struct):
+    """A session as this gateway saw it. ``busy``: calls in work; ``is_open``: there is a session. Clients get Unix
+    seconds; ``used_at`` is monotonic, for a clock that is set must end nothing."""
+
+    created_at: float
+    last_access: float
+    used_at: float
+    busy: int = 0
+    is_open: bool = False
+
+
+class Answer(NamedTuple):
+    """What goes back to the client; images are in the order of their places in ``obs``."""
+
+    fields: dict[str, Any]
+    images: Sequence[bytes] = ()
+
+
+def build_task(config: dict[str, Any]) -> Task:
+    """A task made of the configuration itself: the environment reads it from ``task.config``."""
+    return Task(
+        key=str(config.get("task_key", config.get("key", "gym"))),
+        env=str(config.get("env_key", "")),
+        prompt=str(config.get("prompt", "")),
+        config=config,
+    )
+
+
+class GymCalls:
+    """Methods to answers, for all sessions that come through one gateway."""
+
+    def __init__(
+        self,
+        client: SessionClient,
+        *,
+        call_seconds: float,
+        max_sessions: int = 0,
+        load: LoadImage | None = None,
+        images: ImageFormat = PNG,
+    ) -> None:
+        self._client = client
+        self._call_seconds = call_seconds
+        self._max_sessions = max_sessions
+        self._load = load
+        self._format = images
+        self.sessions: dict[str, SessionInfo] = {}
+
+    @property
+    def mime(self) -> str:
+        """The type of images in answers."""
+        return self._format.mime
+
+    async def connect(self, request: Request) -> Answer:
+        """A session of one's own per call; its name comes from the call's key, so a repetition finds the same one."""
+        config = request.fields.get("env_config") or {}
+        if not isinstance(config, dict):
+            raise CallRefused(400, "env_config must be an object")
+        seed = _parse_seed(request.fields.get("seed"))
+        session = request.key
+        if self._max_sessions and session not in self.sessions and len(self.sessions) >= self._max_sessions:
+            raise CallRefused(503, f"Max sessions limit reached ({self._max_sessions}). Try again later or close sessions.")
+        try:
+            task = msgspec.structs.replace(build_task(config), seed=seed)
+        except ValueError as error:
+            raise CallRefused(400, str(error)) from error
+        with self._mark_in_use(session):
+            opened = await self._execute(SessionCall(session=session, call="open", key=request.key, task=task))
+            if opened.end is not None or seed is None:
+                return Answer({"session_id": session} | (_build_failure(opened) if opened.end is not None else {}))
+            answer = await _handle_missing_images(self._reset(session, f"{request.key}r", seed))
+            return Answer({"session_id": session} | answer.fields, answer.images)
+
+    async def call(self, request: Request) -> Answer:
+        """One method of a session."""
+        session, method = request.fields.get("session_id"), request.fields.get("method")
+        if not session or not isinstance(session, str):
+            raise CallRefused(400, "session_id required")
+        if not method:
+            raise CallRefused(400, "method required")
+        if not _is_valid_name(session):
+            raise CallRefused(404, f"Session {session} not found")
+        if method not in METHODS:
+            raise CallRefused(400, f"method {method!r} is none of: {', '.join(METHODS)}")
+        parameters = request.fields.get("params") or {}
+        if not isinstance(parameters, dict):
+            raise CallRefused(400, "params must be an object")
+        with self._mark_in_use(session):
+            return await _handle_missing_images(self._dispatch(session, str(method), request.key, parameters))
+
+    async def expire(self, session: str) -> None:
+        """Close a session that was not used for too long."""
+        self.sessions.pop(session, None)
+        await self._client.call(SessionCall(session=session, call="close", key="expired"), timeout=self._call_seconds)
+
+    async def _dispatch(self, session: str, method: str, key: str, parameters: dict[str, Any]) -> Answer:
+        if method == "system_prompt":
+            return await self._system_prompt(session)
+        if method == "reset":
+            return await self._reset(session, key, _parse_seed(parameters.get("seed", 0)))
+        if method == "close":
+            await self._execute(SessionCall(session=session, call="close", key=key))
+            return Answer({"closed": True})
+        return await self._step(session, key, str(parameters.get("action_str", "")))
+
+    async def _reset(self, session: str, key: str, seed: int | None) -> Answer:
+        answer = await self._execute(SessionCall(session=session, call="reset", key=key, seed=seed))
+        if answer.end is not None:
+            return Answer(_build_failure(answer))
+        text, images = await render_messages(
+            [each for each in answer.messages if each.role != "system"], self._load, self._format
+        )
+        return Answer({"obs": text, "info": answer.state}, images)
+
+    async def _step(self, session: str, key: str, action: str) -> Answer:
+        answer = await self._execute(SessionCall(session=session, call="step", key=key, text=action))
+        if answer.end is not None:
+            return Answer(_build_failure(answer) | {"reward": 0.0, "done": True})
+        done = answer.terminated or answer.truncated
+        reward = answer.reward or 0.0
+        info = answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
+        if done:
+            reward += await self._grade(session, key, info)
+        text, images = await render_messages(answer.messages, self._load, self._format)
+        return Answer({"obs": text, "reward": reward, "done": done, "info": info}, images)
+
+    async def _grade(self, session: str, key: str, info: dict[str, Any]) -> float:
+        """The verdict of an environment that grades only at the end; what it rewarded step by step is the grade otherwise."""
+        journal = await self._journal(session)
+        if any(record.answer.reward for record in journal.records if record.call.call == "step"):
+            return 0.0
+        answer = await self._execute(SessionCall(session=session, call="verify", key=f"{key}v"))
+        if answer.end is not None or answer.reward is None:
+            info |= {"training_usable": False, "error": answer.error or answer.reason or "no verdict"}
+            return 0.0
+        info.setdefault("success", answer.reward > 0)
+        return answer.reward
+
+    async def _system_prompt(self, session: str) -> Answer:
+        journal = await self._journal(session)
+        for record in reversed(journal.records):
+            if record.call.call == "reset":
+                prompt = [message for message in record.answer.messages if message.role == "system"]
+                text, images = await render_messages(prompt, self._load, self._format)
+                return Answer({"obs": text}, images)
+        if journal.claim is None:
+            raise CallRefused(404, f"Session {session} not found")
+        raise CallRefused(400, "reset comes before system_prompt")
+
+    async def _journal(self, session: str) -> Journal:
+        return await read_session_journal(self._client.bus, self._client.subjects, session)
+
+    async def _execute(self, call: SessionCall) -> SessionAnswer:
+        """An answer that was executed, now or before; raises `CallRefused` otherwise."""
+        try:
+            answer = await self._client.call(call, timeout=self._call_seconds)
+        except MalformedMessage as malformed:
+            raise CallRefused(400, f"the call cannot be encoded: {malformed.reason}") from malformed
+        if answer.refusal in ("unknown", "closed") or answer.end is not None:
+            self.sessions.pop(call.session, None)
+        if answer.refusal in ("unknown", "closed"):
+            if answer.end in ("env_failed", "timeout", "lost"):
+                return answer
+            raise CallRefused(404, f"Session {call.session} not found")
+        if answer.refusal:
+            raise CallRefused(400, answer.error)
+        if answer.end is None and (session_info := self.sessions.get(call.session)):
+            session_info.is_open = True
+        return answer
+
+    @contextmanager
+    def _mark_in_use(self, session: str) -> Iterator[None]:
+        """A session with a call in work. One of which nothing was ever heard holds no place afterwards."""
+        now, used_at = time.time(), time.monotonic()
+        session_info = self.sessions.setdefault(session, SessionInfo(created_at=now, last_access=now, used_at=used_at))
+        session_info.last_access, session_info.used_at = now, used_at
+        session_info.busy += 1
+        try:
+            yield
+        finally:
+            session_info.busy -= 1
+            session_info.last_access, session_info.used_at = time.time(), time.monotonic()
+            if not session_info.busy and not session_info.is_open:
+                self.sessions.pop(session, None)
+
+
+async def _handle_missing_images(answer: Awaitable[Answer]) -> Answer:
+    """An answer, or the end of an episode whose images are gone: asked again, they would be gone again."""
+    try:
+        return await answer
+    except ObjectMissing as gone:
+        info = {"training_usable": False, "error_class": "image_gone", "error": str(gone)}
+        return Answer({"obs": FAILED, "info": info, "reward": 0.0, "done": True})
+
+
+def _build_failure(answer: SessionAnswer) -> dict[str, Any]:
+    """An environment's failure as an end of the episode that clients do not retry and do not train on."""
+    info = {"training_usable": False, "outcome": answer.end, "error_class": answer.error_class, "error": answer.error}
+    return {"obs": FAILED, "info": info}
+
+
+def _is_valid_name(session: str) -> bool:
+    try:
+        check_name("session", session)
+    except InvalidName:
+        return False
+    return True
+
+
+def _parse_seed(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise CallRefused(400, "seed must be an integer")

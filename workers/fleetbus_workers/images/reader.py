@@ -1,0 +1,122 @@
+"""Images of a run's object bucket by their hash: fetched with a deadline, checked, kept in a bounded memory.
+
+Above are the inference worker and the learner; below is the object store of the bus. What a message calls an image is not
+trusted: a name that is no hash is never made a file name, and bytes of another hash are no image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.objects import ObjectMissing, ObjectStore
+from fleetbus.errors import BusError
+from fleetbus_workers.weights.store import get_object_store
+
+FETCH_SECONDS = 30.0
+MAX_CONCURRENT_FETCHES = 8
+CACHE_BYTES = 256 << 20
+MAX_IMAGE_BYTES = 64 << 20
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class ImageFailed(Exception):
+    """This image can never be shown to a model; the message is one line. ``error_class`` is how it is recorded."""
+
+    error_class = "image_failed"
+
+
+class ImageMissing(ImageFailed):
+    """The bucket has no such image."""
+
+    error_class = "image_missing"
+
+
+class ImageUnreadable(ImageFailed):
+    """The bytes are no image that the model's processor takes."""
+
+    error_class = "image_unreadable"
+
+
+class ImageNotFetched(Exception):
+    """The image could not be fetched now; another worker or a later try may succeed. One line."""
+
+
+class ImageReader:
+    """Images of one bucket; least recently used ones are dropped beyond ``cache_bytes``. None: a bus without objects."""
+
+    def __init__(
+        self, objects: ObjectStore | None, *, cache_bytes: int = CACHE_BYTES, fetch_seconds: float = FETCH_SECONDS
+    ) -> None:
+        self._objects = objects
+        self._cache_bytes = cache_bytes
+        self._fetch_seconds = fetch_seconds
+        self._cache: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+        self._fetching = anyio.CapacityLimiter(MAX_CONCURRENT_FETCHES)
+
+    async def read(self, name: str) -> bytes:
+        """The bytes whose SHA-256 (hex) is ``name``. Raises `ImageMissing` or `ImageUnread`."""
+        if (cached := self._get_cached(name)) is not None:
+            return cached
+        if _HASH.fullmatch(name) is None:
+            raise ImageMissing(f"an image is called {name[:80]!r}, which is no SHA-256")
+        if self._objects is None:
+            raise ImageMissing(f"image {name}: this bus stores no objects")
+        async with self._fetching:
+            if (cached := self._get_cached(name)) is not None:
+                return cached
+            data = await self._fetch(self._objects, name)
+        self._cache_image(name, data)
+        return data
+
+    def _get_cached(self, name: str) -> bytes | None:
+        if name in self._cache:
+            self._cache.move_to_end(name)
+        return self._cache.get(name)
+
+    def _cache_image(self, name: str, data: bytes) -> None:
+        self._bytes += len(data) - len(self._cache.get(name, b""))
+        self._cache[name] = data
+        while self._bytes > self._cache_bytes and self._cache:
+            self._bytes -= len(self._cache.popitem(last=False)[1])
+
+    async def _fetch(self, objects: ObjectStore, name: str) -> bytes:
+        try:
+            with anyio.fail_after(self._fetch_seconds):
+                data = await _fetch_object(objects, name)
+        except ObjectMissing as missing:
+            raise ImageMissing(f"image {name}: {missing}") from missing
+        except TimeoutError as timeout:
+            raise ImageNotFetched(f"image {name}: not fetched within {self._fetch_seconds:g} s") from timeout
+        except (BusError, OSError) as error:
+            raise ImageNotFetched(f"image {name}: {' '.join(str(error).split())}") from error
+        if hashlib.sha256(data).hexdigest() != name:
+            raise ImageMissing(f"image {name}: what the bucket has under this name has another hash")
+        return data
+
+
+def image_reader(bus: Bus, run: str) -> ImageReader:
+    """The reader of a run's bucket."""
+    return ImageReader(get_object_store(bus, run))
+
+
+async def _fetch_object(objects: ObjectStore, name: str) -> bytes:
+    folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory)
+    try:
+        file = Path(folder.name) / name
+        await objects.get(name, file)
+        if (await anyio.Path(file).stat()).st_size > MAX_IMAGE_BYTES:
+            raise ImageMissing(f"image {name} has more than {MAX_IMAGE_BYTES} bytes")
+        return await anyio.Path(file).read_bytes()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(folder.cleanup)

@@ -1,0 +1,256 @@
+"""The chat template of a Hugging Face tokenizer folder, delta by delta: each message becomes ids once and never again.
+
+Above it is the inference worker; below are transformers and tokenizers, imported only here and only when a folder is opened.
+What an assistant's turn is followed by is read from the template itself: a small conversation with the new messages at its
+end is rendered, and everything after the assistant's words is the delta. The words themselves are always the sampled ids, so
+the history is exact: a template that drops earlier reasoning when it renders a history anew, or that opens a thought only for
+the turn to come, does not change what was sampled and what it was sampled after. See docs/decisions/0061.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fleetbus.errors import UserError
+from fleetbus_schemas import ChatMessage, Text, ToolSpec
+
+MAX_CACHED_DELTAS = 512
+"""Rendered and tokenised texts kept per template: groups share their prompts, episodes many of their observations."""
+
+MAX_CACHED_CHARACTERS = 8192
+"""Longer texts are tokenised anew each time, which bounds the memory of the cache."""
+
+_ANSWER = "Fleetbusanswer"
+_THOUGHT = "Fleetbusthought"
+_BASE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER})
+
+
+class ChatTemplate:
+    """`Template` for any folder with a tokenizer and a chat template. Raises `UserError` if it has none, or if the template
+    rewrites earlier turns, so that no history could grow by appending. ``template_tools`` hands the tools to the template;
+    by default the environment's own messages describe them. Special tokens within message contents are broken by a
+    zero-width space, so that no observation can end a turn or begin one.
+
+    ``drops_reasoning`` says that the template leaves earlier reasoning out; with ``reasoning`` "refuse" such a model is
+    refused, with "keep" the history keeps what was sampled. ``thinking`` is told to templates that ask for
+    ``enable_thinking``. ``turn_end`` is the id that ends an assistant's turn."""
+
+    stop_ids: frozenset[int]
+
+    def __init__(
+        self, folder: Path, *, template_tools: bool = False, reasoning: str = "keep", thinking: bool | None = None
+    ) -> None:
+        self._folder = folder
+        self._template_tools = template_tools
+        self._template_options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        self._tokenizer = _open_tokenizer(folder)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._encode_text = _build_encoder(self._tokenizer, backend)
+        self._decode_ids: Callable[..., str] = (backend or self._tokenizer).decode
+        self._added = {str(token): token.special for token in self._tokenizer.added_tokens_decoder.values()}
+        self._control = re.compile("|".join(re.escape(token) for token, special in self._added.items() if special) or "(?!)")
+        self._turn_end = self._find_turn_end()
+        self._turn_end_id = self._encode_text(self._turn_end)[0]
+        self.stop_ids = frozenset({self._turn_end_id, *_read_end_ids(folder, self._tokenizer)})
+        self.turn_end = self._turn_end_id
+        self._joins_system = False
+        self._check_append_only()
+        self.drops_reasoning = self._detect_dropped_reasoning()
+        if self.drops_reasoning and reasoning == "refuse":
+            raise UserError(
+                f"{folder}: the chat template drops earlier reasoning, which histories here keep: allow that with "
+                "--inference-reasoning keep, or put a chat_template.jinja that keeps it into the folder"
+            )
+        self._cached_ids = lru_cache(MAX_CACHED_DELTAS)(self._encode_ids)
+        self._cached_delta = lru_cache(MAX_CACHED_DELTAS)(self._encode_delta)
+
+    def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        """Ids of the whole prompt of turn 0, ending where the assistant begins. Raises `UserError` if the template refuses."""
+        tool_schemas = [_build_tool_schema(tool) for tool in tools] if self._template_tools and tools else None
+        plain = [self._convert_message(message) for message in messages]
+        text = self._render(_merge_system_message(plain) if self._joins_system else plain, tools=tool_schemas)
+        return list(self._cached_ids(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode_ids(text))
+
+    def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids between the last sampled token and the assistant's next turn. Raises `UserError` if the template refuses."""
+        short = sum(map(_count_characters, messages)) <= MAX_CACHED_CHARACTERS
+        delta = (self._cached_delta if short else self._encode_delta)(tuple(messages))
+        ended = bool(last_sampled) and last_sampled[-1] == self._turn_end_id
+        return list(delta[1:] if ended else delta)
+
+    def decode_text(self, ids: Sequence[int]) -> str:
+        """The sampled ids as text, without a final end-of-turn token; every other token stays."""
+        ended = bool(ids) and ids[-1] in self.stop_ids
+        return self._decode_ids(list(ids[:-1] if ended else ids), skip_special_tokens=False)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its string, None if the vocabulary has no such single token."""
+        ids = self._encode_text(token)
+        return ids[0] if len(ids) == 1 else None
+
+    def encode(self, text: str) -> list[int]:
+        """Any text as ids, without tokens for its beginning or end."""
+        return list(self._encode_text(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Any ids as text, special tokens included."""
+        return self._decode_ids(list(ids), skip_special_tokens=False)
+
+    def _encode_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._encode_text(text))
+
+    def _encode_delta(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+        """From the end-of-turn token on, which is tokenised along: some tokenizers treat the start of a text differently."""
+        following = self._render_following([self._convert_message(message) for message in messages])
+        return tuple(self._encode_text(following[following.index(self._turn_end) :]))
+
+    def _render_following(self, messages: list[dict[str, Any]]) -> str:
+        """What the template writes after an assistant's words when ``messages`` follow, up to the assistant's next words."""
+        _, found, following = self._render([*_BASE, *messages]).partition(_ANSWER)
+        if not found:
+            raise UserError(f"{self._folder}: the chat template does not repeat what the assistant said")
+        return following
+
+    def _convert_message(self, message: ChatMessage) -> dict[str, Any]:
+        content = message.content if isinstance(message.content, str) else self._join_text(message.content)
+        return {"role": message.role, "content": self._escape_special_tokens(content)}
+
+    def _escape_special_tokens(self, text: str) -> str:
+        """The text without special tokens."""
+        return self._control.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
+
+    def _join_text(self, parts: Sequence[object]) -> str:
+        texts = [part.text for part in parts if isinstance(part, Text)]
+        if len(texts) < len(parts):
+            raise UserError(f"{self._folder}: this model reads text only, and a message has an image")
+        return "".join(texts)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._template_options
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(f"{self._folder}: the chat template refuses messages of roles {roles}: {error}") from error
+        return rendered
+
+    def _find_turn_end(self) -> str:
+        following = self._render_following([{"role": "user", "content": "Hello"}]).lstrip()
+        ends = [token for token in self._added if following.startswith(token)]
+        if not ends:
+            raise UserError(f"{self._folder}: the chat template ends an assistant's turn with no token of the vocabulary")
+        return max(ends, key=len)
+
+    def _check_append_only(self) -> None:
+        """Compare a conversation of three turns, appended turn by turn, with the template's own rendering of the whole.
+
+        A system message that the template moves to the newest turn (Mistral's does) is joined to the first user message
+        instead, which is where the template itself puts it on turn 0.
+        """
+        system = {"role": "system", "content": "Be brief."}
+        self._check_opening([_BASE[0]])
+        if self._accepts([system, _BASE[0]]):
+            try:
+                self._check_opening([system, _BASE[0]])
+            except UserError:
+                if self._render(_merge_system_message([system, _BASE[0]])) != self._render([system, _BASE[0]]):
+                    raise
+                self._joins_system = True
+        else:
+            self._joins_system = True
+
+    def _check_opening(self, opening: list[dict[str, Any]]) -> None:
+        question = {"role": "user", "content": "And then?"}
+        rendered_opening = self._render(opening)
+        whole = self._render([*opening, _BASE[1], question, _BASE[1], question])
+        header = whole.partition(_ANSWER)[0]
+        following = self._render_following([question])
+        past_rendering = self._find_past_rendering(rendered_opening, header, following)
+        if past_rendering is None or whole != header + _ANSWER + past_rendering + _ANSWER + following:
+            raise UserError(
+                f"{self._folder}: the chat template rewrites earlier turns when later ones are added; "
+                "put a chat_template.jinja that only appends into the folder"
+            )
+
+    @staticmethod
+    def _find_past_rendering(rendered_opening: str, header: str, following: str) -> str | None:
+        """``following`` as the template writes it once the turn that it opens is past; None if that cannot be.
+
+        A turn to come may open with more than a past one shows (``<think>``), or a past one with a space that the model
+        samples itself.
+        """
+        if rendered_opening.startswith(header):
+            opener = rendered_opening[len(header) :]
+            return following.removesuffix(opener) if following.endswith(opener) else None
+        if header.startswith(rendered_opening) and header[len(rendered_opening) :].isspace():
+            return following + header[len(rendered_opening) :]
+        return None
+
+    def _detect_dropped_reasoning(self) -> bool:
+        """True if the template leaves the reasoning of earlier turns out."""
+        thought = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
+        return _THOUGHT not in self._render([_BASE[0], thought, _BASE[0]])
+
+    def _accepts(self, messages: list[dict[str, Any]]) -> bool:
+        try:
+            self._render(messages)
+        except UserError:
+            return False
+        return True
+
+
+def _count_characters(message: ChatMessage) -> int:
+    if isinstance(message.content, str):
+        return len(message.content)
+    return sum(len(part.text) for part in message.content if isinstance(part, Text))
+
+
+def _merge_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A leading system message as the beginning of the user message after it."""
+    if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
+        return messages
+    system, first = messages[0]["content"], messages[1]["content"]
+    if not isinstance(first, str):  # parts, where images are shown
+        return [{"role": "user", "content": [{"type": "text", "text": f"{system}\n\n"}, *first]}, *messages[2:]]
+    content = f"{system}\n\n{first}"
+    return [{"role": "user", "content": content}, *messages[2:]]
+
+
+def _open_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: no tokenizer can be loaded: {str(error).splitlines()[0]}") from error
+    if tokenizer.chat_template is None:
+        raise UserError(f"{folder}: the tokenizer has no chat template; put a chat_template.jinja into the folder")
+    return tokenizer
+
+
+def _build_encoder(tokenizer: Any, backend: Any) -> Callable[[str], list[int]]:
+    """Text to ids without beginning-of-text tokens, which the template writes itself; straight to the Rust code if it can."""
+    if backend is None:
+        return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+    return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+
+
+def _read_end_ids(folder: Path, tokenizer: Any) -> set[int]:
+    """The ids that the folder declares as ends: the tokenizer's own and those of its generation settings."""
+    file = folder / "generation_config.json"
+    declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    ends = declared if isinstance(declared, list) else [declared]
+    return {end for end in (tokenizer.eos_token_id, *ends) if end is not None}
+
+
+def _build_tool_schema(tool: ToolSpec) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}

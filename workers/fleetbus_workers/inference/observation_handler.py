@@ -1,0 +1,314 @@
+"""One Observation becomes one Action: history, template delta, sampling, a stored answer (delivery rules 4, 5, 9).
+
+The Action expects the sequence that its Observation carries, so the server stores one per turn, whoever answers first. The
+Observation is acked only when an Action for its turn stands in the log, or when nobody waits for one any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+
+import anyio
+import msgspec
+import structlog
+
+from fleetbus.bus.base import Bus, Delivery
+from fleetbus.core.history import shift_images
+from fleetbus.core.tool_calls import parse_tool_calls
+from fleetbus.episodes import RETRY_SECONDS, decode_entries
+from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.leases import Leases
+from fleetbus_schemas import Action, MalformedMessage, Observation, ShownImage, Subjects, decode, encode
+from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs
+from fleetbus_workers.images.reader import ImageFailed, ImageNotFetched
+from fleetbus_workers.inference.base import (
+    EngineFailed,
+    Generation,
+    GenerationRequest,
+    ImageSource,
+    PromptDelta,
+    RequestRefused,
+    Sampler,
+    Template,
+)
+from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
+
+VERSION_POLL_SECONDS = 0.05
+
+log = structlog.get_logger()
+
+
+class VersionSuperseded(Exception):
+    """The pinned version will not come back: versions never repeat, and only the newest is loaded."""
+
+
+class ObservationHandler:
+    """Answers observations, at most one task per (episode, attempt, turn)."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        *,
+        worker: str,
+        lane: str,
+        sampler: Sampler,
+        template: Template,
+        max_model_len: int,
+        max_tries: int,
+        leases: Leases,
+        counters: defaultdict[str, float],
+        images: ImageSource | None = None,
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._worker = worker
+        self._lane = lane
+        self._sampler = sampler
+        self._template = template
+        self._images = images
+        self._max_model_len = max_model_len
+        self._max_tries = max_tries
+        self._leases = leases
+        self._counters = counters
+        self._histories = HistoryCache(bus, subjects)
+        self._busy: dict[str, dict[str, Observation]] = {}
+        """By turn in work its observations by lease, in order: one, and those that were routed again."""
+        self._expected_sequence = math.inf
+        self._version_loaded = anyio.Event()
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """Turns in work, as ``episode.attempt.turn``."""
+        return tuple(self._busy)
+
+    def expect_version(self, sequence: int) -> None:
+        """A version that was published at this position of the log is about to be loaded: episodes that were asked for after
+        it begin with it. Begun with the one before, they would be a step staler than their request."""
+        self._expected_sequence = sequence
+
+    def clear_expected_version(self) -> None:
+        """The announced version was loaded or rejected; stop waiting for it."""
+        self._expected_sequence = math.inf
+        self._version_loaded.set()
+        self._version_loaded = anyio.Event()
+
+    async def handle_delivery(self, delivery: Delivery) -> None:
+        """Handle one delivery to its end. A repetition of what is in work only renews the lease."""
+        message = delivery.message
+        try:
+            observation = decode(Observation, message.payload, subject=message.subject)
+        except MalformedMessage as malformed:
+            self._counters["malformed"] += 1
+            log.error("malformed observation; ignoring it", reason=str(malformed))
+            await delivery.ack()
+            return
+        turn = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
+        lease = f"{turn}.{message.sequence}"
+        self._leases.hold(lease, delivery)
+        if turn in self._busy:
+            self._busy[turn].setdefault(lease, observation)
+            return
+        waiting = self._busy[turn] = {lease: observation}
+        try:
+            structlog.contextvars.bind_contextvars(
+                episode=observation.episode_id, attempt=observation.attempt, turn=observation.turn
+            )
+            await self._handle_newest(waiting)
+        except EngineFailed as failed:
+            self._counters["engine_failed"] += 1
+            log.warning("engine failed; leaving the observation to another worker", reason=str(failed))
+        finally:
+            del self._busy[turn]
+            for lease in waiting:
+                self._leases.take(lease)
+
+    async def _handle_newest(self, waiting: dict[str, Observation]) -> None:
+        """One answer serves all observations of a turn. What refuses one says nothing of the newest, which was routed again
+        and may expect another Action before its own."""
+        while waiting:
+            lease, observation = next(reversed(waiting.items()))
+            delivery = self._leases.get(lease)
+            if delivery is None or not await self._is_refused(observation, delivery):
+                break
+            del waiting[lease]
+            await self._ack(lease)
+        for lease in tuple(waiting):
+            await self._ack(lease)
+
+    async def _ack(self, lease: str) -> None:
+        delivery = self._leases.take(lease)
+        if delivery is not None:
+            await delivery.ack()
+
+    async def _is_refused(self, observation: Observation, delivery: Delivery) -> bool:
+        """Answer it, and say whether the log refused the answer. Past the deadline no answer is needed: the episode's worker
+        records the timeout."""
+        remaining_seconds = (observation.deadline_ns - self._bus.now_ns()) / 1e9
+        with anyio.move_on_after(max(remaining_seconds, 0)) as scope:
+            try:
+                action = await self._build_action(observation, delivery)
+                sequence = delivery.message.sequence
+                return not await self._store_action(observation, msgspec.structs.replace(action, observation_sequence=sequence))
+            except StaleObservation as stale:
+                self._counters["stale"] += 1
+                log.info("stale observation; dropping it", reason=str(stale))
+        if scope.cancelled_caught:
+            self._counters["expired"] += 1
+        return False
+
+    async def _build_action(self, observation: Observation, delivery: Delivery) -> Action:
+        if observation.hop + delivery.delivered - 1 > self._max_tries:
+            return self._build_failed_action(observation, "poison_observation", f"tried {self._max_tries} times")
+        try:
+            history = await self._histories.take_or_rebuild(observation)
+            return await self._sample_action(observation, history)
+        except HistoryMismatch as mismatch:
+            return self._build_failed_action(observation, "history_mismatch", str(mismatch))
+        except VersionSuperseded as gone:
+            return self._build_failed_action(observation, "version_gone", str(gone))
+        except RequestRefused as refused:
+            return self._build_failed_action(observation, "engine_refused", str(refused))
+        except ImageFailed as failed:
+            return self._build_failed_action(observation, failed.error_class, str(failed))
+        except ImageNotFetched as unread:
+            raise EngineFailed(str(unread)) from unread
+
+    async def _sample_action(self, observation: Observation, history: History) -> Action:
+        received = anyio.current_time()
+        try:
+            delta = await self._encode_prompt_delta(observation, history)
+        except (ImageFailed, ImageNotFetched, RequestRefused):
+            raise
+        except Exception as error:  # a template is a model's own code, and may fail in any way on what it is shown
+            return self._build_failed_action(observation, "template_failed", f"{type(error).__name__}: {error}")
+        ids = history.ids
+        images = (*history.images, *shift_images(delta.images, len(ids)))
+        ids += delta.ids
+        room = min(observation.tokens_left - len(delta.ids), self._max_model_len - len(ids), observation.sampling.max_tokens)
+        if room < 1:
+            return self._fill_action(observation, finish_reason="length", history_hash=observation.history_hash)
+        if observation.request_sequence > self._expected_sequence:
+            await self._version_loaded.wait()
+        await self._wait_for_version(observation.pinned_version)
+        started = anyio.current_time()
+        generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
+        prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
+        digest = extend_history(observation.history_hash, prompt_delta, sampled, [image.object for image in delta.images])
+        ids += generation.ids
+        self._histories.put(observation.episode_id, History(digest=digest, ids=ids, images=images))
+        self._count(generation, len(delta.ids))
+        text = self._template.decode_text(generation.ids)
+        return self._fill_action(
+            observation,
+            text=text,
+            tool_calls=parse_tool_calls(text).calls,
+            prompt_delta=prompt_delta,
+            images=delta.images,
+            sampled=sampled,
+            logprobs=pack_logprobs(generation.logprobs),
+            finish_reason=generation.finish_reason,
+            versions=generation.versions,
+            history_hash=digest,
+            seconds_queued=round(started - received, 6),
+            seconds_generating=round(anyio.current_time() - started, 6),
+        )
+
+    async def _encode_prompt_delta(self, observation: Observation, history: History) -> PromptDelta:
+        """The ids that this turn's messages become."""
+        if observation.history_hash:
+            ids = self._template.encode_continuation(history.ids[-1:], observation.messages)
+        else:
+            ids = self._template.encode_prompt(observation.messages, observation.tools)
+        if self._images is not None:
+            return await self._images.expand(ids, observation.messages)
+        if history.images or any(message.images for message in observation.messages):
+            raise RequestRefused("this worker's model reads text only, and the episode contains images")
+        return PromptDelta(ids=ids)
+
+    async def _build_request(
+        self, observation: Observation, ids: list[int], images: tuple[ShownImage, ...], room: int
+    ) -> GenerationRequest:
+        stops = (self._template.token_to_id(token) for token in observation.sampling.stop)
+        return GenerationRequest(
+            cache_key=observation.episode_id,
+            ids=ids,
+            sampling=observation.sampling,
+            stop_ids=self._template.stop_ids | {stop for stop in stops if stop is not None},
+            max_tokens=room,
+            seed=compute_turn_seed(observation),
+            trained=observation.pinned_version is None,
+            images=await self._images.load_images(images) if self._images is not None and images else (),
+        )
+
+    async def _wait_for_version(self, pinned: int | None) -> None:
+        """Wait until the pinned version is loaded; raises `VersionSuperseded` when a later one is."""
+        while pinned is not None and self._sampler.version != pinned:
+            if self._sampler.version > pinned:
+                raise VersionSuperseded(f"version {pinned} is pinned, and {self._sampler.version} is loaded")
+            await anyio.sleep(VERSION_POLL_SECONDS)
+
+    async def _store_action(self, observation: Observation, action: Action) -> bool:
+        """Store the Action, or find that it stands there already; False if the observation is outdated."""
+        subject = self._subjects.action(observation.environment_lane, observation.episode_id)
+        try:
+            payload = encode(action, subject=subject)
+        except MalformedMessage as malformed:
+            payload = encode(self._build_failed_action(observation, "oversized", malformed.reason), subject=subject)
+        while True:
+            try:
+                await self._bus.publish(subject, payload, expected_last=observation.action_sequence)
+                return True
+            except SequenceConflict:
+                self._counters["refused"] += 1
+                return await self._is_already_stored(subject, action)
+            except (LogFull, PublishUnanswered) as error:  # left to its lease, it would count as an observation that kills
+                log.warning("action publish failed; retrying", reason=str(error))
+                await anyio.sleep(RETRY_SECONDS)
+
+    async def _is_already_stored(self, subject: str, action: Action) -> bool:
+        """Whether the stored Action is this worker's own, from a publish whose acknowledgement was lost."""
+        stored = await self._bus.last(subject)
+        for _, episode_state in decode_entries(Action, [stored] if stored is not None else []):
+            if msgspec.structs.asdict(episode_state) == msgspec.structs.asdict(action):
+                return True
+        self._histories.forget(action.episode_id)
+        self._sampler.forget(action.episode_id)
+        return False
+
+    def _build_failed_action(self, observation: Observation, error_class: str, error: str) -> Action:
+        self._counters[f"failed_{error_class}"] += 1
+        log.error("action failed; storing the failure", error_class=error_class, reason=error)
+        return self._fill_action(
+            observation,
+            finish_reason="failed",
+            error_class=error_class,
+            error=error,
+            history_hash=observation.history_hash,
+        )
+
+    def _fill_action(self, observation: Observation, *, text: str = "", **fields: object) -> Action:
+        return Action(
+            episode_id=observation.episode_id,
+            attempt=observation.attempt,
+            turn=observation.turn,
+            hop=observation.hop,
+            text=text,
+            worker=self._worker,
+            lane=self._lane,
+            **fields,  # type: ignore[arg-type]
+        )
+
+    def _count(self, generation: Generation, delta: int) -> None:
+        self._counters["actions"] += 1
+        self._counters["tokens_sampled"] += len(generation.ids)
+        self._counters["tokens_prompt"] += delta
+        self._counters["histories_rebuilt"] = self._histories.rebuilt
+
+
+def compute_turn_seed(observation: Observation) -> int:
+    """The seed of a turn: the same for every worker and every repetition of it."""
+    name = f"{observation.sampling.seed}/{observation.episode_id}/{observation.turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

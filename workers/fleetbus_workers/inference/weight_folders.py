@@ -1,0 +1,185 @@
+"""A published version as vLLM's ``reload_weights`` wants it: a folder with one safetensors file, checked before it is linked.
+
+Shared by the engine in process and by vLLM's servers. Torch and safetensors are imported only when a file is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from fleetbus_schemas import PolicyPublished
+from fleetbus_workers.images.model_folder import has_vision
+from fleetbus_workers.weights.file import WeightsRejected, read_weights
+
+WEIGHTS_NAME = "model.safetensors"
+CONFIGURATION = "config.json"
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+HEAD_FILE = "lm_head.safetensors"
+EMBEDDING = "embed_tokens.weight"
+BASE = "base"
+NESTINGS = frozenset({"model", "language_model", "vision_model"})
+COMPANIONS = (".json", ".jinja", ".txt", ".model")
+
+
+class WeightFolders:
+    """Folders of versions below ``place``, for the model in ``model``: `prepare` makes one, `keep_only` removes the others.
+
+    With ``untie`` the output head of a tied model is a tensor of its own, in the folders as in `base`, the one that an engine
+    has to be started with: vLLM on a CPU packs the head when it starts and keeps that copy when the embedding is reloaded
+    (seen with 0.32: log-probabilities off by 0.39 after a swap; docs/decisions/0060).
+    """
+
+    def __init__(self, model: Path, place: Path, *, untie: bool = False) -> None:
+        self._model = model
+        self._place = place
+        self._shapes = read_model_shapes(model)
+        self._has_vision = has_vision(model)
+        self._tied = has_tied_embeddings(model)
+        self._untie = untie and self._tied
+
+    def prepare_base(self) -> Path:
+        """The folder to start an engine with; blocking."""
+        if not self._untie:
+            return self._model
+        folder = self._place / BASE
+        self._create_folder(folder)
+        for file in self._model.glob("*.safetensors"):
+            _link_or_copy(file, folder / file.name)
+        index = self._model / INDEX
+        if index.exists():
+            listing = json.loads(index.read_text())
+            listing["weight_map"][HEAD] = HEAD_FILE
+            (folder / INDEX).write_text(json.dumps(listing))
+        _write_head(folder, sorted(folder.glob("*.safetensors")))
+        return folder
+
+    def prepare(self, policy: PolicyPublished) -> Path:
+        """A folder with the checked weights of ``policy``; blocking.
+
+        Names, shapes, dtypes, hashes and finiteness are checked here, because vLLM itself loads half a file without a word
+        and dies of a wrong shape. Raises `WeightsRejected`.
+        """
+        tensors = read_weights(policy.uri, policy.manifest)
+        found, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes
+        if self._has_vision:
+            found, expected = strip_nesting(found), strip_nesting(expected)
+        check_shapes(policy.uri, found, expected, tied=self._tied)
+        folder = self._place / f"v{policy.version:06d}"
+        try:
+            self._create_folder(folder)
+            _link_or_write(parse_file_uri(policy.uri), folder / WEIGHTS_NAME, tensors)
+            if self._untie and HEAD not in tensors:
+                _write_head(folder, [folder / WEIGHTS_NAME])
+        except OSError as error:
+            raise WeightsRejected(f"{folder}: cannot be written: {error}") from error
+        return folder
+
+    def _create_folder(self, folder: Path) -> None:
+        """A folder with everything of the model but its weights."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for file in self._model.iterdir():
+            if file.suffix in COMPANIONS and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+        if self._untie:
+            _set_untied(folder / CONFIGURATION)
+
+    def remove_others(self, *folders: Path | None) -> None:
+        """Remove the folders of other versions."""
+        if self._place.is_dir():
+            for folder in self._place.iterdir():
+                if folder not in folders and folder.name != BASE:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model folder, from the headers of its safetensors files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as stored:
+            shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # no mapping
+    return shapes
+
+
+def strip_nesting(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same under names that do not say how models are nested: an image-text model in memory calls its tensors
+    ``model.language_model.norm.weight``, its older files ``language_model.model.norm.weight``; vLLM loads both. Tensors that
+    would share a name keep their own."""
+    plain = {name: ".".join(part for part in name.split(".") if part not in NESTINGS) for name in shapes}
+    common = Counter(plain.values())
+    return {plain[name] if common[plain[name]] == 1 else name: shape for name, shape in shapes.items()}
+
+
+def has_tied_embeddings(folder: Path) -> bool:
+    """True if the model's output head is its embedding, which published weights then hold once."""
+    config = json.loads((folder / CONFIGURATION).read_text())
+    return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
+
+
+def check_shapes(
+    what: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> None:
+    """Raise `WeightsRejected` if tensors are missing, unknown, or of another shape than the model's."""
+    missing = sorted(expected.keys() - found.keys() - ({"lm_head.weight"} if tied else set()))
+    unknown = sorted(found.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
+    for kind, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            raise WeightsRejected(f"{what}: {kind} {len(names)} of {len(expected)} tensors: {', '.join(names[:3])}")
+    for name, shape in found.items():
+        if name in expected and shape != expected[name]:
+            raise WeightsRejected(f"{what}: {name} has shape {list(shape)}, the model {list(expected[name])}")
+
+
+def _set_untied(file: Path) -> None:
+    config = json.loads(file.read_text())
+    config["tie_word_embeddings"] = False
+    if "text_config" in config:
+        config["text_config"]["tie_word_embeddings"] = False
+    file.write_text(json.dumps(config))
+
+
+def _write_head(folder: Path, files: Sequence[Path]) -> None:
+    """Write the embedding once more, as the output head."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # no mapping
+                if name.endswith(EMBEDDING):
+                    save_file({HEAD: stored.get_tensor(name)}, folder / HEAD_FILE, metadata={"format": "pt"})
+                    return
+    raise WeightsRejected(f"{folder}: no tensor is named *{EMBEDDING}, so the output head cannot be found")
+
+
+def parse_file_uri(uri: str) -> Path:
+    """The path of a ``file://`` URI, or the path that it is."""
+    return Path(unquote(urlsplit(uri).path)) if uri.startswith("file://") else Path(uri)
+
+
+def _link_or_write(source: Path, target: Path, tensors: Mapping[str, Any]) -> None:
+    """The file that was checked, or its tensors where it is not a file of this machine."""
+    if source.is_file():
+        _link_or_copy(source, target)
+        return
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), target, metadata={"format": "pt"})
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """A second name for the same bytes, so that the learner may remove its own; a copy where links cannot cross."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,61 @@
+"""Metrics of a batch of groups before it is trained. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from fleetbus.core.groups import Group
+from fleetbus_workers.learner.base import TrainingSequence
+
+SUCCESS = 1.0
+"""A reward of at least this is a success."""
+
+ADVANTAGES = ("advantage_min", "advantage_max", "advantage_size_mean", "advantage_moment")
+
+
+def compute_group_metrics(
+    groups: Sequence[Group], lags: Sequence[int], queued: Sequence[int] | None = None, *, max_staleness: int | None = None
+) -> dict[str, float]:
+    """Reward, success, staleness, turns and tool errors of a batch.
+
+    ``lags`` are steps, one per group, ``queued`` the part of each that passed between its last result and its batch; the rest
+    passed in flight. ``groups_late`` counts groups beyond ``max_staleness``.
+    """
+    queued = queued or [0] * len(lags)
+    results = [result for group in groups for result in group.graded]
+    rewards = [result.reward for result in results if result.reward is not None]
+    flat = sum(len({result.reward for result in group.graded}) == 1 for group in groups)
+    return {
+        "reward": statistics.fmean(rewards),
+        "success": statistics.fmean(float(reward >= SUCCESS) for reward in rewards),
+        "staleness_max": max(lags),
+        "staleness_mean": statistics.fmean(lags),
+        "staleness_in_flight_mean": statistics.fmean(lag - waited for lag, waited in zip(lags, queued, strict=True)),
+        "staleness_in_queue_mean": statistics.fmean(queued),
+        "groups_late": sum(lag > max_staleness for lag in lags) if max_staleness is not None else 0,
+        "episodes": len(results),
+        "groups_without_signal": flat,
+        "turns": statistics.fmean(result.turns for result in results),
+        "tool_errors": sum(result.tool_errors for result in results),
+    }
+
+
+def compute_advantage_metrics(sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+    """The advantages of a batch over its sampled tokens, so that a replay can tell whether they are the same; all 0 if no token
+    is trained.
+
+    ``advantage_moment`` is the mean of advantage times place in the batch (0 to 1): the same advantages given to other
+    episodes have the same extremes and the same mean size, but not the same moment.
+    """
+    found = np.concatenate([sequence.advantages[sequence.loss_mask] for sequence in sequences])
+    if not len(found):
+        return dict.fromkeys(ADVANTAGES, 0.0)
+    return {
+        "advantage_min": float(found.min()),
+        "advantage_max": float(found.max()),
+        "advantage_size_mean": float(np.abs(found).mean()),
+        "advantage_moment": float((found.astype(np.float64) * np.linspace(0.0, 1.0, len(found))).mean()),
+    }

@@ -1,0 +1,48 @@
+"""Retries writes while the disk is full, so that trained weights are not lost before space is freed."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+
+from fleetbus.runtime import Runtime
+
+RETRY_SECONDS = 10.0
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+_MIN_FREE_BYTES = 1 << 20
+"""With less free space than this, a failed write counts as a full disk whatever error the library raised."""
+
+log = structlog.get_logger()
+
+
+async def retry_while_disk_full(runtime: Runtime, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a blocking function that writes files, again and again while the disk is full. The caller's scope ends it."""
+    while True:
+        try:
+            return await runtime.offload(function, *arguments)
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS:
+                raise
+            log.error("disk full; waiting for free space", reason=str(error))
+            await anyio.sleep(RETRY_SECONDS)
+
+
+@contextmanager
+def detect_full_disk(folder: Path) -> Iterator[None]:
+    """Errors of writing below ``folder`` become `OSError` when the disk is full; torch.save raises another error."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if shutil.disk_usage(folder).free < _MIN_FREE_BYTES:
+            raise OSError(errno.ENOSPC, f"no space left below {folder}: {error}") from error
+        raise

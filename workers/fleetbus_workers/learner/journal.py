@@ -1,0 +1,114 @@
+"""The learner's entries on ``train.<name>`` and ``policy.<name>``, each expecting the last (delivery rule 8).
+
+A learner whose append is refused has been replaced by another and stops.
+"""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.episodes import decode_entries
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
+from fleetbus_schemas import (
+    CheckpointStored,
+    EvaluationFinished,
+    LineageStarted,
+    Message,
+    StepTrained,
+    TrainingFinished,
+    encode,
+)
+
+RETRY_SECONDS = 1.0
+
+OTHER_ENTRIES = (StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished)
+"""What stands on ``train.<name>`` beside the beginnings of learners."""
+
+log = structlog.get_logger()
+
+
+class LearnerReplaced(TakenOver):
+    """Another learner has appended since: this one must stop training."""
+
+
+class FencedAppender:
+    """One subject that a single author appends to; ``last`` is the sequence of the newest entry."""
+
+    def __init__(self, bus: Bus, subject: str, last: int) -> None:
+        self._bus = bus
+        self._subject = subject
+        self._unconfirmed = b""
+        """An entry whose answer was not waited for: it may be the last one."""
+        self.last = last
+        self._lock = anyio.Lock()
+
+    async def append(self, message: Message) -> int:
+        """Store the next entry, however long it takes, and return its sequence; raises `LearnerReplaced`.
+
+        Cancelled, it may have stored it: what is appended next follows it then.
+        """
+        payload = encode(message, subject=self._subject)
+        async with self._lock:
+            try:
+                return await self._append(payload)
+            except anyio.get_cancelled_exc_class():
+                self._unconfirmed = payload
+                raise
+
+    async def take_over(self, message: Message, *, authority: FencedAppender) -> None:
+        """Store an entry after whatever stands there by now: from then on the author before is refused.
+
+        Who may take over is decided on another chain; raises `LearnerReplaced` when somebody else has written there since.
+        """
+        while True:
+            stored = await self._bus.last(self._subject)
+            await authority.confirm()
+            self.last = stored.sequence if stored is not None else 0
+            try:
+                await self.append(message)
+                return
+            except LearnerReplaced:
+                continue
+
+    async def confirm(self) -> None:
+        """Raise `LearnerReplaced` unless the newest entry is still this author's."""
+        stored = await self._bus.last(self._subject)
+        if stored is not None and stored.sequence != self.last:
+            raise LearnerReplaced(f"another learner writes to {self._subject}")
+
+    async def watch(self) -> None:
+        """For ever: raise `LearnerReplaced` when another learner begins; one without anything to append would not notice
+        otherwise."""
+        async with self._bus.read([self._subject], start=self.last + 1) as reader:
+            while True:
+                if decode_entries(LineageStarted, [await reader.receive()], beside=OTHER_ENTRIES):
+                    raise LearnerReplaced(f"another learner began on {self._subject}")
+
+    async def _append(self, payload: bytes) -> int:
+        while True:
+            try:
+                self.last = (await self._bus.publish(self._subject, payload, expected_last=self.last)).sequence
+                return self.last
+            except SequenceConflict as refused:
+                conflict = refused
+            except (LogFull, PublishUnanswered) as error:
+                log.warning("entry publish failed; retrying", subject=self._subject, reason=str(error))
+                await anyio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                stored = await self._find_own_entry(payload, conflict)
+            except RequestUnanswered as unanswered:
+                log.warning("last entry read failed; retrying", subject=self._subject, reason=str(unanswered))
+                continue
+            self.last = stored.sequence
+            if stored.payload == payload:
+                return self.last
+
+    async def _find_own_entry(self, payload: bytes, conflict: SequenceConflict) -> StreamEntry:
+        """A refusal may be one's own first try, whose answer was lost, or an entry whose answer was not waited for."""
+        stored = await self._bus.last(self._subject)
+        if stored is None or stored.sequence <= conflict.expected or stored.payload not in (payload, self._unconfirmed):
+            raise LearnerReplaced(f"another learner writes to {self._subject}") from conflict
+        return stored

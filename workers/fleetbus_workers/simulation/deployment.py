@@ -1,0 +1,213 @@
+"""The fleet and its supervisor: processes of every role, started, and started again when they end.
+
+Which endings are right is judged here: a worker ends because it was killed, drained, or replaced, and for no other reason.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from fleetbus.errors import BusError, UserError
+from fleetbus.lanes import LaneLost
+from fleetbus.runtime import Runtime
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.scripted import ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.journal import LearnerReplaced
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.learner.worker import run_learner
+from fleetbus_workers.recorder.worker import run_recorder
+from fleetbus_workers.simulation.configuration import build_tasks
+from fleetbus_workers.simulation.engines import SimulatedSampler
+from fleetbus_workers.simulation.environments import SimulatedEnvironment
+from fleetbus_workers.simulation.fixtures import SimulationFixtures
+from fleetbus_workers.simulation.process import Process
+from fleetbus_workers.simulation.simulated_bus import SimulatedBus
+
+RESTART_SECONDS = (0.2, 4.0)
+"""Shortest and longest delay before an ended process is restarted."""
+
+
+class Deployment:
+    """All processes of one world. ``group`` is where they live."""
+
+    def __init__(self, fixtures: SimulationFixtures, group: TaskGroup) -> None:
+        self._fixtures = fixtures
+        self._group = group
+        self._server = fixtures.server
+        self._scenario = fixtures.scenario
+        self._configuration = fixtures.configuration
+        self._observer = fixtures.observer
+        self._oracle = fixtures.oracle
+        self._log_checker = fixtures.log_checker
+        self._tasks = build_tasks(fixtures.scenario)
+        self._draw = random.Random(f"fleet/{self._scenario.seed}")
+        self._numbers: Counter[str] = Counter()
+        self.wanted = Counter(
+            environment=self._scenario.environment_workers,
+            inference=self._scenario.inference_workers,
+            learner=1,
+            recorder=int(self._scenario.recorder),
+        )
+        self.training_finished = anyio.Event()
+        self.is_closing = False
+
+    def start(self, role: str) -> Process:
+        """One more process of that role."""
+        name = f"{role}-{self._numbers[role]}"
+        self._numbers[role] += 1
+        slots = {"environment": self._scenario.environment_slots, "inference": self._scenario.inference_slots}.get(role, 1)
+        process = self._oracle.processes[name] = Process(role, name, slots, self._observer)
+        self._group.start_soon(self._supervise, process)
+        return process
+
+    def start_all(self) -> None:
+        for role, count in self.wanted.items():
+            for _ in range(count):
+                self.start(role)
+
+    def alive(self, role: str) -> list[Process]:
+        return [process for process in self._oracle.processes.values() if process.role == role and process.is_alive]
+
+    async def _supervise(self, process: Process) -> None:
+        await process.live(self._server, self._fixtures.network_faults, self._oracle, lambda wire: self._work(process, wire))
+        self._check_ending(process)
+        if process.role == "learner" and self._log_checker.training.finished:
+            self.training_finished.set()
+            return
+        await anyio.sleep(self._draw.uniform(*RESTART_SECONDS))
+        if not self.is_closing and len(self.alive(process.role)) < self.wanted[process.role]:
+            self.start(process.role)
+
+    # Endings
+
+    def _check_ending(self, process: Process) -> None:
+        if process.ending == "failed":
+            leaves = list(_iterate_leaves(process.error))
+            wrong = [leaf for leaf in leaves if not self._may_end(process, leaf)]
+            for leaf in wrong:
+                where = "".join(traceback.format_exception(leaf)[-3:])
+                self._observer.violate("no fault ends a worker", f"{process.name}: {type(leaf).__name__}: {leaf}\n{where}")
+        elif process.ending == "finished" and not process.drain.is_set():
+            is_done = process.role == "learner" and self._log_checker.training.finished
+            self._observer.require(is_done, "a worker works until it is told to stop", process.name)
+
+    def _may_end(self, process: Process, error: BaseException) -> bool:
+        if isinstance(error, LearnerReplaced):
+            newest = self._log_checker.training.lineage
+            return newest is not None and newest.worker != process.name
+        if isinstance(error, (LaneLost, BusError)):
+            return self._observer.was_disturbed(process.name, since=anyio.current_time() - 60)
+        return isinstance(error, UserError) and "server is down" in str(error)
+
+    # Work
+
+    async def _work(self, process: Process, wire: SimulatedBus) -> None:
+        work = {
+            "environment": self._run_environment,
+            "inference": self._run_inference,
+            "learner": self._run_learner,
+            "recorder": self._run_recorder,
+        }
+        await work[process.role](process, wire)
+
+    async def _run_environment(self, process: Process, wire: SimulatedBus) -> None:
+        draw = random.Random(f"environments/{self._scenario.seed}/{process.name}")
+
+        def make() -> SimulatedEnvironment:
+            return SimulatedEnvironment(
+                process,
+                self._scenario.fault_profile,
+                replayable=self._scenario.replayable,
+                seed=self._scenario.seed,
+                draw=draw,
+                observer=self._observer,
+                register=self._oracle.register_environment,
+            )
+
+        await run_environment(
+            wire,
+            configuration=self._configuration,
+            name=process.name,
+            drain=process.drain,
+            make=make,
+            runtime=self._runtime(process),
+        )
+
+    async def _run_inference(self, process: Process, wire: SimulatedBus) -> None:
+        draw = random.Random(f"engine/{self._scenario.seed}/{process.name}")
+        fault_profile = self._scenario.fault_profile
+        await run_inference(
+            wire,
+            configuration=self._configuration,
+            name=process.name,
+            drain=process.drain,
+            sampler=SimulatedSampler(process, fault_profile, seed=self._scenario.seed, draw=draw, observer=self._observer),
+            template=ScriptedTemplate(),
+            runtime=self._runtime(process),
+        )
+
+    async def _run_learner(self, process: Process, wire: SimulatedBus) -> None:
+        trainer = ScriptedTrainer()
+        await run_learner(
+            wire,
+            configuration=self._configuration,
+            name=process.name,
+            drain=process.drain,
+            trainer=trainer,
+            curriculum=Curriculum(self._tasks, self._tasks, seed=self._scenario.seed),
+            runtime=self._runtime(process, seconds=self._scenario.blocking_seconds),
+        )
+        training = self._log_checker.training
+        if training.finished and training.lineage is not None and training.lineage.worker == process.name:
+            same = trainer.trained == training.trained
+            self._observer.require(same, "the weights hold what the surviving lineage trained", process.name)
+
+    async def _run_recorder(self, process: Process, wire: SimulatedBus) -> None:
+        await run_recorder(
+            wire,
+            configuration=self._configuration,
+            name=process.name,
+            drain=process.drain,
+            folder=self._fixtures.archive,
+            runtime=self._runtime(process, seconds=0.05),
+        )
+
+    def _runtime(self, process: Process, *, seconds: float = 1.0) -> Runtime:
+        """Blocking work runs inline and takes up to ``seconds`` before and after; file times are virtual, too."""
+        draw = random.Random(f"ports/{self._scenario.seed}/{process.name}")
+        count = 0
+
+        async def offload(function: Any, *args: Any, **options: Any) -> Any:
+            await anyio.sleep(draw.uniform(0, seconds))
+            result = function(*args, **options)
+            if isinstance(result, Path):
+                now_ns = self._server.now_ns()
+                os.utime(result, ns=(now_ns, now_ns))
+            await anyio.sleep(draw.uniform(0, seconds))
+            return result
+
+        def nonce() -> str:
+            nonlocal count
+            count += 1
+            return f"{process.name}.{count}"
+
+        return Runtime(offload=offload, nonce=nonce)
+
+
+def _iterate_leaves(error: BaseException | None) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _iterate_leaves(inner)
+    elif error is not None:
+        yield error

@@ -1,0 +1,138 @@
+"""Injects the scheduled faults: crashes, pauses, cuts, restarts, drains, a full log, a second learner."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+
+from fleetbus.config.run_folder import run_folder
+from fleetbus.errors import BusError, UserError
+from fleetbus_schemas import ControlRequested, Subjects, encode
+from fleetbus_workers.learner.checkpoints import WEIGHTS
+from fleetbus_workers.simulation.deployment import Deployment
+from fleetbus_workers.simulation.fixtures import SimulationFixtures
+from fleetbus_workers.simulation.process import RUN, Process
+from fleetbus_workers.simulation.scenario import ScheduledFault
+
+MOST_WORKERS = 4
+LONGEST_RESTART_SECONDS = 5.0
+SHORTEST_DAMAGE_SECONDS = 5.0
+"""Longer than it takes until the next learner has looked."""
+
+
+class FaultInjector:
+    """Injects faults at their times; a fault without a live target is skipped."""
+
+    def __init__(self, fixtures: SimulationFixtures, fleet: Deployment) -> None:
+        self._fixtures = fixtures
+        self._fleet = fleet
+        self._server = fixtures.server
+        self._log_checker = fixtures.log_checker
+        self._observer = fixtures.observer
+        self._log_plan = fixtures.log.plan
+        self._fills = 0
+
+    async def run(self, fault_schedule: tuple[ScheduledFault, ...]) -> None:
+        """Each at its time, side by side, until the training is finished."""
+        async with anyio.create_task_group() as group:
+            for fault in fault_schedule:
+                await anyio.sleep_until(fault.at)
+                if self._fleet.training_finished.is_set():
+                    return
+                group.start_soon(self._inject, fault)
+
+    async def _inject(self, fault: ScheduledFault) -> None:
+        match fault.kind:
+            case "crash" | "pause" | "cut" | "drain":
+                process = self._pick_process(fault)
+                if process is not None:
+                    await self._inject_process_fault(fault, process)
+            case "join":
+                self._add_worker("inference" if fault.role == "inference" else "environment")
+            case "second_learner":
+                self._fleet.start("learner")
+            case "restart_server":
+                await self._restart_server(fault)
+            case "fill_log":
+                await self._fill_log(fault.seconds)
+            case "cancel":
+                await self._cancel(fault.pick)
+            case "spoil_checkpoint":
+                await self._corrupt_checkpoint(fault)
+
+    def _pick_process(self, fault: ScheduledFault) -> Process | None:
+        alive = [process for process in self._fleet.alive(fault.role) if process.gate.is_open]
+        return alive[fault.pick % len(alive)] if alive else None
+
+    async def _inject_process_fault(self, fault: ScheduledFault, process: Process) -> None:
+        match fault.kind:
+            case "crash":
+                process.crash()
+            case "pause":
+                await process.pause(fault.seconds)
+            case "cut":
+                await process.cut_off(fault.seconds)
+            case "drain":
+                process.stop()
+
+    def _add_worker(self, role: str) -> None:
+        if self._fleet.wanted[role] < MOST_WORKERS:
+            self._fleet.wanted[role] += 1
+            self._fleet.start(role)
+
+    async def _restart_server(self, fault: ScheduledFault) -> None:
+        seconds = min(fault.seconds, LONGEST_RESTART_SECONDS)
+        self._observer.disturb("restart_server", seconds=seconds)
+        self._server.kill(forgotten_acks=fault.pick % 200)
+        await anyio.sleep(seconds)
+        self._server.restart()
+
+    async def _fill_log(self, seconds: float) -> None:
+        """The log refuses everything until an operator gives it room."""
+        stream = self._fixtures.log
+        self._observer.disturb("fill_log", seconds=seconds)
+        self._fills += 1
+        stream.plan = msgspec.structs.replace(self._log_plan, max_bytes=max(stream.size_bytes, 1))
+        await anyio.sleep(seconds)
+        self._fills -= 1
+        if not self._fills:
+            stream.plan = self._log_plan
+
+    async def _cancel(self, pick: int) -> None:
+        """An operator cancels an episode that is being played."""
+        running = [record for record in self._log_checker.episodes.open.values() if record.claims]
+        if not running:
+            return
+        record = running[pick % len(running)]
+        episode, worker = record.request.episode_id, record.claims[-1][1].worker
+        self._fixtures.oracle.cancelled.add(episode)
+        self._observer.trace("cancel", episode, worker)
+        order = encode(ControlRequested(command="cancel", episodes=(episode,)))
+        try:
+            async with self._server.connect(RUN, worker="operator") as bus:
+                await bus.request(Subjects(RUN).control("environment", worker), order, timeout=2.0)
+        except (BusError, UserError) as error:
+            self._observer.trace("cancel", episode, "unanswered", type(error).__name__)
+
+    async def _corrupt_checkpoint(self, fault: ScheduledFault) -> None:
+        """The newest checkpoint cannot be read, and its learner dies: it was damaged, or its disk is away for a while.
+
+        In the second case the next learner dies, too, and the one after it finds a checkpoint of a lineage that was cut.
+        """
+        folder = run_folder(self._fixtures.configuration.run).checkpoints
+        whole = sorted(folder.glob("*/checkpoint.json"), key=lambda path: path.stat().st_mtime_ns)
+        learners = self._fleet.alive("learner")
+        if not whole or not learners:
+            return
+        weights = whole[-1].parent / WEIGHTS
+        before = weights.read_bytes()
+        weights.write_text("damaged")
+        self._observer.trace("spoil", weights.parent.name)
+        learners[-1].crash()
+        if fault.pick % 2:
+            await anyio.sleep(SHORTEST_DAMAGE_SECONDS + fault.seconds)
+            if weights.exists():
+                weights.write_bytes(before)
+                self._observer.trace("mend", weights.parent.name)
+            for learner in self._fleet.alive("learner"):
+                learner.crash()

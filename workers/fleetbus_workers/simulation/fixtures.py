@@ -1,0 +1,60 @@
+"""Shared objects of one world: the scenario, the server with its network, and the observers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.memory_stream import MemoryStream
+from fleetbus.bus.streams import lane_stream, log_stream, plan_run
+from fleetbus.config.settings import Configuration
+from fleetbus_workers.simulation.configuration import ARCHIVE, LANES, LOG_BYTES, build_configuration
+from fleetbus_workers.simulation.log_checker import LogChecker
+from fleetbus_workers.simulation.network_faults import SeededNetworkFaults
+from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.oracle import FaultOracle
+from fleetbus_workers.simulation.process import RUN
+from fleetbus_workers.simulation.scenario import Scenario
+
+
+class SimulationFixtures(msgspec.Struct, frozen=True, kw_only=True):
+    """One world before any process starts. ``archive`` is the recorder's folder."""
+
+    scenario: Scenario
+    configuration: Configuration
+    archive: Path
+    network_faults: SeededNetworkFaults
+    server: MemoryServer
+    observer: Observer
+    oracle: FaultOracle
+    log_checker: LogChecker
+
+    @property
+    def log(self) -> MemoryStream:
+        return self.server.stream(log_stream(RUN))
+
+
+def build_fixtures(scenario: Scenario, observer: Observer, folder: Path) -> SimulationFixtures:
+    """A server with the run declared on it, and checkers that receive every entry."""
+    configuration = build_configuration(scenario, folder)
+    network_faults = SeededNetworkFaults(scenario.network_faults, random.Random(f"noise/{scenario.seed}"), observer)
+    server = MemoryServer(faults=network_faults)
+    oracle = FaultOracle(observer, grace_seconds=configuration.limits.grace, idle_seconds=configuration.limits.idle)
+    log_checker = LogChecker(observer, oracle, scenario, str(folder))
+    window_seconds = scenario.duplicate_window_seconds
+    server.declare(plan_run(RUN, lanes=LANES, max_bytes=LOG_BYTES, duplicate_window_seconds=window_seconds))
+    server.stream(log_stream(RUN)).on_stored["log_checker"] = log_checker.on_stored
+    server.stream(lane_stream(RUN)).on_stored["log_checker"] = log_checker.on_lane
+    return SimulationFixtures(
+        scenario=scenario,
+        configuration=configuration,
+        archive=folder / ARCHIVE,
+        network_faults=network_faults,
+        server=server,
+        observer=observer,
+        oracle=oracle,
+        log_checker=log_checker,
+    )

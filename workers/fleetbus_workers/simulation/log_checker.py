@@ -1,0 +1,65 @@
+"""All log checkers of one world: every stored entry is traced and passed to the checker of its kind."""
+
+from __future__ import annotations
+
+import anyio
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus_workers.simulation.episode_checker import EpisodeChecker
+from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.oracle import FaultOracle
+from fleetbus_workers.simulation.scenario import Scenario
+from fleetbus_workers.simulation.training_checker import TrainingChecker
+
+
+class LogChecker:
+    """``folder`` is where the run's files lie: a different one in every process, so it stays out of the trace."""
+
+    def __init__(self, observer: Observer, oracle: FaultOracle, scenario: Scenario, folder: str) -> None:
+        self._observer = observer
+        self._oracle = oracle
+        self._folder = folder.encode()
+        self.entries: list[StreamEntry] = []
+        self.episodes = EpisodeChecker(observer, oracle)
+        self.episodes.is_trimmed = scenario.recorder
+        self.training = TrainingChecker(
+            observer,
+            self.episodes,
+            max_staleness=scenario.max_staleness,
+            groups=scenario.groups,
+            group_size=scenario.group_size,
+        )
+        oracle.record = self.episodes.record
+
+    def on_stored(self, entry: StreamEntry) -> None:
+        """One entry of the log, at the instant at which it is stored."""
+        self.entries.append(entry)
+        self.on_lane(entry)
+        at = anyio.current_time()
+        match entry.subject.split(".")[2]:
+            case "task":
+                record = self.episodes.apply_request(entry, at)
+                if record is not None:
+                    self.training.apply_request(record)
+            case "obs":
+                self.episodes.apply_observation(entry, at)
+            case "act":
+                self.episodes.apply_action(entry)
+            case "episode":
+                self.episodes.on_episode(entry, at)
+            case "policy":
+                self.training.apply_publication(entry)
+                self._oracle.newest_version = self.training.newest_version
+            case "train":
+                self.training.on_train(entry)
+
+    def on_lane(self, entry: StreamEntry) -> None:
+        """An entry that only the trace takes."""
+        self._observer.trace("stored", entry.sequence, entry.subject, payload=entry.payload.replace(self._folder, b""))
+
+    def check_open(self) -> None:
+        """Check that no outcome is overdue."""
+        at = anyio.current_time()
+        for episode, record in self.episodes.open.items():
+            late = self._oracle.compute_seconds_late(record, at)
+            self._observer.require(late <= 0, "an outcome by deadline and grace", f"{episode}: none yet, {late:.1f} s late")

@@ -1,0 +1,96 @@
+"""What the simulation writes down while it runs: violations, the trace and its hash, and every disturbance it caused.
+
+The checks above report here; a disturbance is what excuses an outcome that a calm fleet must never have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+
+import anyio
+import msgspec
+
+MAX_VIOLATIONS = 20
+
+ALL_WORKERS = "*"
+
+
+class Violation(msgspec.Struct, frozen=True, kw_only=True):
+    """A broken invariant: which one, at what virtual second, and what was seen."""
+
+    invariant: str
+    at: float
+    detail: str
+
+
+class Disturbance(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that touched one worker, or everybody, from ``start`` to ``stop`` (seconds)."""
+
+    kind: str
+    worker: str
+    start: float
+    stop: float
+
+
+class Observer:
+    """``violated`` is set by the first violation. ``lines`` are kept only if asked for: the hash needs none."""
+
+    def __init__(self, *, keep_lines: bool = False) -> None:
+        self.violations: list[Violation] = []
+        self.violated = anyio.Event()
+        self.lines: list[str] | None = [] if keep_lines else None
+        self.disturbances: list[Disturbance] = []
+        self._message_faults: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def trace_hash(self) -> str:
+        return self._digest.hexdigest()
+
+    def trace(self, kind: str, *words: object, payload: bytes = b"") -> None:
+        """One event; its order, its virtual time and all its words enter the hash."""
+        line = f"{anyio.current_time():.6f} {kind} {' '.join(map(str, words))}"
+        self._digest.update(line.encode())
+        self._digest.update(payload)
+        if self.lines is not None:
+            self.lines.append(line)
+
+    def violate(self, invariant: str, detail: str) -> None:
+        at = anyio.current_time()
+        if len(self.violations) < MAX_VIOLATIONS:
+            self.violations.append(Violation(invariant=invariant, at=round(at, 3), detail=detail))
+        self.trace("VIOLATION", invariant, detail)
+        self.violated.set()
+
+    def require(self, holds: bool, invariant: str, detail: str) -> None:
+        if not holds:
+            self.violate(invariant, detail)
+
+    def disturb(self, kind: str, worker: str = ALL_WORKERS, *, seconds: float = 0.0) -> None:
+        now = anyio.current_time()
+        self.disturbances.append(Disturbance(kind=kind, worker=worker, start=now, stop=now + seconds))
+        self.trace("disturb", kind, worker, seconds)
+
+    def disturb_message(self, kind: str, subject: str) -> None:
+        """A fault of one message."""
+        words = subject.split(".")
+        self._message_faults[words[-1]].append((anyio.current_time(), kind, words[2]))
+        self.trace("disturb", kind, subject)
+
+    def was_disturbed(self, worker: str, *, since: float) -> bool:
+        """True if something touched this worker, or everybody, at or after ``since``."""
+        return any(each.stop >= since and each.worker in (worker, ALL_WORKERS) for each in self.disturbances)
+
+    def disturbed_until(self, worker: str) -> float:
+        """When the last disturbance of this worker, or of everybody, ended; 0 if there was none."""
+        return max((each.stop for each in self.disturbances if each.worker in (worker, ALL_WORKERS)), default=0.0)
+
+    def disturbances_since(self, since: float) -> int:
+        return sum(each.stop >= since for each in self.disturbances)
+
+    def message_faults(self, episode: str, *, since: float = 0.0, kind: str = "", subject: str = "") -> int:
+        """Faults of messages of an episode; ``subject`` is the kind of subject: task, obs, act, episode."""
+        return sum(
+            at >= since and kind in ("", each) and subject in ("", where) for at, each, where in self._message_faults[episode]
+        )

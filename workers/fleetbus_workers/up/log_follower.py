@@ -1,0 +1,61 @@
+"""Feeds `Progress` and `SummaryBuilder` from the bus: the log's training, episode, policy and life entries, and heartbeats."""
+
+from __future__ import annotations
+
+import anyio
+
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.episodes import read_entry
+from fleetbus.heartbeats import follow_heartbeats
+from fleetbus_schemas import Subjects
+from fleetbus_workers.overview.progress import FOLLOWED, Progress
+from fleetbus_workers.up.display import Display
+from fleetbus_workers.up.summary_builder import SummaryBuilder
+
+
+class Follower:
+    """Folds the log of one run, from its first entry on, into ``progress`` and ``summary_builder``; what is new is shown."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, policy: str, progress: Progress, display: Display) -> None:
+        self._bus = bus
+        self._heartbeats = subjects.heartbeats
+        self._followed = [subjects.train(policy), subjects.policy(policy), subjects.episodes, subjects.life("*", "*")]
+        self._progress = progress
+        self._display = display
+        self._next_sequence = 1
+        self._shown_from = 1
+        self.summary_builder = SummaryBuilder()
+
+    async def run(self) -> None:
+        """Follow the log and the heartbeats until cancelled."""
+        self._shown_from = await self._bus.last_sequence() + 1
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow_log)
+            tasks.start_soon(self._follow_heartbeats)
+
+    async def finish(self) -> None:
+        """After `run`: take in what the log holds beyond."""
+        async for entry in self._bus.scan(self._followed, start=self._next_sequence):
+            self._apply_entry(entry)
+
+    async def _follow_log(self) -> None:
+        async for entry in self._bus.scan(self._followed, start=self._next_sequence):  # of a run that is resumed: faster so
+            self._apply_entry(entry)
+        async with self._bus.read(self._followed, start=self._next_sequence) as reader:
+            while True:
+                self._apply_entry(await reader.receive())
+
+    def _apply_entry(self, entry: StreamEntry) -> None:
+        self._next_sequence = entry.sequence + 1
+        message = read_entry(FOLLOWED, entry)
+        if message is None:
+            return
+        self._progress.apply(message, entry.time_ns)
+        self.summary_builder.apply(message)
+        if entry.sequence >= self._shown_from:
+            self._display.show_message(message)
+
+    async def _follow_heartbeats(self) -> None:
+        await follow_heartbeats(
+            self._bus, self._heartbeats, lambda beat: self._progress.record_heartbeat(beat, anyio.current_time())
+        )

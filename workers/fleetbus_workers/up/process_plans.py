@@ -1,0 +1,120 @@
+"""Deployment plan of a configuration: streams, and processes with command line, log file and environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fleetbus.auth.folder import AuthFolder
+from fleetbus.bus.streams import RunPlan, plan_run
+from fleetbus.config.fields import list_settings
+from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.settings import Configuration
+from fleetbus.datasets import is_remote
+from fleetbus.python_process import build_module_command
+from fleetbus_workers.up.process import ProcessPlan
+
+STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 5.5, "inference": 6.5}
+"""Who asks stops first, who answers last; with summary and server the whole stop takes less than 10 s."""
+
+SERVER_STOP_SECONDS = 2.0
+SERVER_GRACE_SECONDS = 1.0
+"""nats-server runs in a session of its own, out of reach of our signals: its holder must get to stop it."""
+
+DRAIN_SECONDS = 1.5
+"""What a worker under `up` gets to finish what it has; then it hands back."""
+
+RoleCommand = Callable[[str, str], Sequence[str]]
+"""The command line of a role process, for its role and name; tests put scripted processes here."""
+
+
+def build_stream_plan(configuration: Configuration) -> RunPlan:
+    """The streams and consumers of the run."""
+    run, nats = configuration.run, configuration.nats
+    return plan_run(
+        run.name,
+        pools=(run.pool,),
+        policies=(run.policy,),
+        lanes=nats.lanes,
+        max_bytes=nats.max_bytes,
+        replicas=nats.replicas,
+    )
+
+
+def build_role_command(configuration_file: Path) -> RoleCommand:
+    """The real one: this interpreter, the role's own command."""
+
+    def command(role: str, name: str) -> Sequence[str]:
+        settings = ["--config", str(configuration_file), "--name", name]
+        return build_module_command("fleetbus_workers.cli", role, *settings, "--supervised")
+
+    return command
+
+
+def replace_interpreter(python: str, command: RoleCommand) -> RoleCommand:
+    """The same command lines for another interpreter: an engine may need an environment of its own."""
+    return lambda role, name: [python, *command(role, name)[1:]]
+
+
+def build_role_plans(
+    configuration: Configuration, folder: RunFolder, url: str, variables: Mapping[str, str], command: RoleCommand
+) -> list[ProcessPlan]:
+    """The learner, the environment workers and the inference workers."""
+    commands = dict.fromkeys(STOP_LIMITS_SECONDS, command)
+    if configuration.inference.python:
+        commands["inference"] = replace_interpreter(configuration.inference.python, command)
+    counted = (
+        ("learner", 1, configuration.learner.threads),
+        ("environment", configuration.environment.workers, 1),
+        ("inference", configuration.inference.workers, configuration.inference.threads),
+    )
+    return [
+        ProcessPlan(
+            name=_format_worker_name(role, index, count),
+            stop_limit_seconds=STOP_LIMITS_SECONDS[role],
+            command=_number_starts(commands[role], role, _format_worker_name(role, index, count)),
+            log=folder.logs / f"{_format_worker_name(role, index, count)}.log",
+            environment=build_role_variables(configuration, url, variables, threads),
+        )
+        for role, count, threads in counted
+        for index in range(count)
+    ]
+
+
+def build_server_plan(folder: RunFolder, port: Callable[[], int], variables: Mapping[str, str], auth: str = "") -> ProcessPlan:
+    """The process that holds the run's own server; ``port`` is asked at each start, so that it can stay the same. ``auth`` is
+    the folder whose configuration it gets; empty: none."""
+    config = [str(AuthFolder(Path(auth)).server_config)] if auth else []
+
+    def command(_start: int) -> Sequence[str]:
+        return build_module_command("fleetbus_workers.up.server", str(folder.store), str(port()), str(folder.server), *config)
+
+    return ProcessPlan(
+        name="server",
+        stop_limit_seconds=SERVER_STOP_SECONDS,
+        grace_seconds=SERVER_GRACE_SECONDS,
+        command=command,
+        log=folder.logs / "server.log",
+        environment=variables,
+    )
+
+
+def build_role_variables(configuration: Configuration, url: str, variables: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment of a role process. Settings come from the file alone, except what must not stand in a file (the
+    addresses of the server and of the tasks may hold a password) and what `up` decides."""
+    settings = {setting.variable for setting in list_settings()}
+    kept = {name: value for name, value in variables.items() if name not in settings}
+    drain = min(configuration.limits.drain, DRAIN_SECONDS)
+    decided = {"FLEETBUS_NATS_URL": url, "FLEETBUS_LIMITS_DRAIN": str(drain)}
+    if is_remote(configuration.run.tasks):
+        decided["FLEETBUS_RUN_TASKS"] = configuration.run.tasks
+    return {"OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1", **kept, **decided}
+
+
+def _format_worker_name(role: str, index: int, count: int) -> str:
+    return role if count == 1 else f"{role}-{index}"
+
+
+def _number_starts(command: RoleCommand, role: str, name: str) -> Callable[[int], Sequence[str]]:
+    """A restarted worker gets a new name: it does not own the leases of its predecessor."""
+    return lambda start: command(role, name if start == 0 else f"{name}-{start}")

@@ -1,0 +1,82 @@
+"""The end of a run: the summary as a JSON file and as a few lines of text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.config.run_folder import RunFolder
+from fleetbus.files import replace_file
+from fleetbus_workers.overview.formatting import format_duration
+from fleetbus_workers.overview.resume_command import build_resume_command
+from fleetbus_workers.overview.termination import compute_next_step_goal
+from fleetbus_workers.up.summary_builder import Summary
+
+REPORT_WIDTH = 80
+
+
+def write_summary(summary: Summary, *files: Path) -> None:
+    """Write the summary as JSON, atomically, to each of the files."""
+    content = msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, content)
+
+
+def load_summary(folder: RunFolder) -> Summary | None:
+    """The summary that an earlier `up` wrote, or None if there is none or it is of another release."""
+    try:
+        return msgspec.json.decode(folder.summary.read_bytes(), type=Summary)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def format_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
+    """Final report: success before and after, cost, location of the files, next commands."""
+    lines = [_format_success(summary), _format_cost(summary), *textwrap.wrap(summary.signal, REPORT_WIDTH)]
+    return [*lines, *_format_location_and_commands(summary, folder, shown)]
+
+
+def format_finished_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
+    """The same for a finished run that is called again."""
+    return [
+        f"run {summary.run} is finished: {_format_success(summary)}",
+        *_format_location_and_commands(summary, folder, shown),
+    ]
+
+
+def _format_location_and_commands(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
+    files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
+    there = [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
+    return [
+        *there,
+        *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_format_next_commands(summary, folder))),
+    ]
+
+
+def _format_next_commands(summary: Summary, folder: RunFolder) -> list[str]:
+    """Suggested next commands."""
+    again, runs = build_resume_command(summary.run, folder.path.parent), folder.path.parent
+    if not summary.finished:
+        return [f"`{again}` resumes it"]
+    further = f"`{again} --steps {compute_next_step_goal(summary.optimizer_steps)}` trains it further"
+    return [further, f"`{build_resume_command('NAME', runs)}` starts another"]
+
+
+def _format_success(summary: Summary) -> str:
+    start, end, greedy = summary.success_start, summary.success_end, summary.success_end_greedy
+    if end is None:
+        begun = "" if start is None else f", success at the start {start:.1%}"
+        return f"{'finished' if summary.finished else 'stopped'}{begun}"
+    before = "" if start is None else f"{start:.1%} → "
+    after = "" if greedy is None else f", {greedy:.1%} greedy"
+    return f"success on held-out tasks {before}{end:.1%} sampled{after}"
+
+
+def _format_cost(summary: Summary) -> str:
+    excluded = ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(summary.episodes_excluded.items()))
+    trained = f"{summary.optimizer_steps} steps, {summary.episodes_trained:,} episodes trained"
+    return f"{trained}{f', excluded: {excluded}' if excluded else ''} · {format_duration(summary.wall_seconds)}"

@@ -1,0 +1,125 @@
+"""The processes of a run: started together, restarted when they crash, stopped in order within a bounded time.
+
+Above it is `fleetbus_workers.up.run`, below it `ChildProcess`. It knows nothing of NATS or of what the processes do, except
+that a final process that exits 0 has finished the job, and that status 2 of one that never worked means that trying again is
+of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import anyio
+
+from fleetbus.errors import FleetbusError
+from fleetbus_workers.exit_status import FINISHED, REFUSED
+from fleetbus_workers.up.process import ChildProcess, ProcessPlan, start_process, tail
+from fleetbus_workers.up.restarts import RestartBudget
+
+
+class WorkerUnrecoverable(FleetbusError):
+    """A worker crashed too often, or cannot work as it is configured. ``tail`` are the last lines of its log."""
+
+    def __init__(self, name: str, status: int, lines: Sequence[str]) -> None:
+        super().__init__(f"{name} ended with status {status} and was given up")
+        self.name = name
+        self.tail = list(lines)
+
+
+Report = Callable[[str], None]
+
+
+def _compute_stop_limit(plan: ProcessPlan) -> float:
+    return plan.stop_limit_seconds
+
+
+class Supervisor:
+    """Runs `ProcessPlan`s. ``report`` gets one line per event that a person should know of."""
+
+    def __init__(self, plans: Sequence[ProcessPlan], *, final: str, report: Report) -> None:
+        self._plans = plans
+        self._final = final
+        self._report = report
+        self._children: dict[str, ChildProcess] = {}
+        self._ended = {plan.name: anyio.Event() for plan in plans}
+        self._stopping = False
+        self.over = anyio.Event()
+        """Set when there is nothing to wait for: the process named ``final`` has exited 0, or one was given up."""
+        self.failure: WorkerUnrecoverable | None = None
+
+    async def run(self) -> None:
+        """Keep the processes running. Returns after `stop`; being cancelled kills them."""
+        async with anyio.create_task_group() as tasks:
+            for plan in self._plans:
+                tasks.start_soon(self._keep_running, plan)
+
+    async def stop(self) -> None:
+        """SIGTERM in the order of their time limits, waiting for each until its limit; then it is killed."""
+        self._stopping = True
+        began = anyio.current_time()
+        for limit, same in groupby(sorted(self._plans, key=_compute_stop_limit), key=_compute_stop_limit):
+            names = [plan.name for plan in same]
+            for name in names:
+                self._terminate(name)
+            with anyio.CancelScope(deadline=began + limit):
+                for name in names:
+                    await self._ended[name].wait()
+            self._kill_stragglers(names)
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._stopping = True
+        for child in self._children.values():
+            child.kill()
+
+    def _terminate(self, name: str) -> None:
+        if name in self._children:
+            self._children[name].terminate()
+        else:
+            self._ended[name].set()
+
+    def _kill_stragglers(self, names: Sequence[str]) -> None:
+        for name in names:
+            if child := self._children.get(name):
+                self._report(f"{name} did not stop in time and was killed: what it was at is done again")
+                child.kill()
+
+    async def _keep_running(self, plan: ProcessPlan) -> None:
+        budget = RestartBudget()
+        starts = 0
+        while not self._stopping:
+            status = await self._run_once(plan, starts)
+            if self._stopping or self._is_finished(plan, status):
+                break
+            now = anyio.current_time()
+            refused = status == REFUSED
+            delay = budget.delay_after_refusal(now, has_worked=starts > 0) if refused else budget.delay_after_crash(now)
+            if delay is None:
+                self._record_failure(WorkerUnrecoverable(plan.name, status, tail(plan.log)))
+                break
+            self._report(f"{plan.name} ended with status {status}; starting it again in {delay:g} s (see {plan.log})")
+            await anyio.sleep(delay)
+            starts += 1
+        self._ended[plan.name].set()
+
+    async def _run_once(self, plan: ProcessPlan, start: int) -> int:
+        async with start_process(plan, start) as child:
+            self._children[plan.name] = child
+            try:
+                if self._stopping:
+                    child.terminate()
+                return await child.wait()
+            finally:
+                del self._children[plan.name]
+
+    def _is_finished(self, plan: ProcessPlan, status: int) -> bool:
+        if plan.name != self._final or status != FINISHED:
+            return False
+        self.over.set()
+        return True
+
+    def _record_failure(self, failure: WorkerUnrecoverable) -> None:
+        """The others go on until `stop`, so that they can finish or hand back in order."""
+        self.failure = self.failure or failure
+        self.over.set()
