@@ -85,6 +85,10 @@ bench name *arguments:
 golden:
     .venv/bin/python tests/contract/golden/add.py
 
+# What every source file is for: `just map fleetbus/core`
+map folder="":
+    @python3 docs/file_map.py {{folder}}
+
 # Exactly what the continuous integration runs
 ci:
     bash .ci/run

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import re
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import click
-import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("schemas", "fleetbus", "workers")
 
 
-def source_files() -> list[str]:
-    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return sorted(path.relative_to(ROOT).as_posix() for path in files if not path.name.startswith("__"))
+def load_file_map() -> ModuleType:
+    spec = spec_from_file_location("file_map", ROOT / "docs/file_map.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.fixture(scope="module")
-def mapped() -> str:
+def test_every_source_file_says_what_it_is_for() -> None:
+    file_map = load_file_map()
+    sources = list(file_map.list_sources())
+    assert len(sources) > 300
+    assert [path for path in sources if not file_map.read_purpose(path)] == []
+
+
+def test_the_architecture_fits_on_two_pages_and_names_only_what_exists() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-
-    def spread(match: re.Match[str]) -> str:
-        return " ".join(f"{match[1]}{name}{match[3]}" for name in match[2].split(","))
-
-    return re.sub(r"([\w/]*)\{([\w,]+)\}([\w./]*)", spread, text)
-
-
-def test_every_source_file_has_its_purpose_in_the_architecture(mapped: str) -> None:
-    """By its own name, or by that of a folder below a package whose files are described together."""
-    marked = mapped.replace(".py ", ".py` ")
-
-    def is_mapped(file: str) -> bool:
-        folder, _, name = file.rpartition("/")
-        return bool(re.search(rf"(?<![\w-]){re.escape(name)}`", marked)) or f"| `{folder}/` |" in mapped
-
-    assert [file for file in source_files() if not is_mapped(file)] == []
-
-
-def test_the_architecture_names_no_file_that_is_gone(mapped: str) -> None:
-    present = {Path(file).name for file in source_files()} | {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    named = set(re.findall(r"([\w]+\.py)\b", mapped))
-    assert named <= present | {"base.py"}
+    assert len(text.splitlines()) <= 120
+    paths = re.findall(r"`((?:schemas|fleetbus|workers|docs|tests|benchmarks)/[\w/.]*)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_the_readme_begins_with_two_commands_of_one_line_each() -> None:

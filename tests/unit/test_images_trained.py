@@ -184,7 +184,7 @@ async def test_a_cut_never_goes_through_an_image(opened: Opened) -> None:
 
 async def test_a_trainer_that_sees_nothing_does_not_train_blindly(opened: Opened) -> None:
     batch = await sequences(*opened("idefics3"))
-    with pytest.raises(UserError, match="this trainer sees none"):
+    with pytest.raises(UserError, match="this trainer reads text only"):
         TorchTrainer(find_starter_folder()).train(batch, version=0, progress=0.0)
 
 

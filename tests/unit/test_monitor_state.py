@@ -172,7 +172,7 @@ def test_only_so_many_episodes_are_kept() -> None:
     log = Log()
     extra = 1_001
     for index in range(KEPT_EPISODES + extra):
-        log.state.episodes._row(f"e{index}", StreamEntry(subject="s", payload=b"", sequence=index, time_ns=0))
+        log.state.episodes._get_row(f"e{index}", StreamEntry(subject="s", payload=b"", sequence=index, time_ns=0))
     log.request("newest")
     assert len(log.state.episodes.rows) == KEPT_EPISODES
     assert "newest" in log.state.episodes.rows

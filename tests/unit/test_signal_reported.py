@@ -41,7 +41,7 @@ def test_up_says_in_a_line_of_its_own_that_a_run_collapsed_and_again_only_if_it_
         progress.apply(message, number * SECOND)
         display.show_message(message)
     told = [line for line in lines if not line.startswith("step ")]
-    assert all(line.startswith("success fell from 0.80 to 0.00 within") and "begin anew" in line for line in told)
+    assert all(line.startswith("success fell from 0.80 to 0.00 within") and "start again" in line for line in told)
     assert ["no signal" in line for line in told] == [False, True, False, True], "it fell, and then nothing was left; twice"
 
 

@@ -205,9 +205,9 @@ def test_episodes_that_all_fail_are_no_progress_however_many_end() -> None:
 async def test_workers_count_what_is_in_a_stage_by_its_beginnings_and_ends() -> None:
     counters: dict[str, float] = {}
     stages = Stages(counters)
-    with stages.within("verify", 5):
+    with stages.time_limit("verify", 5):
         assert counters == {"begun_verify": 1.0}
-    with pytest.raises(Exception, match="env_failed"), stages.within("verify", 5):
+    with pytest.raises(Exception, match="env_failed"), stages.time_limit("verify", 5):
         raise ValueError("no")
     assert counters == {"begun_verify": 2.0, "ended_verify": 2.0}
 

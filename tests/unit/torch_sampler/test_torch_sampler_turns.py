@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from fleetbus_workers.inference.torch.open_engine import Engine
+from fleetbus_workers.inference.torch.engine import Engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fleetbus.errors import UserError
