@@ -8,12 +8,12 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from fleetbus_workers.inference.torch.engine import Engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fleetbus.errors import UserError
 from fleetbus_workers.inference.base import EngineFailed
 from fleetbus_workers.inference.torch import TorchSampler
+from fleetbus_workers.inference.torch.engine import Engine
 from fleetbus_workers.inference.torch.turn import EngineOperation
 from tests.support.torch_engine import (
     SMALL,
