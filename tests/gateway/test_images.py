@@ -138,14 +138,14 @@ async def test_the_first_way_of_making_a_service_takes_the_format_from_the_envir
 
 async def test_others_are_answered_while_an_image_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding, go_on = threading.Event(), threading.Event()
-    encoded = ImageFormat.encoded
+    encoded = ImageFormat.encode
 
     def slowly(self: ImageFormat, image: Any) -> bytes:
         encoding.set()
         assert go_on.wait(40)
         return encoded(self, image)
 
-    monkeypatch.setattr(ImageFormat, "encoded", slowly)
+    monkeypatch.setattr(ImageFormat, "encode", slowly)
     async with serve_gym(Gallery(noise("RGB"))) as wire, anyio.create_task_group() as group:  # type: ignore[arg-type]
         group.start_soon(seen, wire)
         await anyio.to_thread.run_sync(encoding.wait, 40)

@@ -66,7 +66,7 @@ async def test_a_scripted_sampler_says_its_texts_turn_after_turn(scripted_sample
     template = sampler.template
 
     async def say(episode: str, room: int = 64) -> tuple[str, str]:
-        ids = template.begin([ChatMessage(role="user", content="go")], ())
+        ids = template.encode_prompt([ChatMessage(role="user", content="go")], ())
         request = GenerationRequest(
             cache_key=episode,
             ids=ids,

@@ -70,7 +70,7 @@ async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int
             elif number <= len(kills):
                 learner.kill()
         await learner.ended.wait()
-        await fleet.drained(workers)
+        await fleet.drain_members(workers)
         entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
     return Recording(path=Path("in-memory"), header=RecordingHeader(run=RUN), entries=entries)
 

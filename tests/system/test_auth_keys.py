@@ -120,7 +120,7 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line_that_names_it(tmp_
 def test_without_a_folder_nothing_is_asked() -> None:
     assert build_access("learner", "") == {}
     assert msgspec.structs.asdict(RunSettings())["name"] == "default"
-    assert encode(Heartbeat(role="monitor", allow_worker_reports="m"))
+    assert encode(Heartbeat(role="monitor", worker="m"))
 
 
 def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import anyio
 import pytest
-from fleetbus_workers.environment.backends.sandbox import backends
+from fleetbus_workers.environment.isolation.sandbox import backends
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall

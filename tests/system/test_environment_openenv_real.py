@@ -191,7 +191,7 @@ async def test_a_server_that_is_killed_fails_its_episodes_and_the_run_goes_on_wh
                 for number in range(4):
                     await fleet.request(f"after-{number}", task=task)
                 every = await fleet.all_results(8)
-                await fleet.drained()
+                await fleet.drain_members()
     assert {(result.outcome, result.reward, result.error_class) for result in died} == {("env_failed", None, "ConnectionLost")}
     survived = [result for result in every if result.episode_id.startswith("after")]
     assert {(result.outcome, result.reward) for result in survived} == {("completed", 1.5)}

@@ -118,7 +118,7 @@ async def test_a_scan_reads_beside_the_leader_of_the_log_where_nothing_is_missin
 async def test_the_first_publish_of_a_connection_waits_for_a_log_that_elects_its_leader(
     bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = bus._connection.exchanges.ask
+    ask = bus._connection.request_mux.ask
     unheard = iter(range(5))
 
     async def nobody(reply: str, command: bytes, **options: Any) -> Any:
@@ -126,7 +126,7 @@ async def test_the_first_publish_of_a_connection_waits_for_a_log_that_elects_its
             return b"", b"NATS/1.0 503\r\n\r\n"
         return await ask(reply, command, **options)
 
-    monkeypatch.setattr(bus._connection.exchanges, "ask", nobody)
+    monkeypatch.setattr(bus._connection.request_mux, "ask", nobody)
     assert (await bus.publish(EPISODE, b"claim")).sequence == 1
 
 

@@ -253,10 +253,10 @@ async def test_a_worker_that_is_past_its_drain_begins_nothing_any_more() -> None
 class RefusingTemplate(ScriptedTemplate):
     """As a chat template that cannot render these roles or this image."""
 
-    def begin(self, messages: Any, tools: Any) -> list[int]:
+    def encode_prompt(self, messages: Any, tools: Any) -> list[int]:
         if "unspeakable" in str(messages):
             raise LookupError("no such role")
-        return super().begin(messages, tools)
+        return super().encode_prompt(messages, tools)
 
 
 async def test_an_observation_that_the_template_refuses_ends_its_episode_and_not_the_worker() -> None:

@@ -193,7 +193,7 @@ async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_run_that_is_over_says_so_and_is_no_alarm_though_its_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(watch: RunObserver, now: float) -> Termination:
-        watch.health.failed("the NATS server does not answer", now)
+        watch.health.record_failure("the NATS server does not answer", now)
         return Termination(how="stopped", since_ns=1, seconds=2.0, line=f"over: it was stopped normally {MARKUP}")
 
     monkeypatch.setattr(RunObserver, "ending", ended)

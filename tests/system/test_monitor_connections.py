@@ -33,7 +33,7 @@ async def test_the_page_answers_however_many_connections_say_nothing(monkeypatch
 
             async def run() -> None:
                 configuration = Configuration(run=RunSettings(name="run"))
-                await serving.serve(bus, configuration, host="127.0.0.1", bound=bound, stop=stop, told=lambda _: told.set())
+                await serving.serve(bus, configuration, host="127.0.0.1", bound=bound, stop=stop, on_ready=lambda _: told.set())
 
             group.start_soon(run)
             await told.wait()

@@ -36,7 +36,7 @@ async def test_a_puller_that_never_rests_forgets_the_requests_that_were_filled(
 ) -> None:
     """The server says nothing of a request that it filled, and with credits left at all times there is no clean slate."""
     monkeypatch.setattr(pull_requests, "_FORGET_SECONDS", 0.0)
-    async with declared(tmp_path) as bus, bus.pull_requests(tasks_consumer("default"), credits=64) as subscription:
+    async with declared(tmp_path) as bus, bus.pull(tasks_consumer("default"), credits=64) as subscription:
         assert isinstance(subscription, NatsSubscription)
         for number in range(150):
             async with anyio.create_task_group() as group:
@@ -46,8 +46,8 @@ async def test_a_puller_that_never_rests_forgets_the_requests_that_were_filled(
                 await (await subscription.receive()).ack()
                 subscription.grant()
             assert subscription.credits == 64
-        assert subscription._line._count > 20, "too few requests to tell"
-        assert len(subscription._line._requests) <= 2
+        assert subscription._pull_requests._count > 20, "too few requests to tell"
+        assert len(subscription._pull_requests._requests) <= 2
 
 
 async def test_a_puller_or_reader_that_has_left_does_not_come_back_when_the_server_answers(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ async def test_a_puller_or_reader_that_has_left_does_not_come_back_when_the_serv
         handlers = bus._connection.wire._handlers
         await bus._connection.round_trip(5)
         before = set(handlers)
-        async with bus.pull_requests(tasks_consumer("default"), credits=4) as subscription:
+        async with bus.pull(tasks_consumer("default"), credits=4) as subscription:
             assert isinstance(subscription, NatsSubscription)
         async with bus.read([SUBJECTS.episodes]) as reader:
             assert isinstance(reader, NatsReader)
@@ -66,7 +66,7 @@ async def test_a_puller_or_reader_that_has_left_does_not_come_back_when_the_serv
         while set(handlers) - before:  # noqa: ASYNC110  # the goodbye of the puller takes a round trip
             await anyio.sleep(0.01)
         await bus.publish(SUBJECTS.task("default", "e"), b"x")
-        async with bus.pull_requests(tasks_consumer("default"), credits=1) as other:
+        async with bus.pull(tasks_consumer("default"), credits=1) as other:
             assert (await other.receive()).delivered == 1
 
 

@@ -107,7 +107,7 @@ async def test_after_a_reconnect_the_inboxes_of_before_are_gone_and_what_waits_i
     async with ready_bus(server.url), Relay(server.url).running() as relay, connect(relay.url, run=RUN) as bus:
         async with bus.pull(tasks_consumer("default"), credits=1) as subscription, anyio.create_task_group() as tasks:
             await bus._connection.round_trip(2)
-            inbox = subscription._line._inbox.encode()
+            inbox = subscription._pull_requests._inbox.encode()
             assert b"SUB " + inbox in relay.heard
             relay.reading = anyio.Event()
             tasks.start_soon(bus.publish, SUBJECTS.task("default", "waiting"), b"x")
@@ -120,7 +120,7 @@ async def test_after_a_reconnect_the_inboxes_of_before_are_gone_and_what_waits_i
                 delivery = await subscription.receive()
             await delivery.ack()
         assert inbox + b"." not in relay.heard
-        assert subscription._line._inbox.encode() in relay.heard
+        assert subscription._pull_requests._inbox.encode() in relay.heard
 
 
 async def test_what_was_not_sent_when_a_connection_broke_is_not_sent_on_the_next(server: KillableServer) -> None:
