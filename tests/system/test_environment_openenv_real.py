@@ -99,7 +99,7 @@ async def test_defect_1_a_full_server_accepts_and_then_refuses_here_episodes_wai
 async def test_defect_2_a_dropped_session_would_go_on_in_a_fresh_environment_here_it_is_over(echo: str) -> None:
     async with playing(echo) as (environment, _):
         await environment.step(say("hello"))
-        environment._opened()._socket.transport.abort()
+        environment._require_session()._socket.transport.abort()
         for _ in range(2):
             with pytest.raises(ConnectionLost):
                 await environment.step(say("hello"))
@@ -126,7 +126,7 @@ async def test_defect_4_a_step_cut_short_keeps_its_place_here_the_next_episode_w
 
 async def test_defect_5_calls_at_the_same_time_would_swap_replies_here_each_gets_its_own(echo: str) -> None:
     async with playing(echo) as (environment, _):
-        session = environment._opened()
+        session = environment._require_session()
         replies: dict[str, Any] = {}
 
         async def step(message: str) -> None:
