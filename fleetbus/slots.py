@@ -10,6 +10,7 @@ from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Bus, Delivery, Subscription
 from fleetbus.errors import BusClosed, BusError
+from fleetbus.notifier import Notifier
 
 log = structlog.get_logger()
 
@@ -20,7 +21,7 @@ class Slots:
     def __init__(self, bus: Bus, work: Callable[[Delivery], Awaitable[None]]) -> None:
         self._bus = bus
         self._work = work
-        self._slot_freed = anyio.Event()
+        self._slot_freed = Notifier()
         self._pulling = True
         self.in_flight = 0
 
@@ -36,7 +37,6 @@ class Slots:
     async def wait_until_idle(self) -> None:
         """Return when nothing is in work."""
         while self.in_flight:
-            self._slot_freed = anyio.Event()
             await self._slot_freed.wait()
 
     async def _pull(self, consumer: str, slots: int, working: TaskGroup) -> None:
@@ -58,6 +58,6 @@ class Slots:
             )
         finally:
             self.in_flight -= 1
-            self._slot_freed.set()
+            self._slot_freed.notify()
             if self._pulling:
                 subscription.grant(1)

@@ -15,6 +15,7 @@ import anyio.lowlevel
 from fleetbus.bus.base import Request
 from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_subjects import SubjectIndex
+from fleetbus.notifier import Notifier
 
 T = TypeVar("T")
 Respond = Callable[[bytes], None]
@@ -80,7 +81,7 @@ class _ReceiveQueue(Generic[T]):
 
     def __init__(self, limit: int) -> None:
         self._waiting: deque[T] = deque(maxlen=limit)
-        self._wake = anyio.Event()
+        self._wake = Notifier()
 
     @property
     def _is_full(self) -> bool:
@@ -89,13 +90,12 @@ class _ReceiveQueue(Generic[T]):
     async def receive(self) -> T:
         await anyio.lowlevel.checkpoint()
         while not self._waiting:
-            self._wake = anyio.Event()
             await self._wake.wait()
         return self._waiting.popleft()
 
     def _put(self, item: T) -> None:
         self._waiting.append(item)
-        self._wake.set()
+        self._wake.notify()
 
 
 class MemoryRequestServer(_ReceiveQueue[Request]):

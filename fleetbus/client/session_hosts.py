@@ -8,6 +8,7 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.heartbeats import follow_heartbeats
+from fleetbus.notifier import Notifier
 from fleetbus.worker_lifecycle import HEARTBEAT_SECONDS
 from fleetbus_schemas import Heartbeat, Subjects
 
@@ -23,7 +24,7 @@ class SessionHosts:
         self._subject = subjects.heartbeat("environment", "*")
         self._hosts: dict[str, tuple[float, Heartbeat]] = {}
         self._sent: dict[str, int] = {}
-        self._heard = anyio.Event()
+        self._heard = Notifier()
 
     async def run(self) -> None:
         """Follow heartbeats until cancelled."""
@@ -36,7 +37,6 @@ class SessionHosts:
             if worker is not None:
                 self._sent[worker] = self._sent.get(worker, 0) + 1  # until its next heartbeat counts it
                 return worker
-            self._heard = anyio.Event()
             await self._heard.wait()
 
     def remove(self, worker: str) -> None:
@@ -51,7 +51,7 @@ class SessionHosts:
             self._hosts[beat.worker] = (anyio.current_time(), beat)
         else:
             self.remove(beat.worker)
-        self._heard.set()
+        self._heard.notify()
 
     def _forget_silent(self) -> None:
         oldest = anyio.current_time() - FORGET_AFTER_SECONDS

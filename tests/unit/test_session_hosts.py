@@ -61,3 +61,18 @@ async def test_workers_that_were_killed_are_forgotten_however_many_there_were() 
             await anyio.sleep(FORGET_AFTER_SECONDS / 2)
         assert len(hosts._hosts) <= 3
         assert len(hosts._sent) <= 3
+
+
+async def test_one_heartbeat_wakes_all_who_wait_for_a_worker() -> None:
+    async with listening() as (bus, hosts), anyio.create_task_group() as group:
+        chosen: list[str] = []
+
+        async def choose() -> None:
+            chosen.append(await hosts.choose())
+
+        for _ in range(32):
+            group.start_soon(choose)
+        await anyio.wait_all_tasks_blocked()
+        await beat(bus, "first")
+        assert chosen == ["first"] * 32
+        group.cancel_scope.cancel()

@@ -70,7 +70,8 @@ class EnvironmentWorker:
             group.start_soon(control.run)
             group.start_soon(self._receive_actions)
             if self._session_slots:
-                group.start_soon(self._sessions.run)
+                await group.start(self._sessions.run)
+                await lifecycle.beat_once()  # clients that wait for a host need not wait for the next heartbeat
             await self._work(lifecycle)
             group.cancel_scope.cancel()
 
@@ -111,7 +112,7 @@ class EnvironmentWorker:
             lane=self._lane.name,
             draining=self._drain.is_set(),
             counters=dict(self._counters),
-            session_slots=self._session_slots,
+            session_slots=self._session_slots if self._sessions.serving else 0,
             sessions=self._sessions.open,
         )
 

@@ -136,8 +136,7 @@ class GymService:
 
             try:
                 async with sessions(bus, subjects) as client, anyio.create_task_group() as group:
-                    group.start_soon(host.run)
-                    await anyio.lowlevel.checkpoint()
+                    await group.start(host.run)
                     group.start_soon(send_heartbeats)
                     yield GymCalls(
                         client,

@@ -16,6 +16,7 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.episodes import decode_entries
+from fleetbus.notifier import Notifier
 from fleetbus.runtime import run_in_thread
 from fleetbus_schemas import Action, CheckpointStored, EpisodeRequested, Message, PolicyPublished, StepTrained, TrainingFinished
 from fleetbus_workers.replay.compare import first_difference
@@ -85,7 +86,7 @@ class LearnerDirector:
         self._computing = 0
         self.seconds: dict[str, float] = {}
         """What blocking work took, by the name of its function."""
-        self._asked = anyio.Event()
+        self._asked = Notifier()
 
     def _place(self, message: StepTrained) -> int:
         return self._expected[key_of("", message)][0].sequence
@@ -115,7 +116,6 @@ class LearnerDirector:
                 if recorded is None:  # it came
                     self._due.popleft()
                 elif recorded[0].sequence < sequence:
-                    self._asked = anyio.Event()
                     await self._asked.wait()
                 else:
                     return
@@ -178,7 +178,7 @@ class LearnerDirector:
     async def _asked_for(self, request: EpisodeRequested) -> None:
         """Its result comes at once if it is evaluated, else with the others of its step."""
         story = self._stories[request.episode_id]
-        self._asked.set()
+        self._asked.notify()
         if request.split == "eval":
             await self._feed(story)
         else:

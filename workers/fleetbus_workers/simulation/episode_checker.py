@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import anyio
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.history import Turn, collect_token_ids, fold_history, history_hash, loss_mask
+from fleetbus.notifier import Notifier
 from fleetbus_schemas import (
     GRADED,
     Action,
@@ -71,13 +71,12 @@ class EpisodeChecker:
         self._oracle = oracle
         self.record: dict[str, EpisodeRecord] = {}
         self.open: dict[str, EpisodeRecord] = {}
-        self._one_finished = anyio.Event()
+        self._one_finished = Notifier()
         self.is_trimmed = False
 
     async def all_finished(self) -> None:
         """Return once every request has its result."""
         while self.open:
-            self._one_finished = anyio.Event()
             await self._one_finished.wait()
 
     def apply_request(self, entry: StreamEntry, at: float) -> EpisodeRecord | None:
@@ -105,7 +104,7 @@ class EpisodeChecker:
         else:
             record.result, record.result_sequence = message, entry.sequence
             self.open.pop(message.episode_id, None)
-            self._one_finished.set()
+            self._one_finished.notify()
             self._apply_result(record, message, at)
 
     def apply_observation(self, entry: StreamEntry, at: float) -> None:

@@ -15,6 +15,7 @@ import anyio
 from fleetbus.bus.base import ConsumerFloor, Delivery, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.memory import MemoryBus
 from fleetbus.bus.streams import RunPlan
+from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, WorkerStarted, decode, encode
 from fleetbus_workers.simulation.network_faults import SeededNetworkFaults
 from fleetbus_workers.simulation.observer import Observer
@@ -34,15 +35,14 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = True
-        self._opened = anyio.Event()
+        self._opened = Notifier()
 
     def close(self) -> None:
         self.is_open = False
-        self._opened = anyio.Event()
 
     def open(self) -> None:
         self.is_open = True
-        self._opened.set()
+        self._opened.notify()
 
     async def wait_open(self) -> None:
         while not self.is_open:

@@ -13,11 +13,12 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 import structlog
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 
 from fleetbus.bus.base import Request
 from fleetbus.core.journal import build_refusal
 from fleetbus.errors import BusClosed, BusError
+from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.episode.attempts import WorkerContext
@@ -45,8 +46,10 @@ class SessionHost:
         self._admission_locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._calls = 0
         self._draining = False
-        self._session_removed = anyio.Event()
-        self._session_admitted = anyio.Event()
+        self.serving = False
+        """Whether calls arrive here. A worker that says so earlier is asked, and taken for gone."""
+        self._session_removed = Notifier()
+        self._session_admitted = Notifier()
 
     @property
     def open(self) -> int:
@@ -58,11 +61,13 @@ class SessionHost:
         """The sessions that are held here."""
         return tuple(self._sessions)
 
-    async def run(self) -> None:
-        """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere."""
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere. Started: calls arrive."""
         context = self._context
         sweep = OrphanSweep(context.bus, context.subjects, worker=context.worker, limits=context.limits)
         async with context.bus.serve(context.subjects.rpc(context.worker, "*")) as server:
+            self.serving = True
+            task_status.started()
             try:
                 async with anyio.create_task_group() as group:
                     group.start_soon(self._end_expired, group)
@@ -83,7 +88,6 @@ class SessionHost:
         self._draining = True
         with anyio.move_on_after(seconds):
             while self._sessions:
-                self._session_removed = anyio.Event()
                 await self._session_removed.wait()
         async with anyio.create_task_group() as group:
             for session, stepwise_session in list(self._sessions.items()):
@@ -188,7 +192,7 @@ class SessionHost:
             stepwise_session = StepwiseSession(context, journal, session=call.session)
             self._sessions[call.session] = stepwise_session
             is_hosted = True
-            self._session_admitted.set()
+            self._session_admitted.notify()
             await self._restore(call.session, stepwise_session)
             self._counters["sessions_opened" if attempt == 1 else "sessions_taken_over"] += 1
             return stepwise_session
@@ -231,13 +235,12 @@ class SessionHost:
         if session in self._sessions and (stepwise_session is None or self._sessions[session] is stepwise_session):
             del self._sessions[session]
             self._release_slot()
-            self._session_removed.set()
+            self._session_removed.notify()
 
     async def _end_expired(self, group: TaskGroup) -> None:
         """End expired sessions until cancelled; one timer for all of them."""
         while True:
             if not self._sessions:
-                self._session_admitted = anyio.Event()
                 await self._session_admitted.wait()
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             now = anyio.current_time()
