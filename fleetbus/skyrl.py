@@ -131,8 +131,7 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
             self._count(answer, metadata)
             reward = answer.reward or 0.0
             if ended or used_up:
-                reward += await self._grade(reward, metadata)
-                self._final_reward = reward
+                reward += await self._unpaid(metadata)
         except (SessionFailed, SessionUnavailable) as error:
             metadata |= {"error": str(error), "done_reason": "env_failed", "training_usable": False}
             return _build_output([], 0.0, True, metadata)
@@ -140,16 +139,15 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
         observations = [] if used_up else [_build_chat_message(message) | {"role": "user"} for message in answer.messages]
         return _build_output(observations, reward, bool(ended or used_up), metadata)
 
-    async def _grade(self, rewarded: float, metadata: dict[str, Any]) -> float:
-        """The verdict of an environment that grades at the end, before the reward goes out."""
+    async def _unpaid(self, metadata: dict[str, Any]) -> float:
+        """What the steps were not rewarded of the verdict."""
         assert self._session is not None
-        if rewarded:
-            return 0.0
         verdict = await self._session.verify()
-        if verdict.reward is None:
+        if verdict.unpaid is None:
             metadata |= {"training_usable": False, "error": verdict.reason or "no verdict"}
             return 0.0
-        return verdict.reward
+        self._final_reward = verdict.reward
+        return verdict.unpaid
 
     def _count(self, answer: SessionAnswer, metadata: dict[str, Any]) -> None:
         self._counts["tool_calls"] += answer.tool_calls

@@ -217,7 +217,8 @@ class Session:
         return (await self.request("state")).state
 
     async def verify(self) -> SessionAnswer:
-        """The grade: ``reward``, or None and a ``reason``."""
+        """The grade: ``reward``, the total of the episode, or None and a ``reason``; ``unpaid`` is what the steps were not
+        rewarded of it."""
         return await self.request("verify")
 
     async def close(self) -> None:

@@ -12,11 +12,24 @@ from collections.abc import Sequence
 
 from fleetbus.core.advantages import EPSILON
 
+PAID_WITHIN = 1e-9
+"""Sums of the same rewards in another order differ by less than this part of them."""
+
+
+def unpaid_reward(total: float, turn_rewards: Sequence[float]) -> float:
+    """What is left of an episode's ``total`` (its verdict) after what its turns were rewarded; it comes with the last turn.
+
+    Exactly 0 where the verdict is the sum of the turns' rewards; negative where the turns were rewarded more than it.
+    """
+    paid = math.fsum(turn_rewards)
+    return 0.0 if math.isclose(total, paid, rel_tol=PAID_WITHIN, abs_tol=PAID_WITHIN) else total - paid
+
 
 def compute_turn_returns(turn_rewards: Sequence[float], outcome_reward: float, *, turns: int, discount: float) -> list[float]:
     """The discounted return of each of ``turns`` turns, ``G_k = sum over l >= k of discount^(l - k) r_l``.
 
-    ``outcome_reward`` comes with the last turn, on top of that turn's own reward. Missing turn rewards are 0.
+    ``outcome_reward`` is what the turns were not rewarded yet (`unpaid_reward`): it comes with the last turn, on top of that
+    turn's own reward. Missing turn rewards are 0.
     """
     rewards = [*turn_rewards[:turns], *[0.0] * (turns - len(turn_rewards))]
     following, returns = outcome_reward, []

@@ -42,8 +42,10 @@ class SessionCall(Message, frozen=True, kw_only=True):
 class SessionAnswer(Message, frozen=True, kw_only=True):
     """Environment worker → client. ``refusal``: not executed. ``end``: the session is over, ``error`` says why.
 
-    ``reward`` is the step's own (0 if the environment grades at the end) or the verdict (None: there is none, ``reason``
-    says why). ``state`` is the environment's view for ``state``, and what else it told for ``reset`` and ``step``.
+    ``reward`` is the step's own (0 if the environment grades at the end) or the verdict, which is the total of the episode
+    since its reset (None: there is none, ``reason`` says why). ``unpaid`` goes with a verdict: what the steps were not rewarded
+    of it, which belongs to the last step.
+    ``state`` is the environment's view for ``state``, and what else it told for ``reset`` and ``step``.
     """
 
     session: str
@@ -63,6 +65,7 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     tool_errors: int = 0
     state: dict[str, Any] = msgspec.field(default_factory=dict)
     worker: str = ""
+    unpaid: float | None = None
 
 
 class SessionClaimed(Message, frozen=True, kw_only=True):

@@ -92,6 +92,7 @@ SESSION_ANSWER = SessionAnswer(
     tool_errors=1,
     state={"position": [1, 2]},
     worker="env-1",
+    unpaid=0.125,
 )
 
 _EXAMPLES: tuple[Message, ...] = (

@@ -30,14 +30,14 @@ class ProcessDeployment:
     """Processes of one run; killed at the end whatever happened."""
 
     def __init__(self, url: str, bus: Bus) -> None:
-        self._url = url
+        self.url = url
         self.bus = bus
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     async def start(self, name: str, *command: str) -> None:
         """A role's process; returns when it has said hello."""
         async with self.bus.read([SUBJECTS.life("*", name)], start=await self.bus.last_sequence() + 1) as reader:
-            arguments = [*command, "--nats", self._url, "--run", RUN, "--name", name]
+            arguments = [*command, "--nats", self.url, "--run", RUN, "--name", name]
             self.processes[name] = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", *arguments])  # noqa: ASYNC220
             while True:
                 entry = await reader.receive()

@@ -27,8 +27,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What one action led to. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
 
-    ``messages`` are what the policy sees next (empty when the episode is over). ``reward`` is this turn's own, 0 if the
-    environment grades only at the end. ``tool_calls`` and ``tool_errors`` count what this step did. ``info``: see `Start`.
+    ``messages`` are what the policy sees next (empty when the episode is over). ``reward`` is this turn's own part of the
+    episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
+    this step did. ``info``: see `Start`.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -41,7 +42,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The grade of a finished episode. ``reward`` None means that there is no verdict (never a zero); ``reason`` says why."""
+    """The grade of a finished episode. ``reward`` None means that there is no verdict (never a zero); ``reason`` says why.
+
+    ``reward`` is the total of the episode, the rewards of its steps included: what the steps were not rewarded of it is paid
+    with the last one, to the learner's turns and through every gateway. An environment that rewards its steps and has nothing
+    to add gives their sum.
+    """
 
     reward: float | None
     reason: str = ""

@@ -156,21 +156,19 @@ class GymCalls:
         reward = answer.reward or 0.0
         info = answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
         if done:
-            reward += await self._grade(session, key, info)
+            reward += await self._unpaid(session, key, info)
         text, images = await render_messages(answer.messages, self._load, self._format)
         return Answer({"obs": text, "reward": reward, "done": done, "info": info}, images)
 
-    async def _grade(self, session: str, key: str, info: dict[str, Any]) -> float:
-        """The verdict of an environment that grades only at the end; what it rewarded step by step is the grade otherwise."""
-        journal = await self._journal(session)
-        if any(record.answer.reward for record in journal.records if record.call.call == "step"):
-            return 0.0
+    async def _unpaid(self, session: str, key: str, info: dict[str, Any]) -> float:
+        """What the steps were not rewarded of the verdict."""
         answer = await self._execute(SessionCall(session=session, call="verify", key=f"{key}v"))
-        if answer.end is not None or answer.reward is None:
+        if answer.end is not None or answer.reward is None or answer.unpaid is None:
             info |= {"training_usable": False, "error": answer.error or answer.reason or "no verdict"}
             return 0.0
-        info.setdefault("success", answer.reward > 0)
-        return answer.reward
+        if answer.unpaid == answer.reward:  # a reward for a step says nothing of success
+            info.setdefault("success", answer.reward > 0)
+        return answer.unpaid
 
     async def _system_prompt(self, session: str) -> Answer:
         journal = await self._journal(session)

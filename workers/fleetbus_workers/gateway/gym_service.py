@@ -13,6 +13,7 @@ executed once, one at a time per session, however often a client repeats it.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -169,7 +170,7 @@ async def _run_callback(callback: Callback | None) -> None:
 
 
 class HandlerEnvironment:
-    """A handler's environment behind fleetbus's calls. It rewards step by step and has no verdict of its own."""
+    """A handler's environment behind fleetbus's calls. It rewards step by step; its verdict is their sum."""
 
     replayable = False
 
@@ -178,6 +179,7 @@ class HandlerEnvironment:
         self._images = images
         self._format = wanted
         self._environment: Any = None
+        self._rewards: list[float] = []
 
     async def open(self, task: Task) -> None:
         self._seed = task.seed or 0
@@ -192,7 +194,8 @@ class HandlerEnvironment:
     async def step(self, action: Action) -> Step:
         observation, reward, done, info = await self._environment.step(action.text)
         messages = (await self._message("user", observation),)
-        return Step(messages=messages, reward=to_plain_number(reward), terminated=bool(done), info=info)
+        self._rewards.append(to_plain_number(reward))
+        return Step(messages=messages, reward=self._rewards[-1], terminated=bool(done), info=info)
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
@@ -200,7 +203,7 @@ class HandlerEnvironment:
 
     async def verify(self) -> Verdict:
         await anyio.lowlevel.checkpoint()
-        return Verdict(reward=0.0)
+        return Verdict(reward=math.fsum(self._rewards))
 
     async def close(self) -> None:
         if self._environment is not None:

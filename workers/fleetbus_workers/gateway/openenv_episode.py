@@ -108,11 +108,11 @@ class OpenEnvEpisode:
         answer = await self._call_session("step", key=key, timeout=timeout, text=text, tool_calls=calls)
         over = answer.terminated or answer.truncated
         reward = answer.reward or 0.0
-        if over and not reward:
+        if over:
             verdict = await self._call_session("verify", key=f"{key}v")
-            if verdict.reward is None:
+            if verdict.unpaid is None:
                 raise FrameError("EXECUTION_ERROR", f"the episode has no verdict: {verdict.reason or 'unknown'}")
-            reward = verdict.reward
+            reward += verdict.unpaid
         tool = calls[0].name if calls else ""
         return await write_observation(answer, self._load, tool=tool) | {"reward": reward, "done": over}
 

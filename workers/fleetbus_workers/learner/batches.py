@@ -21,7 +21,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
 from fleetbus.core.shaping import overlong_penalty
-from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns
+from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns, unpaid_reward
 from fleetbus.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.errors import RequestUnanswered, UserError
 from fleetbus.runtime import Runtime
@@ -101,7 +101,7 @@ async def read_sequences(
 def compute_episode_advantages(groups: Sequence[Group], plan: CreditPlan) -> list[list[float]]:
     """The advantage of every turn of every graded episode of ``groups``, in their order.
 
-    With credit per turn, what an episode's reward has beyond the rewards of its turns comes with its last turn.
+    An episode's reward is its total. With credit per turn, what its turns were not rewarded of it comes with its last turn.
     """
     results = [result for group in groups for result in group.graded]
     numbers = [number for number, group in enumerate(groups) for _ in group.graded]
@@ -110,7 +110,10 @@ def compute_episode_advantages(groups: Sequence[Group], plan: CreditPlan) -> lis
     if plan.credit_assignment == "turn":
         returns = [
             compute_turn_returns(
-                result.turn_rewards, reward - sum(result.turn_rewards[:count]), turns=count, discount=plan.turn_discount
+                result.turn_rewards,
+                unpaid_reward(reward, result.turn_rewards[:count]),
+                turns=count,
+                discount=plan.turn_discount,
             )
             for result, reward, count in zip(results, rewards, turns, strict=True)
         ]

@@ -72,8 +72,8 @@ class ColoursEnvironment:
         self._right += right
         self._played += 1
         if self._played == self._turns:
-            return Step(reward=float(right), terminated=True)
-        return Step(messages=(await self._build_question(),), reward=float(right))
+            return Step(reward=right / self._turns, terminated=True)
+        return Step(messages=(await self._build_question(),), reward=right / self._turns)
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()

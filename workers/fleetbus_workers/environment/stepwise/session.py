@@ -16,6 +16,7 @@ import structlog
 
 from fleetbus.core.journal import Journal, JournalEntry, build_refusal
 from fleetbus.core.tool_calls import parse_tool_calls
+from fleetbus.core.turn_credit import unpaid_reward
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.base import Environment
@@ -56,6 +57,7 @@ class StepwiseSession:
         self._stages = Stages()
         self._environment: Environment | None = None
         self._turn = -1
+        self._rewards: list[float] = []
         self._is_episode_over = False
         self._pending: dict[str, _PendingCall] = {}
         self._call_lock = anyio.Lock()
@@ -194,7 +196,8 @@ class StepwiseSession:
                     reward = None if verdict.reward is None else to_plain_number(verdict.reward)
                     if reward is not None and not math.isfinite(reward):
                         return self._build_answer(call, reason=f"the verdict is {reward}, which is no grade")
-                    return self._build_answer(call, reward=reward, reason=verdict.reason)
+                    unpaid = None if reward is None else unpaid_reward(reward, self._rewards)
+                    return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
 
     def _require_environment(self) -> Environment:
         if self._environment is None:
@@ -217,7 +220,7 @@ class StepwiseSession:
         with self._stages.time_limit("reset", self._context.limits.reset):
             start = await self._require_environment().reset()
             messages = clip_messages(check_messages(start.messages), self._context.settings.observation_bytes)
-        self._turn = 0
+        self._turn, self._rewards = 0, []
         return self._build_answer(call, messages=messages, tools=tuple(start.tools), state=to_plain_values(start.info))
 
     async def _step(self, call: SessionCall) -> SessionAnswer:
@@ -235,6 +238,7 @@ class StepwiseSession:
             reward = to_plain_number(step.reward)
             if not math.isfinite(reward):
                 raise EpisodeEnded("env_failed", "reward_not_finite", f"the step was rewarded {reward}")
+            self._rewards.append(reward)
             return self._build_answer(
                 call,
                 messages=clip_messages(check_messages(step.messages), self._context.settings.observation_bytes),

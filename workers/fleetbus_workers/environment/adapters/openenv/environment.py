@@ -161,18 +161,30 @@ class OpenEnvEnvironment:
             return self._build_step(
                 format_error(f"the action does not fit: {refused}"), more=more, done=done, calls=1, errors=1
             )
-        self._rewards.append(observed.reward)
+        reward = self._rewarded(observed.reward)
         failed = bool(observed.observation.get("error")) if self._is_mcp else False
         truncated = observed.done and observed.metadata.get("truncated") is True
         return self._build_step(
             self._format_observation(observed),
             more=more,
-            reward=observed.reward or 0.0,
+            reward=reward,
             done=done or (observed.done and not truncated),
             truncated=truncated,
             calls=calls,
             errors=int(failed),
         )
+
+    def _rewarded(self, reward: float | None) -> float:
+        """The step's own part of the episode's reward; where each reward stands for all so far, what it has beyond the last."""
+        before = (
+            next((rewards for rewards in reversed(self._rewards) if rewards is not None), 0.0) if self._last_counts else 0.0
+        )
+        self._rewards.append(reward)
+        return 0.0 if reward is None else reward - before
+
+    @property
+    def _last_counts(self) -> bool:
+        return self._task.config.get("reward", "sum") == "last"
 
     def _build_step(
         self,
@@ -219,7 +231,7 @@ class OpenEnvEnvironment:
         if self._task.verifier:
             return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
         rewards = [reward for reward in self._rewards if reward is not None]
-        if self._task.config.get("reward", "sum") == "last":
+        if self._last_counts:
             rewards = rewards[-1:] if self._rewards and self._rewards[-1] is not None else []
         if not rewards:
             return Verdict(reward=None, reason="the environment gave no reward")
