@@ -129,6 +129,7 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
             ended = "agent_done" if answer.terminated else "truncated" if answer.truncated else None
             used_up = self.turns >= self.max_turns and ended is None
             self._count(answer, metadata)
+            metadata["info"] = answer.state
             reward = answer.reward or 0.0
             if ended or used_up:
                 reward += await self._unpaid(metadata)

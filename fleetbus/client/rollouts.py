@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import anyio
 import msgspec
@@ -38,7 +39,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ids``: all token ids in order, as they were sampled and never re-tokenised; ``loss_mask``: True for the policy's own;
     ``logprobs``: one per id under the sampling temperature, 0.0 where the mask is False. All three have the same length.
-    ``prompt_tokens``: how many ids come before the policy's first. ``texts``: what the policy said, by turn.
+    ``prompt_tokens``: how many ids come before the policy's first. ``texts``: what the policy said, by turn. ``reward`` is the
+    total, ``turn_rewards`` included. ``success``, ``info`` and ``last_observation`` are as in `EpisodeFinished`.
     """
 
     episode_id: str
@@ -53,6 +55,9 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     texts: tuple[str, ...]
     policy_versions: tuple[int, ...]
     error: str = ""
+    success: bool | None = None
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    last_observation: str = ""
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,4 +198,7 @@ class _GroupRunner:
             texts=tuple(turn.action.text for turn in turns),
             policy_versions=result.policy_versions,
             error=result.error,
+            success=result.success,
+            info=result.info,
+            last_observation=result.last_observation,
         )

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fleetbus.core.success import is_success
 from fleetbus_schemas import GRADED, EpisodeFinished
-
-SUCCESS = 1.0
-"""A reward of at least this is a success."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +41,7 @@ def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> 
     rewards = [result.reward for result in graded if result.reward is not None]
     by_task: defaultdict[str, list[bool]] = defaultdict(list)
     for result in graded:
-        by_task[result.group_id].append((result.reward or 0.0) >= SUCCESS)
+        by_task[result.group_id].append(is_success(result))
     found = {}
     for k in sorted(set(ks)):
         values = [pass_at(k, samples=len(wins), successes=sum(wins)) for wins in by_task.values() if len(wins) >= k]
@@ -53,7 +51,7 @@ def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> 
         tasks=len({result.group_id for result in results}),
         episodes=len(results),
         graded=len(graded),
-        success=sum(reward >= SUCCESS for reward in rewards) / max(len(rewards), 1),
+        success=sum(map(is_success, graded)) / max(len(graded), 1),
         mean_reward=math.fsum(rewards) / max(len(rewards), 1),
         pass_at=found,
         not_graded=dict(Counter(result.outcome for result in results if result.outcome not in GRADED)),

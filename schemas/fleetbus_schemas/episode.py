@@ -115,7 +115,9 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
 
     ``reward`` is None unless ``outcome`` is graded. ``actions`` are the Actions of the trained history in turn order; their
     token arrays live there and only there. ``loss_mask`` has one packed bit per token of prompt delta 0, sampled 0,
-    prompt delta 1, ... (``tokens`` bits). ``timings`` are seconds by stage.
+    prompt delta 1, ... (``tokens`` bits). ``timings`` are seconds by stage. ``info`` is what the environment told beside its
+    last observation, ``success`` what it says of success there (None: nothing), ``last_observation`` the text of that
+    observation, which the policy did not see if the episode ended with it; info and text are cut.
     """
 
     episode_id: str
@@ -141,3 +143,6 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     attempts: int = 1
     policy_versions: tuple[int, ...] = ()
     dataset_version: str = ""
+    success: bool | None = None
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    last_observation: str = ""

@@ -56,7 +56,8 @@ class CheckpointStored(Message, frozen=True, kw_only=True):
 
 
 class EvaluationFinished(Message, frozen=True, kw_only=True):
-    """Held-out tasks played with one policy version. ``success`` is the share of graded episodes with reward 1 or more."""
+    """Held-out tasks played with one policy version. ``success`` is the share of graded episodes that are one by
+    their environment's word, or by a reward of 1 or more."""
 
     lineage: str
     step: int

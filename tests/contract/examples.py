@@ -195,6 +195,9 @@ _EXAMPLES: tuple[Message, ...] = (
         attempts=2,
         policy_versions=(12, 13),
         dataset_version="v0.2",
+        success=True,
+        info={"success": True, "distance": 1.5},
+        last_observation="The crates are at the dock.",
     ),
     PolicyPublished(
         policy="main",

@@ -63,7 +63,8 @@ async def test_an_episode_is_played_and_graded_by_the_sum_of_its_rewards(old: bo
             step = await environment.step(say("up"))
             assert (step.messages[0].content, step.reward, step.terminated) == ("at 1", 0.0, False)
             step = await environment.step(say("up"))
-            assert (step.messages, step.reward, step.terminated, step.truncated) == ((), 1.0, True, False)
+            assert (step.messages[0].content, step.reward, step.terminated, step.truncated) == ("at 2", 1.0, True, False)
+            assert step.info == {"success": True}
             assert (await environment.state())["info"] == {"success": True}
             assert await environment.verify() == Verdict(reward=1.0)
         assert double.configs == [{"level": 3}], "the client's own keys are not the environment's"

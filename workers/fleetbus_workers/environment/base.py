@@ -27,9 +27,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What one action led to. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
 
-    ``messages`` are what the policy sees next (empty when the episode is over). ``reward`` is this turn's own part of the
+    ``messages`` are what the policy sees next; when the episode is over, what there is left to see, for results and clients.
+    ``reward`` is this turn's own part of the
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
-    this step did. ``info``: see `Start`.
+    this step did. ``info``: see `Start`; ``success`` (or ``is_success``) in it says whether the episode is a success.
     """
 
     messages: tuple[ChatMessage, ...] = ()

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fleetbus.core.groups import Group
+from fleetbus.core.success import is_success
 from fleetbus_workers.learner.base import TrainingSequence
-
-SUCCESS = 1.0
-"""A reward of at least this is a success."""
 
 ADVANTAGES = ("advantage_min", "advantage_max", "advantage_size_mean", "advantage_moment")
 
@@ -30,7 +28,7 @@ def compute_group_metrics(
     flat = sum(len({result.reward for result in group.graded}) == 1 for group in groups)
     return {
         "reward": statistics.fmean(rewards),
-        "success": statistics.fmean(float(reward >= SUCCESS) for reward in rewards),
+        "success": statistics.fmean(float(is_success(result)) for result in results),
         "staleness_max": max(lags),
         "staleness_mean": statistics.fmean(lags),
         "staleness_in_flight_mean": statistics.fmean(lag - waited for lag, waited in zip(lags, queued, strict=True)),

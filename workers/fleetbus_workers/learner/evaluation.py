@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import anyio
 
+from fleetbus.core.success import is_success
 from fleetbus.requests import Requests
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
-from fleetbus_workers.learner.batch_metrics import SUCCESS
 
 
 class PendingEvaluation:
@@ -60,7 +60,7 @@ class Evaluations:
                 pending.add(result)
         await pending.complete.wait()
         del self._pending[group]
-        graded = [result for result in pending.results.values() if result.outcome in GRADED]
+        graded = [each for each in pending.results.values() if each.outcome in GRADED and each.reward is not None]
         rewards = [result.reward for result in graded if result.reward is not None]
         return EvaluationFinished(
             lineage=lineage,
@@ -69,7 +69,7 @@ class Evaluations:
             name=name,
             episodes=len(tasks),
             graded=len(rewards),
-            success=sum(reward >= SUCCESS for reward in rewards) / max(len(rewards), 1),
+            success=sum(map(is_success, graded)) / max(len(graded), 1),
             mean_reward=sum(rewards) / max(len(rewards), 1),
             temperature=temperature,
         )

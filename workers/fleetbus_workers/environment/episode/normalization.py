@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 
-from fleetbus_schemas import ChatMessage
+from fleetbus_schemas import ChatMessage, Text
 
 _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+INFO_BYTES = 2048
+"""Of what an environment tells beside its observation, in results: they are kept as long as the log, and read by everybody."""
 
 CLIP_NOTICE = "\n[cut: {left} more bytes]"
 
@@ -44,6 +47,42 @@ def to_plain_values(value: Any) -> Any:
     return str(value)
 
 
+def clipped_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """What `to_plain_values` makes of ``values``, without the entries that do not fit into ``limit`` bytes, the largest first, and
+    those that cannot travel."""
+    sizes: dict[str, int] = {}
+    plain: dict[str, Any] = to_plain_values(values)
+    for name, value in plain.items():
+        try:
+            sizes[name] = len(msgspec.msgpack.encode((name, value)))
+        except (OverflowError, UnicodeEncodeError, RecursionError):
+            continue
+    total = sum(sizes.values())
+    for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
+        if total <= limit:
+            break
+        total -= sizes.pop(name)
+    return {name: plain[name] for name in plain if name in sizes}
+
+
+def shown_text(messages: Sequence[ChatMessage]) -> str:
+    """The text of messages, with a word for each image."""
+    texts = []
+    for message in messages:
+        parts = (Text(text=message.content),) if isinstance(message.content, str) else message.content
+        texts.append("".join(part.text if isinstance(part, Text) else f"[image, {part.width}x{part.height}]" for part in parts))
+    return "\n".join(texts)
+
+
+def clipped_text(text: str, limit: int) -> str:
+    """Text beyond ``limit`` bytes is cut, and says so."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= limit:
+        return text
+    head = data[:limit].decode("utf-8", "ignore")
+    return head + CLIP_NOTICE.format(left=len(data) - len(head.encode()))
+
+
 def clip_messages(messages: Sequence[ChatMessage], limit: int) -> tuple[ChatMessage, ...]:
     """Text beyond ``limit`` bytes per message is cut, with a notice."""
     return tuple(_clip(message, limit) for message in messages)
@@ -52,8 +91,5 @@ def clip_messages(messages: Sequence[ChatMessage], limit: int) -> tuple[ChatMess
 def _clip(message: ChatMessage, limit: int) -> ChatMessage:
     if not isinstance(message.content, str):
         return message
-    data = message.content.encode("utf-8", "replace")
-    if len(data) <= limit:
-        return message
-    head = data[:limit].decode("utf-8", "ignore")
-    return msgspec.structs.replace(message, content=head + CLIP_NOTICE.format(left=len(data) - len(head.encode())))
+    text = clipped_text(message.content, limit)
+    return message if text is message.content else msgspec.structs.replace(message, content=text)

@@ -17,12 +17,23 @@ import structlog
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.context import format_status_line
 from fleetbus.core.history import Turn, loss_mask
+from fleetbus.core.success import success_in
 from fleetbus_schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, Text, ToolSpec
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, Step
-from fleetbus_workers.environment.episode.normalization import check_messages, clip_messages, to_plain_number
+from fleetbus_workers.environment.episode.normalization import (
+    INFO_BYTES,
+    check_messages,
+    clip_messages,
+    clipped_text,
+    clipped_values,
+    shown_text,
+    to_plain_number,
+)
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
+
+LAST_OBSERVATION_BYTES = 2048
 
 log = structlog.get_logger()
 
@@ -68,6 +79,7 @@ class EpisodeRunner:
         self._tool_calls = 0
         self._tool_errors = 0
         self._tokens = 0
+        self._last = Step()
 
     @property
     def timings(self) -> dict[str, float]:
@@ -162,6 +174,7 @@ class EpisodeRunner:
                 step, messages=clip_messages(check_messages(step.messages), self._settings.observation_bytes)
             )
             self._count(step)
+            self._last = step
         if not math.isfinite(self._turn_rewards[-1]):
             raise EpisodeEnded("verifier_unknown", "reward_not_finite", f"turn {self.turn - 1} was rewarded {step.reward}")
         return step
@@ -196,6 +209,7 @@ class EpisodeRunner:
     def _build_result(self, conclusion: Conclusion) -> EpisodeFinished:
         request = self._request
         mask = loss_mask(self._turns)
+        info = clipped_values(self._last.info, INFO_BYTES)
         versions = {span.version for turn in self._turns for span in turn.action.versions}
         return EpisodeFinished(
             episode_id=request.episode_id,
@@ -221,4 +235,7 @@ class EpisodeRunner:
             tool_errors=self._tool_errors,
             attempts=self._claim.attempt,
             policy_versions=tuple(sorted(versions)),
+            success=success_in(info),
+            info=info,
+            last_observation=to_printable(clipped_text(shown_text(self._last.messages), LAST_OBSERVATION_BYTES)),
         )

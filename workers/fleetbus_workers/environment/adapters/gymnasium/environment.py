@@ -34,6 +34,7 @@ from fleetbus_workers.environment.adapters.gymnasium.text import (
     parse_action,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clipped_values
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_png, insert_images
 
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
@@ -115,16 +116,20 @@ class GymnasiumEnvironment:
         except UnknownAction as unknown:
             self._rewards.append(0.0)
             return Step(messages=(ChatMessage(role="user", content=str(unknown)),), tool_errors=1)
-        reward, terminated, truncated, (text, pictures) = await self._run_in_thread(lambda: self._apply_action(chosen))
+        reward, terminated, truncated, info, (text, pictures) = await self._run_in_thread(lambda: self._apply_action(chosen))
         self._rewards.append(reward)
-        over = terminated or truncated
-        messages = () if over else (await self._message(text, pictures),)
-        return Step(messages=messages, reward=reward, terminated=terminated, truncated=truncated and not terminated)
+        return Step(
+            messages=(await self._message(text, pictures),),
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated and not terminated,
+            info=info,
+        )
 
-    def _apply_action(self, chosen: Any) -> tuple[float, bool, bool, tuple[str, list[EncodedImage]]]:
-        observation, reward, terminated, truncated, _ = self._require_env().step(chosen)
-        seen = ("", []) if terminated or truncated else self._render(observation)
-        return float(reward), bool(terminated), bool(truncated), seen
+    def _apply_action(self, chosen: Any) -> tuple[float, bool, bool, dict[str, Any], tuple[str, list[EncodedImage]]]:
+        observation, reward, terminated, truncated, info = self._require_env().step(chosen)
+        parts = clipped_values(info, INFO_BYTES)
+        return float(reward), bool(terminated), bool(truncated), parts, self._render(observation)
 
     def _render(self, observation: Any) -> tuple[str, list[EncodedImage]]:
         if not self._frames:

@@ -103,7 +103,8 @@ class OpenEnvEnvironment:
         if system:
             messages.insert(0, ChatMessage(role="system", content=system))
         self._conversation = list(messages)
-        return Start(messages=tuple(messages), tools=self._tools if self._prompt == "template" else ())
+        tools = self._tools if self._prompt == "template" else ()
+        return Start(messages=tuple(messages), tools=tools, info=dict(observed.metadata))
 
     async def _discover_actions(self, session: OpenEnvSession) -> None:
         """Tools if the environment has them; else the one text field of its action, or all fields as one tool."""
@@ -172,6 +173,7 @@ class OpenEnvEnvironment:
             truncated=truncated,
             calls=calls,
             errors=int(failed),
+            info=observed.metadata,
         )
 
     def _rewarded(self, reward: float | None) -> float:
@@ -196,16 +198,18 @@ class OpenEnvEnvironment:
         truncated: bool = False,
         calls: int = 0,
         errors: int = 0,
+        info: Mapping[str, Any] | None = None,
     ) -> Step:
         message = ChatMessage(role="user", content=truncate_text(text, self._observation_bytes - len(more)) + more)
         self._conversation.append(message)
         return Step(
-            messages=() if done or truncated else (message,),
+            messages=(message,),
             reward=reward,
             terminated=done,
             truncated=truncated and not done,
             tool_calls=calls,
             tool_errors=errors,
+            info=dict(info or {}),
         )
 
     def _format_observation(self, observed: StepResult) -> str:

@@ -79,7 +79,10 @@ class RemoteGymEnvironment:
             await self._message("system", system),
             await self._message("user", self._reset_response, before=self._task.prompt),
         ]
-        return Start(messages=tuple(message for message in messages if message.content))
+        info = self._reset_response.fields.get("info")
+        return Start(
+            messages=tuple(message for message in messages if message.content), info=info if isinstance(info, dict) else {}
+        )
 
     async def step(self, action: Action) -> Step:
         answer = await self._require_session().call("step", {"action_str": action.text})
@@ -94,10 +97,11 @@ class RemoteGymEnvironment:
         done = answer.fields.get("done") is True
         truncated = done and (self._info.get("truncated") is True or self._info.get("TimeLimit.truncated") is True)
         return Step(
-            messages=() if done else (await self._message("user", answer),),
+            messages=(await self._message("user", answer),),
             reward=float(reward),
             terminated=done and not truncated,
             truncated=truncated,
+            info=self._info,
         )
 
     async def _message(self, role: Any, answer: DecodedResponse, *, before: str = "") -> ChatMessage:

@@ -1,0 +1,27 @@
+"""When an episode counts as a success: as its environment says, else by its reward. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fleetbus_schemas import EpisodeFinished
+
+SUCCESS = 1.0
+"""A reward of at least this is a success, where the environment does not say."""
+
+SUCCESS_KEYS = ("success", "is_success")
+"""What environments of Gymnasium, of VAGEN and their like call it in their ``info``."""
+
+
+def success_in(info: Mapping[str, Any]) -> bool | None:
+    """What an environment's ``info`` says of success; None if it says nothing."""
+    for key in SUCCESS_KEYS:
+        if isinstance(info.get(key), (bool, int, float)):
+            return bool(info[key])
+    return None
+
+
+def is_success(result: EpisodeFinished) -> bool:
+    """Whether a graded episode is a success."""
+    return (result.reward or 0.0) >= SUCCESS if result.success is None else result.success
