@@ -6,6 +6,7 @@ one outside system. `close` is called exactly once, in every case, even after a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -16,12 +17,15 @@ from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy sees first: the whole prompt (system and user messages) and the tools, if any.
 
-    ``info`` is for clients that drive the environment step by step; the policy does not see it.
+    ``info`` is for clients that drive the environment step by step; the policy does not see it. ``images`` are a class of one's
+    own's: each stands where ``<image>`` stands in a message's text, those without a place follow the last message. A Pillow
+    image, the bytes of an image file, or an array (see `fleetbus_workers.environment.images.observation.encode_image_file`).
     """
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     info: dict[str, Any] = msgspec.field(default_factory=dict)
+    images: Sequence[Any] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +34,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ``messages`` are what the policy sees next; when the episode is over, what there is left to see, for results and clients.
     ``reward`` is this turn's own part of the
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
-    this step did. ``info``: see `Start`; ``success`` (or ``is_success``) in it says whether the episode is a success.
+    this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
+    a success.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -40,6 +45,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: int = 0
     tool_errors: int = 0
     info: dict[str, Any] = msgspec.field(default_factory=dict)
+    images: Sequence[Any] = ()
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, check_class, parse_device_names
 from fleetbus_workers.environment.adapters.python_class.environment import load_callable as _load
 from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.own_images import Showing
 
 if TYPE_CHECKING:
     from fleetbus_workers.environment.adapters.mcp.connection import Connection
@@ -192,9 +193,9 @@ def _build_user_factory(context: _SpecContext) -> EnvironmentFactory | None:
     """A user's own classes, here or in processes."""
     match context.form:
         case "pool" if context.rest:
-            return _build_process_pool(context.spec, context.rest, context.settings)
+            return _build_process_pool(context.spec, context.rest, context.settings, context.store_image)
         case form if form and context.rest and form not in ("warehouse", "mcp", "coding", "pool"):
-            return _build_python_class(context.spec, context.settings)
+            return _build_python_class(context.spec, context.settings, context.store_image)
     return None
 
 
@@ -306,14 +307,17 @@ def _import_adapter(spec: str, module: str, extra: str) -> Any:
         raise UserError(f"environment {spec!r} needs {error.name}: pip install 'fleetbus[{extra}]'") from error
 
 
-def _build_python_class(spec: str, configuration: Configuration) -> EnvironmentFactory:
+def _build_python_class(spec: str, configuration: Configuration, store_image: StoreImage | None) -> EnvironmentFactory:
     kind = _load(spec, spec)
     check_class(spec, kind)
     settings = configuration.environment
-    return _Factory(*build_class_factory(kind, devices=parse_device_names(settings.devices), threads=settings.slots))
+    make, running = build_class_factory(kind, devices=parse_device_names(settings.devices), threads=settings.slots)
+    return _Factory(Showing(make, store_image), running)
 
 
-def _build_process_pool(spec: str, path: str, configuration: Configuration) -> EnvironmentFactory:
+def _build_process_pool(
+    spec: str, path: str, configuration: Configuration, store_image: StoreImage | None
+) -> EnvironmentFactory:
     from fleetbus_workers.environment.adapters.python_class.process_pool import ProcessPool
 
     kind = _load(spec, path)
@@ -325,4 +329,4 @@ def _build_process_pool(spec: str, path: str, configuration: Configuration) -> E
         devices=parse_device_names(settings.devices),
         replayable=bool(getattr(kind, "replayable", False)),
     )
-    return _Factory(pool, pool.running)
+    return _Factory(Showing(pool, store_image), pool.running)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,9 @@ FAST_PNG = {"compress_level": 1}
 """A fifth of the time of Pillow's own level at about the same size, for what environments show."""
 
 
+MAX_PIXELS = 64 << 20
+
+
 class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image as a policy may see it: its bytes in the file format ``media_type``, RGB."""
 
@@ -28,6 +31,57 @@ class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
     media_type: str = "image/png"
     width: int = 0
     height: int = 0
+
+
+def encode_image_file(value: Any) -> EncodedImage:
+    """A picture from what environments have: a Pillow image, the bytes of an image file, or an array (NumPy, torch) of height x
+    width, or height x width x 1, 3 or 4 - uint8, or floats from 0 to 1. Blocking. Raises `ValueError` for what is none.
+
+    A file that is RGB in PNG or JPEG keeps its bytes, all else becomes an RGB PNG.
+    """
+    if isinstance(value, EncodedImage):
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _picture_of_file(bytes(value))
+    image = value if hasattr(value, "convert") and hasattr(value, "save") else _image_of_array(value)
+    _check_size(image)
+    image = image.convert("RGB")
+    return EncodedImage(data=encode_png(image), width=image.width, height=image.height)
+
+
+def _picture_of_file(data: bytes) -> EncodedImage:
+    from PIL import Image as Pillow
+
+    try:
+        with Pillow.open(io.BytesIO(data)) as image:
+            _check_size(image)
+            kept = image.mode == "RGB" and image.format in ("PNG", "JPEG")
+            media_type = f"image/{(image.format or '').lower()}" if kept else "image/png"
+            encoded = data if kept else encode_png(image.convert("RGB"))
+            return EncodedImage(data=encoded, media_type=media_type, width=image.width, height=image.height)
+    except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:
+        raise ValueError(f"an image cannot be read: {error}") from error
+
+
+def _image_of_array(value: Any) -> Pillow.Image:
+    import numpy as np
+    from PIL import Image as Pillow
+
+    array = np.asarray(value)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or not array.size:
+        raise ValueError(f"an image of the type {type(value).__name__} and the shape {array.shape} is no picture")
+    if array.dtype.kind == "f" and array.min() >= 0 and array.max() <= 1:
+        array = (array * 255).round().astype(np.uint8)
+    if array.dtype != np.uint8:
+        raise ValueError(f"an array of {array.dtype} is no picture: give uint8, or floats from 0 to 1")
+    return Pillow.fromarray(array)
+
+
+def _check_size(image: Pillow.Image) -> None:
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"an image of {image.width}x{image.height} pixels is too large")
 
 
 def encode_png(image: Pillow.Image) -> bytes:

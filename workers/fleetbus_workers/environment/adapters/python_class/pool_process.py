@@ -20,7 +20,7 @@ import msgspec
 
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.python_class.environment import CALLS, load_callable
-from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step
 
 PARENT_DEATH_SIGNAL = 1
 _HEADER = struct.Struct("!I")
@@ -36,7 +36,7 @@ class EnvironmentProcess:
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one call; an exception of the class is an answer too."""
         try:
-            result = await self._call(request["call"], request.get("argument"))
+            result = _with_pictures(await self._call(request["call"], request.get("argument")))
             return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
         except Exception as error:
             name = type(error).__name__
@@ -61,6 +61,15 @@ class EnvironmentProcess:
         if name == "close":
             self._object = None
         return result
+
+
+def _with_pictures(result: Any) -> Any:
+    """Images as files: what the class has of them cannot leave the process."""
+    if not isinstance(result, (Start, Step)) or not len(result.images):
+        return result
+    from fleetbus_workers.environment.images.observation import encode_image_file
+
+    return msgspec.structs.replace(result, images=tuple(encode_image_file(image) for image in result.images))
 
 
 def _encode_plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -23,7 +23,10 @@ from fleetbus.python_process import build_module_command
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.python_class.environment import assign_device
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.images.observation import EncodedImage
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken
+
+S = TypeVar("S", Start, Step)
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
@@ -91,10 +94,10 @@ class PooledEnvironment:
         await self._call("open", assign_device(task, self._slot.device))
 
     async def reset(self) -> Start:
-        return msgspec.convert(await self._call("reset"), Start)
+        return _with_pictures(msgspec.convert(await self._call("reset"), Start))
 
     async def step(self, action: Action) -> Step:
-        return msgspec.convert(await self._call("step", action), Step)
+        return _with_pictures(msgspec.convert(await self._call("step", action), Step))
 
     async def state(self) -> dict[str, Any]:
         return msgspec.convert(await self._call("state"), dict[str, Any])
@@ -132,6 +135,11 @@ class PooledEnvironment:
         if answer.get("failed"):
             raise EnvironmentFailed(str(answer["error"]))
         raise EnvironmentFailed(f"{answer.get('kind')}: {answer['error']}")
+
+
+def _with_pictures(observed: S) -> S:
+    """Images as they came from the process."""
+    return msgspec.structs.replace(observed, images=msgspec.convert(observed.images, tuple[EncodedImage, ...]))
 
 
 class _ProcessSlot:

@@ -6,24 +6,21 @@ functions that touch image data are slow and belong in a thread. Above it is `re
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from email.message import Message
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from PIL import Image as Pillow
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser
 
-from fleetbus_workers.environment.images.observation import EncodedImage, encode_png
+from fleetbus_workers.environment.images.observation import EncodedImage, encode_image_file
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 MAX_BODY_BYTES = 64 << 20
-MAX_PIXELS = 64 << 20
 _FORM = "form-data; name="
 
 
@@ -124,12 +121,6 @@ def _object(payload: bytes) -> dict[str, Any]:
 def encode_image(data: bytes) -> EncodedImage:
     """An image part as RGB. One that is RGB already keeps its bytes, any other becomes a PNG. Raises `WireError`."""
     try:
-        with Pillow.open(io.BytesIO(data)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise WireError(f"an image of {image.width}x{image.height} pixels is too large")
-            kept = image.mode == "RGB" and image.format in ("PNG", "JPEG")
-            media_type = f"image/{(image.format or '').lower()}" if kept else "image/png"
-            encoded = data if kept else encode_png(image.convert("RGB"))
-            return EncodedImage(data=encoded, media_type=media_type, width=image.width, height=image.height)
-    except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:
-        raise WireError(f"an image cannot be read: {error}") from error
+        return encode_image_file(data)
+    except ValueError as error:
+        raise WireError(str(error)) from error
