@@ -1,7 +1,7 @@
 """The contract: every message that travels between workers, and every subject that it travels on. Needs msgspec alone."""
 
 from fleetbus_schemas.action import Action, FinishReason, ShownImage, VersionSpan
-from fleetbus_schemas.chat import ChatMessage, Image, Text, ToolCall, ToolSpec
+from fleetbus_schemas.chat import ChatMessage, Image, Text, ToolCall, ToolOutput, ToolSpec
 from fleetbus_schemas.episode import (
     GRADED,
     ActionReference,
@@ -117,6 +117,7 @@ __all__ = [
     "TensorEntry",
     "Text",
     "ToolCall",
+    "ToolOutput",
     "ToolSpec",
     "TrainingFinished",
     "VersionSpan",

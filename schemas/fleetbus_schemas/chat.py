@@ -37,6 +37,14 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arguments: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class ToolOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a called tool gave, as it gave it: its ``text``, its ``structured`` data if it has any, ``failed`` if it says so."""
+
+    text: str = ""
+    structured: Any = None
+    failed: bool = False
+
+
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tool as the policy sees it; ``parameters`` is the JSON Schema of its arguments."""
 

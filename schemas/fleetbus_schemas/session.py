@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fleetbus_schemas.chat import ChatMessage, ToolCall, ToolSpec
+from fleetbus_schemas.chat import ChatMessage, ToolCall, ToolOutput, ToolSpec
 from fleetbus_schemas.episode import Task
 from fleetbus_schemas.message import Message
 
@@ -44,7 +44,9 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
 
     ``reward`` is the step's own (0 if the environment grades at the end) or the verdict, which is the total of the episode
     since its reset (None: there is none, ``reason`` says why). ``unpaid`` goes with a verdict: what the steps were not rewarded
-    of it, which belongs to the last step.
+    of it, which belongs to the last step. ``tools`` are all that the environment has; the first ``prompted`` messages of a
+    reset were made for a policy and tell it of them. ``output`` is what the called tool gave, where ``messages`` say it in the
+    words that a policy reads.
     ``state`` is the environment's view for ``state``, and what else it told for ``reset`` and ``step``.
     """
 
@@ -66,6 +68,8 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     state: dict[str, Any] = msgspec.field(default_factory=dict)
     worker: str = ""
     unpaid: float | None = None
+    prompted: int = 0
+    output: ToolOutput | None = None
 
 
 class SessionClaimed(Message, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ from fleetbus_schemas import (
     TensorEntry,
     Text,
     ToolCall,
+    ToolOutput,
     ToolSpec,
     TrainingFinished,
     VersionSpan,
@@ -93,6 +94,8 @@ SESSION_ANSWER = SessionAnswer(
     state={"position": [1, 2]},
     worker="env-1",
     unpaid=0.125,
+    prompted=1,
+    output=ToolOutput(text="Moved.", structured={"position": [1, 2]}, failed=True),
 )
 
 _EXAMPLES: tuple[Message, ...] = (

@@ -66,6 +66,18 @@ async def tools(url: str) -> dict[str, Any]:
         return {"listed": listed, "told": told, "reward": stepped.reward, "steps": (await client.state()).step_count}
 
 
+async def shelf(url: str) -> None:
+    """Tools of `tests/support/shelf_server.py`, without a reset of one's own."""
+    async with MCPToolClient(base_url=url) as client:
+        print([tool.name for tool in await client.list_tools()])
+        print(await client.call_tool("say", word="hi"))
+        print(await client.call_tool("add", a=2, b=3))
+        try:
+            await client.call_tool("fail")
+        except RuntimeError as error:
+            print(error)
+
+
 async def obey(client: GenericEnvClient) -> dict[str, Any]:
     """Calls from standard input, a line of JSON each, and what each led to; the last one ends it."""
     reader = asyncio.StreamReader()
@@ -101,6 +113,8 @@ async def timeouts(url: str) -> dict[str, Any]:
 
 
 async def main(url: str, what: str) -> None:
+    if what == "shelf":
+        return await shelf(url)
     if what in ("tools", "timeouts"):
         print(json.dumps(await {"tools": tools, "timeouts": timeouts}[what](url)))
         return

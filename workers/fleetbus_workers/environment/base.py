@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,12 +20,17 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     ``info`` is for clients that drive the environment step by step; the policy does not see it. ``images`` are a class of one's
     own's: each stands where ``<image>`` stands in a message's text, those without a place follow the last message. A Pillow
     image, the bytes of an image file, or an array (see `fleetbus_workers.environment.images.observation.encode_image_file`).
+
+    Where the first ``prompted`` messages tell the policy of its tools, ``offered`` has these tools: for clients of gateways,
+    who are shown the environment and not a prompt that was made for a policy.
     """
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     images: Sequence[Any] = ()
+    prompted: int = 0
+    offered: tuple[ToolSpec, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +40,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ``reward`` is this turn's own part of the
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
     this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
-    a success.
+    a success. ``output``: what the called tool gave, where ``messages`` say it in words for a policy.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -46,6 +51,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     tool_errors: int = 0
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     images: Sequence[Any] = ()
+    output: ToolOutput | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

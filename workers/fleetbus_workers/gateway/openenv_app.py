@@ -306,7 +306,7 @@ class OpenEnvGateway:
             async with self._open_private_session() as own:
                 return build_result(request.number, await execute_request(own, request))
         except RpcError as error:
-            return build_error(read_request_id(message_body), error.code, str(error))
+            return build_error(read_request_id(message_body), error.code, str(error), error.data)
         except FrameError as error:
             return build_error(read_request_id(message_body), -32602, str(error))
         except AtCapacity as error:

@@ -100,19 +100,44 @@ def read_seed(value: Any) -> int | None:
 
 async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tool: str = "") -> dict[str, Any]:
     """``observation`` and ``metadata``; ``load`` None: placeholders for images. ``tool``: the one that was called, whose
-    result then stands where OpenEnv's MCP clients look for it. Raises `FrameError` for an image that is gone."""
+    result then stands where OpenEnv's MCP clients look for it. What was said for a policy alone is left out. Raises
+    `FrameError` for an image that is gone."""
+    shown = environment_s_own(answer)
     try:
-        messages = [{"role": message.role, "content": await _render_content(message, load)} for message in answer.messages]
+        messages = [{"role": message.role, "content": await _render_content(message, load)} for message in shown]
     except ObjectMissing as gone:
         raise FrameError("EXECUTION_ERROR", str(gone)) from gone
-    texts = [_render_text(message, load) for message in answer.messages if message.role != "system"]
+    texts = [_render_text(message, load) for message in shown if message.role != "system"]
     observation: dict[str, Any] = {"text": "\n".join(texts), "messages": messages}
     if tool:
         content = [block for message in messages for block in _convert_to_mcp_blocks(message["content"])]
-        result = {"content": content, "data": observation["text"], "is_error": answer.tool_errors > 0}
-        observation |= {"tool_name": tool, "result": result, "error": None}
+        failed = answer.output.failed if answer.output else answer.tool_errors > 0
+        structured = answer.output.structured if answer.output else None
+        result = {"content": content, "data": _data(structured, observation["text"]), "is_error": False}
+        if structured is not None:
+            result["structured_content"] = structured
+        error = {"error_type": "execution_error", "message": observation["text"]} if failed else None
+        observation |= {"tool_name": tool, "result": None if failed else result, "error": error}
     metadata = answer.state | ({"truncated": True} if answer.truncated else {})
     return {"observation": observation | {"metadata": metadata}} | ({"metadata": metadata} if metadata else {})
+
+
+def environment_s_own(answer: SessionAnswer) -> tuple[ChatMessage, ...]:
+    """What the environment says, without what was made for a policy: its prompt of tools, the words around their results."""
+    messages = answer.messages[answer.prompted :]
+    if answer.output is None:
+        return messages
+    images = [part for message in messages if not isinstance(message.content, str) for part in message.content]
+    pictures = [part for part in images if isinstance(part, Image)]
+    content = (Text(text=answer.output.text), *pictures) if pictures else answer.output.text
+    return (ChatMessage(role="user", content=content),)
+
+
+def _data(structured: Any, text: str) -> Any:
+    """A result as OpenEnv's clients return it: a single value that was wrapped into an object comes out of it."""
+    if structured is None:
+        return text
+    return structured["result"] if isinstance(structured, dict) and set(structured) == {"result"} else structured
 
 
 def describe_tools(tools: Sequence[ToolSpec], *, schema: str = "input_schema") -> list[dict[str, Any]]:

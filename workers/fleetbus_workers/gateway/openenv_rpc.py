@@ -13,15 +13,19 @@ from fleetbus.errors import BusError
 from fleetbus_workers.gateway.openenv_episode import AtCapacity, OpenEnvEpisode
 from fleetbus_workers.gateway.openenv_frames import FrameError, describe_tools, read_id
 
+FAILED = "Error calling tool"
+"""What the protocol's own servers say before the words of a tool that failed."""
+
 CREATE, CLOSE = "openenv/session/create", "openenv/session/close"
 
 
 class RpcError(Exception):
-    """An error answer; ``code`` is JSON-RPC's."""
+    """An error answer; ``code`` is JSON-RPC's, and ``data``."""
 
-    def __init__(self, code: int, message: str) -> None:
+    def __init__(self, code: int, message: str, *, data: Any = None) -> None:
         super().__init__(message)
         self.code = code
+        self.data = data
 
 
 class RpcRequest:
@@ -87,12 +91,16 @@ async def _call_tool(episode: OpenEnvEpisode, parameters: dict[str, Any]) -> dic
         raise RpcError(-32603, f"Unknown tool: {name!r}")
     action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
     step_result = await episode.step(action, request_id=read_id(parameters.get("request_id")))
-    return dict(step_result["observation"]["result"]) | {"reward": step_result["reward"], "done": step_result["done"]}
+    observed, paid = step_result["observation"], {"reward": step_result["reward"], "done": step_result["done"]}
+    if error := observed["error"]:
+        words = str(error["message"])
+        raise RpcError(-32603, words if words.startswith(FAILED) else f"{FAILED} {name!r}: {words}", data=paid)
+    return dict(observed["result"]) | paid
 
 
 def build_result(number: Any, result: dict[str, Any]) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": number, "result": result}
 
 
-def build_error(number: Any, code: int, message: str) -> dict[str, Any]:
-    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message, "data": None}}
+def build_error(number: Any, code: int, message: str, data: Any = None) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message, "data": data}}

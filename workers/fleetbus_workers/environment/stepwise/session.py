@@ -221,7 +221,13 @@ class StepwiseSession:
             start = await self._require_environment().reset()
             messages = clip_messages(check_messages(start.messages), self._context.settings.observation_bytes)
         self._turn, self._rewards = 0, []
-        return self._build_answer(call, messages=messages, tools=tuple(start.tools), state=to_plain_values(start.info))
+        return self._build_answer(
+            call,
+            messages=messages,
+            tools=tuple(start.offered or start.tools),
+            prompted=start.prompted,
+            state=to_plain_values(start.info),
+        )
 
     async def _step(self, call: SessionCall) -> SessionAnswer:
         action = Action(
@@ -248,6 +254,7 @@ class StepwiseSession:
                 tool_calls=operator.index(step.tool_calls),
                 tool_errors=operator.index(step.tool_errors),
                 state=to_plain_values(step.info),
+                output=step.output,
             )
 
     def _build_answer(self, call: SessionCall, **fields: Any) -> SessionAnswer:
@@ -278,8 +285,8 @@ class LogUnavailable(Exception):
 
 
 def _comparable_part(answer: SessionAnswer) -> SessionAnswer:
-    """What two executions of one call have to agree on."""
-    return msgspec.structs.replace(answer, worker="", number=-1, state={})
+    """What two executions of one call have to agree on: what a policy sees of it, and its reward."""
+    return msgspec.structs.replace(answer, worker="", number=-1, state={}, tools=(), prompted=0, output=None)
 
 
 def _map_session_end(ended: EpisodeEnded) -> SessionEnd:

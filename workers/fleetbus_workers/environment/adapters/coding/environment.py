@@ -22,7 +22,7 @@ from fleetbus.core.prompts import (
     truncate_text,
 )
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
-from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.isolation.sandbox import ExecutionResult, SandboxSession
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
@@ -92,7 +92,8 @@ class CodingEnvironment:
         elif self._prompt != "template":
             messages.insert(0, ChatMessage(role="system", content=build_compact_system_prompt((TOOL,))))
         self._conversation = list(messages)
-        return Start(messages=tuple(messages), tools=(TOOL,) if self._prompt == "template" else ())
+        tools = (TOOL,) if self._prompt == "template" else ()
+        return Start(messages=tuple(messages), tools=tools, prompted=len(messages) - 1, offered=(TOOL,))
 
     async def step(self, action: Action) -> Step:
         """Execute the first piece of code of the action, if any; then the episode is over if the action says so."""
@@ -122,6 +123,7 @@ class CodingEnvironment:
             terminated=done,
             tool_calls=int(code is not None),
             tool_errors=int(failed and code is not None),
+            output=ToolOutput(text=truncate_text(text, self._observation_bytes), failed=failed),
         )
 
     async def state(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ nothing to leave behind, and an episode costs half of what it costs over the SDK
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -27,9 +28,10 @@ from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOC
 from mcp_types.version import LATEST_MODERN_VERSION
 from pydantic import ValidationError
 
-from fleetbus.core.prompts import find_result_error
-from fleetbus_schemas import ToolSpec
+from fleetbus.core.prompts import cut_text, find_result_error
+from fleetbus_schemas import ToolOutput, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.episode.normalization import to_plain_values
 from fleetbus_workers.environment.images.observation import EncodedImage
 
 MAX_TOOL_PAGES = 100
@@ -46,7 +48,7 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a call gave: text, or JSON-like data where a server sent no text; ``failed`` if the tool says that it failed.
 
     ``abandoned``: how the call ended is unknown. ``images`` are those among its blocks, in order. ``ends``: the call was the
-    policy's last, with its final ``answer`` if it gave one.
+    policy's last, with its final ``answer`` if it gave one. ``structured``: the data that came beside its blocks.
     """
 
     content: Any
@@ -55,6 +57,7 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[EncodedImage, ...] = ()
     ends: bool = False
     answer: str | None = None
+    structured: Any = None
 
 
 class ServerGone(EnvironmentFailed):
@@ -171,7 +174,21 @@ def parse_tool_result(result: Mapping[str, Any]) -> ToolResult:
     parts = [_format_block(block) for block in result.get("content", ())]
     content: Any = "\n".join(parts) if parts else result.get("structuredContent")
     failed = bool(result.get("isError")) or find_result_error(content) is not None
-    return ToolResult(content=content, failed=failed, images=_decode_images(result.get("content", ())))
+    images = _decode_images(result.get("content", ()))
+    return ToolResult(content=content, failed=failed, images=images, structured=result.get("structuredContent"))
+
+
+def tool_output(result: ToolResult, limit: int) -> ToolOutput:
+    """What a call gave, for clients that are no policy; text is cut after ``limit`` bytes, larger data left out."""
+    content = result.content
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
+    structured = result.structured
+    if structured is None and not isinstance(content, str):
+        structured = content
+    kept = structured is not None and len(json.dumps(structured, default=str)) <= limit
+    return ToolOutput(
+        text=cut_text(text, limit), structured=to_plain_values(structured) if kept else None, failed=result.failed
+    )
 
 
 def _decode_images(blocks: Sequence[Mapping[str, Any]]) -> tuple[EncodedImage, ...]:

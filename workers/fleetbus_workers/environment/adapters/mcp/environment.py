@@ -28,7 +28,7 @@ from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Image, Task, Text, ToolCall, ToolSpec
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.mcp import context_tools
-from fleetbus_workers.environment.adapters.mcp.connection import Connection, ToolResult
+from fleetbus_workers.environment.adapters.mcp.connection import Connection, ToolResult, tool_output
 from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import StoreImage
@@ -106,7 +106,8 @@ class McpEnvironment:
             messages.insert(0, ChatMessage(role="system", content=system))
         self._conversation = list(messages)
         # Only once: a chat template that is given the tools describes them as well.
-        return Start(messages=tuple(messages), tools=self._tools if self._prompt == "template" else ())
+        tools = self._tools if self._prompt == "template" else ()
+        return Start(messages=tuple(messages), tools=tools, prompted=len(messages) - 1, offered=self._tools)
 
     async def _build_prompt(self, task: Task) -> Content:
         """The task's prompt, and what the first look shows; a failed look is only a warning."""
@@ -151,7 +152,8 @@ class McpEnvironment:
         if result.ends:
             done, self._answer = True, self._answer if result.answer is None else result.answer
         step = self._build_step(await self._attach_images(self._format_result(result, calls), result), done=done)
-        return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(result.failed))
+        output = tool_output(result, self._observation_bytes)
+        return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(result.failed), output=output)
 
     def _format_result(self, result: ToolResult, calls: Sequence[ToolCall]) -> str:
         """What the policy reads after the first of ``calls``."""

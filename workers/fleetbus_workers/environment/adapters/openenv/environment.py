@@ -29,7 +29,7 @@ from fleetbus.core.prompts import (
     truncate_text,
 )
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
-from fleetbus_schemas import Action, ChatMessage, Task, ToolCall, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, Task, ToolCall, ToolOutput, ToolSpec
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
 from fleetbus_workers.environment.adapters.openenv.client import ActionRefused, OpenEnvSession, StepResult
 from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
@@ -104,7 +104,13 @@ class OpenEnvEnvironment:
             messages.insert(0, ChatMessage(role="system", content=system))
         self._conversation = list(messages)
         tools = self._tools if self._prompt == "template" else ()
-        return Start(messages=tuple(messages), tools=tools, info=dict(observed.metadata))
+        return Start(
+            messages=tuple(messages),
+            tools=tools,
+            info=dict(observed.metadata),
+            prompted=len(messages) - 1,
+            offered=self._tools,
+        )
 
     async def _discover_actions(self, session: OpenEnvSession) -> None:
         """Tools if the environment has them; else the one text field of its action, or all fields as one tool."""
@@ -174,6 +180,7 @@ class OpenEnvEnvironment:
             calls=calls,
             errors=int(failed),
             info=observed.metadata,
+            output=_tool_output(observed.observation, self._observation_bytes) if self._is_mcp else None,
         )
 
     def _rewarded(self, reward: float | None) -> float:
@@ -199,6 +206,7 @@ class OpenEnvEnvironment:
         calls: int = 0,
         errors: int = 0,
         info: Mapping[str, Any] | None = None,
+        output: ToolOutput | None = None,
     ) -> Step:
         message = ChatMessage(role="user", content=truncate_text(text, self._observation_bytes - len(more)) + more)
         self._conversation.append(message)
@@ -210,6 +218,7 @@ class OpenEnvEnvironment:
             tool_calls=calls,
             tool_errors=errors,
             info=dict(info or {}),
+            output=output,
         )
 
     def _format_observation(self, observed: StepResult) -> str:
@@ -302,6 +311,21 @@ def _format_tool_observation(observation: Mapping[str, Any]) -> str:
         text = _format_content(result)
         return format_error(text) if result.get("is_error") else format_tool_result(text)
     return format_tool_result(result)
+
+
+def _tool_output(observation: Mapping[str, Any], limit: int) -> ToolOutput:
+    """The same for clients that are no policy."""
+    error, result = observation.get("error"), observation.get("result")
+    if error:
+        text = str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+        return ToolOutput(text=truncate_text(text, limit), failed=True)
+    if not isinstance(result, Mapping) or "content" not in result:
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        return ToolOutput(text=truncate_text(text, limit), structured=None if isinstance(result, str) else result)
+    structured = result.get("structured_content")
+    return ToolOutput(
+        text=truncate_text(_format_content(result), limit), structured=structured, failed=bool(result.get("is_error"))
+    )
 
 
 def _format_content(result: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -97,10 +98,8 @@ def make_server(seed: int) -> WarehouseServer:
 
 
 def serve_task(task: Task) -> WarehouseServer:
-    """The server for a task of `fleetbus_workers.environment.adapters.warehouse.tasks`."""
-    if task.seed is None:
-        raise ValueError(f"task {task.key} has no seed to draw a warehouse from")
-    return make_server(task.seed)
+    """The server for a task of `fleetbus_workers.environment.adapters.warehouse.tasks`; one without a seed has the warehouse of its key."""
+    return make_server(task.seed if task.seed is not None else zlib.crc32(task.key.encode()))
 
 
 async def _list_tools(_: ServerRequestContext[dict[str, Any]], __: PaginatedRequestParams | None) -> ListToolsResult:
