@@ -11,6 +11,8 @@ from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
 from fleetbus_workers.gateway.gym_service import GymService, build_gym_service
 from tests.support.gym_service import Handler, fields_of, new_boundary, running, serve_gym
+from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
+from tests.support.small_deployment import small_fleet
 
 
 async def test_an_episode_is_played_from_connect_to_close() -> None:
@@ -191,3 +193,62 @@ async def test_fleetbus_s_own_client_of_the_protocol_plays_through_the_service()
         assert (await environment.verify()).reward == 1.0
         await environment.close()
     assert handler.steps == ["x", "x"]
+
+
+async def test_a_step_after_the_end_shows_the_end_again_and_executes_nothing() -> None:
+    """The protocol's own client repeats whatever is refused, for minutes."""
+    handler = Handler()
+    async with serve_gym(handler) as wire:
+        session = (await wire.connect({"goal": 1}))["session_id"]
+        last = await wire.call(session, "step", action_str="a")
+        late = await wire.call(session, "step", action_str="b")
+        assert (late["obs"], late["done"], late["reward"]) == (last["obs"], True, 0.0)
+        assert handler.steps == ["a"]
+        assert (await wire.call(session, "reset", seed=3))["obs"] == "seed 3"
+        assert (await wire.call(session, "step", action_str="c"))["obs"] == "1"
+    assert handler.steps == ["a", "c"]
+
+
+@pytest.mark.parametrize("method", ["step", "reset", "create_env"])
+async def test_after_an_environment_failed_a_reset_begins_anew_in_the_same_session(method: str) -> None:
+    handler = Handler(max_sessions=1)
+    async with serve_gym(handler) as wire:
+        if method == "step":
+            session = (await wire.connect())["session_id"]
+            handler.trouble["step"] = RuntimeError("the simulator is gone")
+            boundary = new_boundary()
+            failed = await wire.call(session, "step", boundary=boundary, action_str="a")
+        else:
+            handler.trouble[method] = RuntimeError("no scene")
+            failed = await wire.connect()
+            session = failed["session_id"]
+        assert failed["info"]["training_usable"] is False
+        repeated = new_boundary()
+        for _ in range(2):
+            assert (await wire.call(session, "reset", boundary=repeated, seed=7))["obs"] == "seed 7"
+        assert (await wire.call(session, "system_prompt"))["obs"] == "Count."
+        assert (await wire.call(session, "step", action_str="b"))["obs"] == "1"
+        if method == "step":
+            assert await wire.call(session, "step", boundary=boundary, action_str="a") == failed, "a late repetition"
+        assert (await wire.call(session, "step", action_str="c"))["obs"] == "2"
+        assert (await wire.get("/sessions")).json()["num_sessions"] == 1
+        assert await wire.call(session, "close") == {"closed": True}
+    assert [step for step in handler.steps if step != "a"] == ["b", "c"]
+    assert handler.steps.count("a") == (method == "step")
+    assert handler.created == handler.closed
+
+
+async def test_another_gateway_goes_on_after_a_failure_too() -> None:
+    async with small_fleet(paying_configuration()) as fleet, gym_gateway(fleet) as first, gym_gateway(fleet) as second:
+        fleet.environment("e1", make=PayingEnvironment)
+        session = (await first.connect({"rewards": [1.0], "verdict": 1.0}))["session_id"]
+        await first.call(session, "step", action_str="x")
+        await first.call(session, "reset", seed=1)
+        broken = (await first.connect({"rewards": [], "verdict": 1.0}))["session_id"]
+        assert (await first.call(broken, "step", action_str="x"))["info"]["error_class"] == "IndexError"
+        begun = await first.call(broken, "reset", seed=2)
+        assert begun["obs"] == "begin"
+        assert (await second.call(broken, "reset", seed=3))["obs"] == "begin"
+        assert await second.call(broken, "close") == {"closed": True}
+        assert (await first.post("/call", {"session_id": broken, "method": "step"})).status_code == 404
+        await first.call(session, "close")

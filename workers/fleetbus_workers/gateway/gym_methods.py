@@ -17,6 +17,7 @@ from fleetbus.bus.objects import ObjectMissing
 from fleetbus.client.sessions import SessionClient
 from fleetbus.core.journal import Journal
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task
+from fleetbus_schemas.session import SessionCallKind
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_wire import Request
@@ -25,6 +26,8 @@ from fleetbus_workers.gateway.images import PNG, LoadImage, render_messages
 
 METHODS = ("system_prompt", "reset", "step", "close")
 FAILED = "Environment Error"
+FAILURES = frozenset({"env_failed", "timeout", "lost"})
+"""Ends after which the client's session goes on with its next reset, in an environment of its own."""
 
 
 class CallRefused(Exception):
@@ -81,6 +84,7 @@ class GymCalls:
         self._load = load
         self._format = images
         self.sessions: dict[str, SessionInfo] = {}
+        self._build_failure: dict[str, list[dict[str, SessionAnswer]]] = {}
 
     @property
     def mime(self) -> str:
@@ -101,7 +105,7 @@ class GymCalls:
         except ValueError as error:
             raise CallRefused(400, str(error)) from error
         with self._mark_in_use(session):
-            opened = await self._execute(SessionCall(session=session, call="open", key=request.key, task=task))
+            opened = await self._execute(session, "open", request.key, task=task)
             if opened.end is not None or seed is None:
                 return Answer({"session_id": session} | (_build_failure(opened) if opened.end is not None else {}))
             answer = await _handle_missing_images(self._reset(session, f"{request.key}r", seed))
@@ -127,7 +131,9 @@ class GymCalls:
     async def expire(self, session: str) -> None:
         """Close a session that was not used for too long."""
         self.sessions.pop(session, None)
-        await self._client.call(SessionCall(session=session, call="close", key="expired"), timeout=self._call_seconds)
+        call = SessionCall(session=self._name(session), call="close", key="expired")
+        self._build_failure.pop(session, None)
+        await self._client.call(call, timeout=self._call_seconds)
 
     async def _dispatch(self, session: str, method: str, key: str, parameters: dict[str, Any]) -> Answer:
         if method == "system_prompt":
@@ -135,12 +141,15 @@ class GymCalls:
         if method == "reset":
             return await self._reset(session, key, _parse_seed(parameters.get("seed", 0)))
         if method == "close":
-            await self._execute(SessionCall(session=session, call="close", key=key))
+            await self._execute(session, "close", key)
+            self._build_failure.pop(session, None)
             return Answer({"closed": True})
         return await self._step(session, key, str(parameters.get("action_str", "")))
 
     async def _reset(self, session: str, key: str, seed: int | None) -> Answer:
-        answer = await self._execute(SessionCall(session=session, call="reset", key=key, seed=seed))
+        answer = await self._execute(session, "reset", key, seed=seed)
+        if answer.end in FAILURES and answer.refusal:
+            answer = await self._begun_anew(session, key, seed)
         if answer.end is not None:
             return Answer(_build_failure(answer))
         text, images = await render_messages(
@@ -149,20 +158,41 @@ class GymCalls:
         return Answer({"obs": text, "info": answer.state}, images)
 
     async def _step(self, session: str, key: str, action: str) -> Answer:
-        answer = await self._execute(SessionCall(session=session, call="step", key=key, text=action))
+        answer = await self._execute(session, "step", key, text=action)
+        if answer.refusal == "conflict":
+            answer = await self._ended_before(session, answer)
+            return await self._observed(answer, reward=0.0, info=_info(answer))
         if answer.end is not None:
             return Answer(_build_failure(answer) | {"reward": 0.0, "done": True})
-        done = answer.terminated or answer.truncated
-        reward = answer.reward or 0.0
-        info = answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
-        if done:
+        reward, info = answer.reward or 0.0, _info(answer)
+        if answer.terminated or answer.truncated:
             reward += await self._unpaid(session, key, info)
+        return await self._observed(answer, reward=reward, info=info)
+
+    async def _observed(self, answer: SessionAnswer, *, reward: float, info: dict[str, Any]) -> Answer:
         text, images = await render_messages(answer.messages, self._load, self._format)
-        return Answer({"obs": text, "reward": reward, "done": done, "info": info}, images)
+        return Answer({"obs": text, "reward": reward, "done": answer.terminated or answer.truncated, "info": info}, images)
+
+    async def _ended_before(self, session: str, refused: SessionAnswer) -> SessionAnswer:
+        """The last answer of an episode that is over: a step after it shows the end again, and nothing is executed. The
+        protocol's clients repeat what is refused for minutes. Raises `CallRefused` for any other conflict."""
+        records = [each for each in (await self._journal(session)).records if each.call.call in ("reset", "step")]
+        last = records[-1].answer if records else None
+        if last is None or not (last.terminated or last.truncated):
+            raise CallRefused(400, refused.error)
+        return last
+
+    async def _begun_anew(self, session: str, key: str, seed: int | None) -> SessionAnswer:
+        """The reset of a session whose environment failed: in an environment of its own, under the next name on the bus."""
+        journal = await self._journal(session)
+        assert journal.claim is not None, "what was never opened has not failed"
+        self._build_failure.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
+        opened = await self._execute(session, "open", f"{key}o", task=journal.claim.task)
+        return opened if opened.end is not None else await self._execute(session, "reset", key, seed=seed)
 
     async def _unpaid(self, session: str, key: str, info: dict[str, Any]) -> float:
         """What the steps were not rewarded of the verdict."""
-        answer = await self._execute(SessionCall(session=session, call="verify", key=f"{key}v"))
+        answer = await self._execute(session, "verify", f"{key}v")
         if answer.end is not None or answer.reward is None or answer.unpaid is None:
             info |= {"training_usable": False, "error": answer.error or answer.reason or "no verdict"}
             return 0.0
@@ -182,25 +212,46 @@ class GymCalls:
         raise CallRefused(400, "reset comes before system_prompt")
 
     async def _journal(self, session: str) -> Journal:
-        return await read_session_journal(self._client.bus, self._client.subjects, session)
+        return await read_session_journal(self._client.bus, self._client.subjects, self._name(session))
 
-    async def _execute(self, call: SessionCall) -> SessionAnswer:
-        """An answer that was executed, now or before; raises `CallRefused` otherwise."""
+    def _name(self, session: str) -> str:
+        """What the session is called on the bus: with each environment of it that failed and was followed by another, anew."""
+        failed = len(self._build_failure.get(session, ()))
+        return f"{session}-{failed}" if failed else session
+
+    async def _execute(self, session: str, kind: SessionCallKind, key: str, **fields: Any) -> SessionAnswer:
+        """An answer that was executed, now or before, the end of a failed environment, or a conflict; raises `CallRefused` else."""
+        for answers in self._build_failure.get(session, ()):
+            if key in answers:  # a late repetition of what a failed environment answered
+                return answers[key]
+        call = SessionCall(session=self._name(session), call=kind, key=key, **fields)
         try:
             answer = await self._client.call(call, timeout=self._call_seconds)
         except MalformedMessage as malformed:
             raise CallRefused(400, f"the call cannot be encoded: {malformed.reason}") from malformed
+        if answer.end in FAILURES and (answer.refusal or kind == "close") and await self._is_followed(session):
+            return await self._execute(session, kind, key, **fields)
         if answer.refusal in ("unknown", "closed") or answer.end is not None:
-            self.sessions.pop(call.session, None)
+            self.sessions.pop(session, None)
         if answer.refusal in ("unknown", "closed"):
-            if answer.end in ("env_failed", "timeout", "lost"):
+            if answer.end in FAILURES:
                 return answer
-            raise CallRefused(404, f"Session {call.session} not found")
-        if answer.refusal:
+            self._build_failure.pop(session, None)
+            raise CallRefused(404, f"Session {session} not found")
+        if answer.refusal and not (answer.refusal == "conflict" and kind == "step"):
             raise CallRefused(400, answer.error)
-        if answer.end is None and (session_info := self.sessions.get(call.session)):
+        if answer.end is None and (session_info := self.sessions.get(session)):
             session_info.is_open = True
         return answer
+
+    async def _is_followed(self, session: str) -> bool:
+        """Whether another gateway went on with this session after its environment had failed; then so does this one."""
+        following = f"{session}-{len(self._build_failure.get(session, ())) + 1}"
+        if await self._client.bus.last(self._client.subjects.session(following)) is None:
+            return False
+        journal = await self._journal(session)
+        self._build_failure.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
+        return True
 
     @contextmanager
     def _mark_in_use(self, session: str) -> Iterator[None]:
@@ -225,6 +276,10 @@ async def _handle_missing_images(answer: Awaitable[Answer]) -> Answer:
     except ObjectMissing as gone:
         info = {"training_usable": False, "error_class": "image_gone", "error": str(gone)}
         return Answer({"obs": FAILED, "info": info, "reward": 0.0, "done": True})
+
+
+def _info(answer: SessionAnswer) -> dict[str, Any]:
+    return answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
 
 
 def _build_failure(answer: SessionAnswer) -> dict[str, Any]:
