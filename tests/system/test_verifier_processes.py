@@ -30,8 +30,9 @@ async def verifier() -> AsyncIterator[Verifier]:
 
 
 def the_zygote() -> psutil.Process:
-    """The warm process of the verifier, which may stand below those that isolate it."""
-    return next(child for child in children() if "zygote.py" in " ".join(child.cmdline()[:6]))
+    """The warm process of the verifier, which may stand below those that isolate it: they have its program further back in
+    their own command lines, and wait for it for as long as it lives."""
+    return next(child for child in children() if any(word.endswith("/zygote.py") for word in child.cmdline()[:5]))
 
 
 async def test_a_verification_that_takes_too_long_ends_without_a_verdict() -> None:
