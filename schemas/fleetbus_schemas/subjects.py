@@ -25,6 +25,10 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
+ALL_HEARTBEATS = "fbhb.*.>"
+"""The heartbeats of all runs: for whoever looks at a server and not at one run."""
+
+
 class Subjects:
     """The subjects of one run."""
 

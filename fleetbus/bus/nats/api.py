@@ -24,7 +24,7 @@ STREAM_NAME_IN_USE = 10058
 CONSUMER_EXISTS = (10013, 10105, 10148)
 
 _WRONG_LAST_SEQUENCE = (10071, 10164)
-_NO_ROOM = (10077, 10023, 10028, 10047)  # stream, server or account at its limit; no space left
+NO_ROOM = (10077, 10023, 10028, 10047)  # stream, server or account at its limit; no space left
 _UNAVAILABLE = (10008, 10118, 10119)  # no leader at the moment, or none of the servers that keep it is up
 _PAUSE_SECONDS = 0.25
 _UNKNOWN_TRIES = 3
@@ -50,7 +50,7 @@ def build_publish_error(subject: str, expected_last: int | None, code: int, desc
     """The error that a refused publish raises."""
     if code in _WRONG_LAST_SEQUENCE:
         return SequenceConflict(subject, -1 if expected_last is None else expected_last)
-    if code in _NO_ROOM:
+    if code in NO_ROOM:
         return LogFull(f"{subject}: {description}")
     return BusError(f"{subject}: the server refused the message: {description} ({code})")
 
@@ -112,5 +112,5 @@ async def _pause(subject: str, give_up_at: float, reason: str) -> None:
 
 
 def _parse_stream(subject: str) -> str:
-    """All questions name their stream third: ``STREAM.INFO.<stream>``, ``DIRECT.GET.<stream>.<subject>``."""
-    return subject.split(".", 3)[2]
+    """Questions about a stream name it third: ``STREAM.INFO.<stream>``, ``DIRECT.GET.<stream>.<subject>``."""
+    return (*subject.split(".", 3), "", "")[2]

@@ -27,6 +27,7 @@ from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import open_reader, scan_histories
 from fleetbus.bus.nats.retention_api import list_floors, purge
+from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
 from fleetbus.config.load import strip_credentials
@@ -130,6 +131,14 @@ class NatsBus:
     async def usage(self) -> tuple[int, int]:
         info = await self._stream_info(self._log)
         return int(info["state"]["bytes"]), max(int(info["config"]["max_bytes"]), 0)
+
+    async def runs(self) -> list[RunOnServer]:
+        """All runs that the server keeps, this one and others; not part of the `Bus` protocol."""
+        return await list_runs(self._connection.api)
+
+    async def remove_run(self, run: str) -> None:
+        """Remove all of a run: its log, its lanes, its weights. Not part of the `Bus` protocol either."""
+        await remove_run(self._connection.api, run)
 
     async def duplicate_window_seconds(self) -> float:
         return float((await self._stream_info(self._log))["config"]["duplicate_window"]) / 1e9

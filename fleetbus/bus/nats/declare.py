@@ -5,23 +5,33 @@ Above it is the bus; below it the API. Only what the plan says is compared, so a
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fleetbus.bus.nats.api import (
     CONSUMER_EXISTS,
     CONSUMER_NOT_FOUND,
+    NO_ROOM,
     STREAM_NAME_IN_USE,
     STREAM_NOT_FOUND,
     ApiRefused,
     JetStreamApi,
 )
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
-from fleetbus.errors import BusError
+from fleetbus.errors import BusError, UserError
 
 MAX_WAITING_PULLS = 4096
 """Pull requests that may wait at one consumer: a few per worker."""
 
+SMALLEST_LOG = 128 << 20
+"""Bytes that a log gets at least where the server has not as much left as the plan wants."""
+
+_WANTED = "fleetbus_max_bytes"
+"""In the metadata of a smaller log: what its plan wanted, so that the same plan finds it as it is."""
+
 _SECOND_NS = 1_000_000_000
+
+log = logging.getLogger(__name__)
 
 
 async def declare(api: JetStreamApi, plan: RunPlan) -> None:
@@ -70,14 +80,43 @@ async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
     except ApiRefused as missing:
         if missing.code != STREAM_NOT_FOUND:
             raise
-        try:
-            await api.ask(f"STREAM.CREATE.{plan.name}", wanted)
+        if await _create_stream(api, plan, wanted):
             return
-        except ApiRefused as refused:
-            if refused.code != STREAM_NAME_IN_USE:
-                raise
         found = await api.ask(f"STREAM.INFO.{plan.name}")
-    _compare(f"stream {plan.name}", wanted, found["config"])
+    config = found["config"]
+    if (config.get("metadata") or {}).get(_WANTED) == str(plan.max_bytes):
+        wanted["max_bytes"] = config["max_bytes"]
+    _compare(f"stream {plan.name}", wanted, config)
+
+
+async def _create_stream(api: JetStreamApi, plan: StreamPlan, wanted: dict[str, Any]) -> bool:
+    """Create the stream; False if somebody else did. A server reserves all that a log may grow to when it is created: where
+    there is not so much left, half of it is asked for, and so on. Raises `UserError` where even `SMALLEST_LOG` has no room."""
+    size = plan.max_bytes
+    while True:
+        given = {"max_bytes": size, "metadata": {_WANTED: str(plan.max_bytes)}} if size != plan.max_bytes else {}
+        try:
+            await api.ask(f"STREAM.CREATE.{plan.name}", wanted | given)
+        except ApiRefused as refused:
+            if refused.code == STREAM_NAME_IN_USE:
+                return False
+            if refused.code not in NO_ROOM:
+                raise
+            if size // 2 < SMALLEST_LOG:
+                raise UserError(_no_storage(plan, refused)) from refused
+            size //= 2
+        else:
+            if given:
+                log.warning("the server has less storage left than wanted: %s may grow to %d bytes only", plan.name, size)
+            return True
+
+
+def _no_storage(plan: StreamPlan, refused: ApiRefused) -> str:
+    return (
+        f"the NATS server has no storage left to reserve for stream {plan.name} ({refused}): remove runs that are over "
+        "(fleetbus runs list --nats URL, fleetbus runs rm RUN --nats URL), give this one less (--nats-max-bytes), or raise "
+        "max_file_store in the server's configuration"
+    )
 
 
 async def _declare_consumer(api: JetStreamApi, stream: str, plan: ConsumerPlan) -> None:

@@ -48,7 +48,7 @@ COMMANDS: dict[str, Entry] = {
     "metrics": Entry("Look", "fleetbus_workers.cli.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
     "trace": Entry("Look", "fleetbus_workers.cli.trace", "Episodes as OpenTelemetry traces, derived from the log"),
     "sessions": Entry("Look", "fleetbus_workers.cli.sessions", "What every worker holds right now, oldest first"),
-    "runs": Entry("Look", "fleetbus_workers.cli.runs", "The runs on this machine: list them, remove them"),
+    "runs": Entry("Look", "fleetbus_workers.cli.runs", "The runs on this machine, or on a server: list them, remove them"),
     "monitor": Entry("Look", "fleetbus_workers.cli.monitor", "A web page about a run: workers, curves, groups, episodes"),
     "doctor": Entry("Look", "fleetbus_workers.cli.doctor", "Check whether this machine is ready"),
     "audit": Entry("Look", "fleetbus_workers.cli.audit", "Balance the books of a run from its log alone"),

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from fleetbus.config.run_folder import RunFolder
 
 
+def server_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: a server whose runs are meant, and not those of a folder."""
+    url = click.option("--nats", "nats__url", metavar="URL", help="The runs that this server keeps, not those of a folder")
+    auth = click.option(
+        "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
+    )
+    return url(auth(function))
+
+
 def folder_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: where the runs are, as `runs_folder` takes it."""
     folder = click.option(
@@ -37,14 +46,20 @@ def runs_folder(values: dict[str, Any]) -> Path:
 
 @click.group("runs")
 def command() -> None:
-    """The runs on this machine: list them, remove them."""
+    """The runs on this machine, or on a NATS server: list them, remove them."""
 
 
 @command.command("list")
 @folder_options
+@server_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 def list_runs(as_json: bool, **values: Any) -> int:
-    """List the runs in a folder: whether they run, when they were last written to, how large they are, their results."""
+    """List the runs in a folder: whether they run, when they were last written to, how large they are, their results.
+
+    With --nats those that a server keeps: whether a worker of theirs is heard, what their logs hold and have reserved.
+    """
+    if values["nats__url"]:
+        return _list_on_server(as_json, values)
     folder = runs_folder(values)
     rows = [_describe_run(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
     if as_json:
@@ -61,14 +76,21 @@ def list_runs(as_json: bool, **values: Any) -> int:
 @command.command("rm")
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
 @folder_options
+@server_options
 @click.option("--yes", is_flag=True, help="Do not ask")
 def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
     """Remove runs with all their files: log, weights, checkpoints, models. One that is running is refused.
 
-    Exit status 0: removed; 2: one of them is not there or runs, and nothing was removed.
+    With --nats their log, lanes and weights on a server. Exit status 0: removed; 2: one of them is not there or runs, and
+    nothing was removed.
     """
     from fleetbus.errors import UserError
 
+    if values["nats__url"]:
+        from fleetbus_workers.cli.server_runs import remove_from_server
+
+        remove_from_server(load_settings(values, earlier=False).configuration, names, yes=yes)
+        return FINISHED
     folder = runs_folder(values)
     chosen = []
     for name in dict.fromkeys(names):
@@ -82,6 +104,21 @@ def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
         if yes or click.confirm(f"remove {path} ({_measure_bytes(path) / 1e6:.1f} MB)?", err=True):
             shutil.rmtree(path)
             print(f"removed {path.name}")
+    return FINISHED
+
+
+def _list_on_server(as_json: bool, values: dict[str, Any]) -> int:
+    from fleetbus_workers.cli.server_runs import list_on_server, print_server_runs
+
+    rows = list_on_server(load_settings(values, earlier=False).configuration)
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+    elif not rows:
+        print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` makes one")
+    else:
+        print_server_runs(rows)
     return FINISHED
 
 

@@ -1,0 +1,104 @@
+"""Runs on a server of one's own: as many as fit, listed, removed unless they run, and a hint where there is no room."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.bus.nats.declare import SMALLEST_LOG
+from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.errors import UserError
+from fleetbus_schemas import Heartbeat, Subjects, encode
+from fleetbus_workers.cli.program import run_program
+
+STORAGE = 9 * SMALLEST_LOG + (1 << 20)
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServerProcess]:
+    """A server with little storage."""
+    config = tmp_path / "nats.conf"
+    config.write_text(f"jetstream {{ max_file_store: {STORAGE} }}\n")
+    async with run_server(tmp_path / "store", monitor_port=None, config=config) as running:
+        yield running
+
+
+async def declare(server: NatsServerProcess, run: str, *, max_bytes: int = 4 * SMALLEST_LOG) -> int:
+    """What the log of a new run may grow to."""
+    async with connect(server.url, run=run) as bus:
+        await bus.declare(plan_run(run, lanes=1, max_bytes=max_bytes))
+        await bus.declare(plan_run(run, lanes=1, max_bytes=max_bytes))  # as every later `up` does
+        return (await bus.usage())[1]
+
+
+async def test_runs_get_what_is_left_and_the_one_that_gets_nothing_is_told_what_to_do(server: NatsServerProcess) -> None:
+    reserved = [await declare(server, f"r{number}") // SMALLEST_LOG for number in range(3)]
+    assert reserved == [4, 4, 1], "the third has half of half"
+    with pytest.raises(UserError, match="fleetbus runs rm RUN --nats URL") as refused:
+        await declare(server, "r3")
+    assert "10047" in str(refused.value)
+    async with connect(server.url, run="r0") as bus:
+        assert isinstance(bus, NatsBus)
+        await bus.remove_run("r0")
+        await bus.remove_run("r0")
+    assert await declare(server, "r3") == 4 * SMALLEST_LOG
+
+
+async def test_runs_are_listed_and_removed_unless_they_run(
+    server: NatsServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in ("over", "going-on"):
+        await declare(server, run, max_bytes=SMALLEST_LOG)
+    async with connect(server.url, run="over") as bus:
+        await bus.publish(Subjects("over").train("default"), b"entry")
+
+    async def said(*arguments: str, code: int = 0) -> str:
+        status = await anyio.to_thread.run_sync(run_program, ("runs", *arguments, "--nats", server.url))
+        shown = capsys.readouterr()
+        assert status == code, shown
+        return shown.out or shown.err
+
+    async with connect(server.url, run="going-on") as bus, anyio.create_task_group() as group:
+
+        async def beat() -> None:
+            while True:
+                heartbeat = Heartbeat(role="learner", worker="l1")
+                await bus.broadcast(Subjects("going-on").heartbeat("learner", "l1"), encode(heartbeat))
+                await anyio.sleep(0.2)
+
+        group.start_soon(beat)
+        rows = {row["run"]: row for row in json.loads(await said("list", "--json"))}
+        assert {run: row["running"] for run, row in rows.items()} == {"over": False, "going-on": True}
+        assert (rows["over"]["entries"], rows["over"]["reserved_bytes"]) == (1, SMALLEST_LOG)
+        assert rows["over"]["changed"]
+        assert "over" in await said("list")
+        assert "is running" in await said("rm", "over", "going-on", "--yes", code=2)
+        assert "no run nobody" in await said("rm", "over", "nobody", "--yes", code=2)
+        assert "removed over" in await said("rm", "over", "--yes")
+        assert [row["run"] for row in json.loads(await said("list", "--json"))] == ["going-on"]
+        group.cancel_scope.cancel()
+
+
+async def test_the_hint_is_one_line_of_the_command_and_no_traceback(
+    server: NatsServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await declare(server, "full", max_bytes=STORAGE - 1)
+    status = await anyio.to_thread.run_sync(run_program, ("init", "--nats-url", server.url, "--run-name", "next"))
+    said = capsys.readouterr().err
+    assert (status, said.count("\n")) == (2, 1), said
+    assert "no storage left" in said
