@@ -83,12 +83,16 @@ class SessionClaimed(Message, frozen=True, kw_only=True):
 
 
 class SessionRecorded(Message, frozen=True, kw_only=True):
-    """Environment worker → ``session.<session>``, expecting its own last entry: one call that was executed, and its answer."""
+    """Environment worker → ``session.<session>``, expecting its own last entry: one call that was executed, and its answer.
+
+    ``held`` is what the environment holds elsewhere by then, as it spells it: whoever comes after a dead worker releases it.
+    """
 
     session: str
     call: SessionCall
     answer: SessionAnswer
     seconds: float = 0.0
+    held: str = ""
 
 
 class SessionEnded(Message, frozen=True, kw_only=True):

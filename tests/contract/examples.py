@@ -261,7 +261,7 @@ _EXAMPLES: tuple[Message, ...] = (
     SESSION_CALL,
     SESSION_ANSWER,
     SessionClaimed(session="c2f6", attempt=2, worker="env-1", nonce="b7d0c1", task=TASK),
-    SessionRecorded(session="c2f6", call=SESSION_CALL, answer=SESSION_ANSWER, seconds=0.25),
+    SessionRecorded(session="c2f6", call=SESSION_CALL, answer=SESSION_ANSWER, seconds=0.25, held="s1 http://gym:8000"),
     SessionEnded(session="c2f6", end="closed", key="gym_env_09", error_class="E", error="none", worker="env-1"),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -9,9 +11,10 @@ import pytest
 import trio.testing
 
 from fleetbus.client.sessions import SessionFailed, sessions
-from fleetbus_schemas import SessionCall
+from fleetbus_schemas import SessionCall, Task
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
-from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
+from fleetbus_workers.environment.stepwise.orphan_sweep import MARGIN_SECONDS
+from tests.support.stepwise_fixtures import TASK, CountingEnvironment, World, read_text, session_fixture
 
 
 @pytest.fixture
@@ -157,3 +160,49 @@ async def test_a_session_whose_worker_and_client_are_gone_gets_a_tombstone_and_o
             assert journal.ended is not None and journal.ended.end == "orphaned"
             assert (await read_session_journal(here.fleet.bus, here.fleet.subjects, "lives")).ended is None
         assert (await here.ask(SessionCall(session="gone", call="state", key="late"))).end == "orphaned"
+
+
+class Holding(CountingEnvironment):
+    """Holds something elsewhere, which its world knows by name."""
+
+    def __init__(self, world: World, elsewhere: set[str], names: Iterator[str]) -> None:
+        super().__init__(world)
+        self._elsewhere = elsewhere
+        self._names = names
+        self.held = ""
+
+    async def open(self, task: Task) -> None:
+        await super().open(task)
+        self.held = next(self._names)
+        self._elsewhere.add(self.held)
+
+    async def release(self, task: Task, held: str) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._elsewhere.discard(held)
+
+    async def close(self) -> None:
+        await super().close()
+        self._elsewhere.discard(self.held)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_what_a_dead_worker_held_elsewhere_is_released_whether_its_client_comes_back_or_not(comes_back: bool) -> None:
+    world, elsewhere, names = World(replayable=False), set[str](), map(str, itertools.count())
+    async with session_fixture() as here:
+        dying = here.fleet.environment("e1", make=lambda: Holding(world, elsewhere, names))
+        session = here.client.session()
+        await session.request("open", task=TASK)
+        await session.reset()
+        await session.step("one")
+        assert elsewhere == {"0"}
+        dying.kill()
+        await dying.ended.wait()
+        elsewhere.add("0")  # a process that is killed closes nothing
+        here.fleet.environment("e2", make=lambda: Holding(world, elsewhere, names))
+        if comes_back:
+            with pytest.raises(SessionFailed, match="lost"):
+                await session.step("two")
+        else:
+            limits = here.fleet.configuration.limits
+            await anyio.sleep(2 * (limits.idle + limits.step + MARGIN_SECONDS))
+        assert elsewhere == set()

@@ -96,6 +96,19 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class HoldsElsewhere(Protocol):
+    """An environment that holds something which outlives a killed worker, as a session on another server."""
+
+    @property
+    def held(self) -> str:
+        """What it holds now, in words of its own; empty if nothing."""
+
+    async def release(self, task: Task, held: str) -> None:
+        """Release what another environment of this kind held for ``task``; never raises for what is already gone. Called before
+        `open`, on an environment that may never be opened."""
+
+
+@runtime_checkable
 class TaskEnvironmentFactory(Protocol):
     """A factory whose environments depend on the task."""
 

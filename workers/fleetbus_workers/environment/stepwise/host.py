@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -25,7 +26,7 @@ from fleetbus_workers.environment.episode.attempts import WorkerContext
 from fleetbus_workers.environment.episode.stages import Superseded
 from fleetbus_workers.environment.stepwise.journal_log import append, read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
-from fleetbus_workers.environment.stepwise.session import STORE_SECONDS, LogUnavailable, StepwiseSession
+from fleetbus_workers.environment.stepwise.session import STORE_SECONDS, LogUnavailable, StepwiseSession, release_held
 
 EXPIRY_CHECK_SECONDS = 1.0
 CALLS_PER_SLOT = 4
@@ -64,7 +65,9 @@ class SessionHost:
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere. Started: calls arrive."""
         context = self._context
-        sweep = OrphanSweep(context.bus, context.subjects, worker=context.worker, limits=context.limits)
+        sweep = OrphanSweep(
+            context.bus, context.subjects, worker=context.worker, limits=context.limits, release=partial(release_held, context)
+        )
         async with context.bus.serve(context.subjects.rpc(context.worker, "*")) as server:
             self.serving = True
             task_status.started()

@@ -6,14 +6,17 @@ compare-and-set lets one of them write, and none of them if the session has move
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import anyio
 import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import LimitSettings
+from fleetbus.core.journal import Journal
 from fleetbus.errors import BusClosed, BusError, SequenceConflict
 from fleetbus_schemas import SessionEnded, SessionRecorded, Subjects, encode
-from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry
+from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry, read_session_journal
 
 MARGIN_SECONDS = 60.0
 
@@ -21,12 +24,22 @@ log = structlog.get_logger()
 
 
 class OrphanSweep:
-    """Follows the journals of a run; ``open`` holds the last sequence and time of each session that has not ended."""
+    """Follows the journals of a run; ``open`` holds the last sequence and time of each session that has not ended. ``release``
+    is told of each journal that got its tombstone here: its environment may hold something elsewhere."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, *, worker: str, limits: LimitSettings) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        *,
+        worker: str,
+        limits: LimitSettings,
+        release: Callable[[Journal], Awaitable[None]],
+    ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._worker = worker
+        self._release = release
         self._orphan_seconds = limits.idle + max(limits.open, limits.reset, limits.step, limits.verify) + MARGIN_SECONDS
         self._position = 1
         self._open: dict[str, tuple[int, int]] = {}
@@ -62,6 +75,8 @@ class OrphanSweep:
                 )
                 self._open.pop(session)  # a newer entry is read with the next sweep
                 try:
+                    journal = await read_session_journal(self._bus, self._subjects, session)
                     await self._bus.publish(self._subjects.session(session), encode(entry), expected_last=sequence)
+                    await self._release(journal)
                 except SequenceConflict:
                     log.debug("session journal has changed; leaving it", session=session)

@@ -19,7 +19,7 @@ from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.core.turn_credit import unpaid_reward
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from fleetbus_schemas.session import SessionEnd
-from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.base import Environment, HoldsElsewhere
 from fleetbus_workers.environment.episode.attempts import WorkerContext
 from fleetbus_workers.environment.episode.normalization import check_messages, clip_messages, to_plain_number, to_plain_values
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded
@@ -56,6 +56,7 @@ class StepwiseSession:
         self._task: Task = journal.claim.task
         self._stages = Stages()
         self._environment: Environment | None = None
+        self._holder: HoldsElsewhere | None = None
         self._turn = -1
         self._rewards: list[float] = []
         self._is_episode_over = False
@@ -107,6 +108,7 @@ class StepwiseSession:
     async def restore(self) -> None:
         """Do again what an earlier worker did, and see the same; otherwise the session ends ``lost``."""
         records = [record for record in self._journal.records if record.call.call in _REPLAYED_CALLS]
+        await release_held(self._context, self._journal)
         try:
             for record in records:
                 answer = await self._perform(record.call)
@@ -171,7 +173,13 @@ class StepwiseSession:
         except EpisodeEnded as ended:
             answer = self._build_answer(call, end=_map_session_end(ended), error_class=ended.error_class, error=ended.error)
         await self._store(
-            SessionRecorded(session=self._session, call=call, answer=answer, seconds=anyio.current_time() - started)
+            SessionRecorded(
+                session=self._session,
+                call=call,
+                answer=answer,
+                seconds=anyio.current_time() - started,
+                held=self._holder.held if self._holder is not None else "",
+            )
         )
         if answer.end is not None:
             await self.leave()
@@ -208,8 +216,9 @@ class StepwiseSession:
         self._task = task
         self._turn, self._is_episode_over = -1, False
         with self._stages.time_limit("open", self._context.limits.open):
-            self._environment = self._context.make(task)
-            await self._environment.open(task)
+            environment = self._environment = self._context.make(task)
+            self._holder = environment if isinstance(environment, HoldsElsewhere) else None
+            await environment.open(task)
 
     async def _reset(self, call: SessionCall) -> SessionAnswer:
         """Another seed, or a second episode, gets an environment of its own."""
@@ -278,6 +287,21 @@ class StepwiseSession:
                 await append(self._context.bus, self._context.subjects, self._session, self._journal, entry)
         except TimeoutError as error:
             raise LogUnavailable from error
+
+
+async def release_held(context: WorkerContext, journal: Journal) -> None:
+    """Release what a dead worker's environment still holds elsewhere, as its journal says; a failure is only a warning: what is
+    held there expires some time."""
+    held = journal.records[-1].held if journal.records else ""
+    if not held or journal.claim is None:
+        return
+    try:
+        with anyio.fail_after(context.limits.close):
+            environment = context.make(journal.claim.task)
+            if isinstance(environment, HoldsElsewhere):
+                await environment.release(journal.claim.task, held)
+    except Exception as error:  # an environment may fail in any way
+        log.warning("what a dead worker held is not released", session=journal.claim.session, reason=str(error))
 
 
 class LogUnavailable(Exception):

@@ -77,7 +77,7 @@ class ServerPool:
         self._http: httpx.AsyncClient | None = None
         self._sessions: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
-        self._idempotent: dict[str, bool] = {}
+        self.idempotent: dict[str, bool] = {}
         self.busy_queue = anyio.Lock()
         self.freed = anyio.Event()
 
@@ -123,13 +123,13 @@ class ServerPool:
 
     async def is_idempotent(self, url: str) -> bool:
         """Whether the server says at ``/health`` that it answers repetitions from memory; asked once per server."""
-        if url not in self._idempotent:
+        if url not in self.idempotent:
             try:
                 answer = await self.http.get(f"{url}/health", timeout=HEALTH_SECONDS)
-                self._idempotent[url] = answer.json().get("idempotent") is True
+                self.idempotent[url] = answer.json().get("idempotent") is True
             except (httpx.HTTPError, ValueError, AttributeError):
                 return False
-        return self._idempotent[url]
+        return self.idempotent[url]
 
 
 class RemoteGymSession:
@@ -138,7 +138,7 @@ class RemoteGymSession:
     def __init__(self, pool: ServerPool, config: RemoteGymConfig, url: str, session_id: str) -> None:
         self._pool = pool
         self._config = config
-        self._id = session_id
+        self.id = session_id
         self._open = True
         self._turn = anyio.Lock()
         self.url = url
@@ -148,7 +148,7 @@ class RemoteGymSession:
         """``system_prompt``, ``reset`` or ``step``; raises a `RemoteGymError`."""
         if not self._open:
             raise SessionGone("the session is closed")
-        fields = {"session_id": self._id, "method": method, "params": params or {}}
+        fields = {"session_id": self.id, "method": method, "params": params or {}}
         async with self._turn:
             safe = method in _REPEATABLE or self._config.idempotent or await self._pool.is_idempotent(self.url)
             return await _call_with_retries(self._pool, self._config, [self.url], "call", method, fields, safe=safe)
@@ -159,7 +159,7 @@ class RemoteGymSession:
             return
         self._open = False
         self._pool.count(self.url, -1)
-        fields = {"session_id": self._id, "method": "close", "params": {}}
+        fields = {"session_id": self.id, "method": "close", "params": {}}
         try:
             await _call_with_retries(self._pool, self._config, [self.url], "call", "close", fields, safe=True)
         except SessionGone:

@@ -125,6 +125,16 @@ class RemoteGymEnvironment:
         if session is not None:
             await session.close()
 
+    @property
+    def held(self) -> str:
+        return f"{self._session.id} {self._session.url}" if self._session is not None else ""
+
+    async def release(self, task: Task, held: str) -> None:
+        session_id, _, url = held.partition(" ")
+        config, _ = read_config(task.config, self._urls)
+        if url in config.base_urls:
+            await RemoteGymSession(self._pool, config, url, session_id).close()
+
     async def _abandon_session(self) -> None:
         """Give up a session whose server is gone, without waiting for it."""
         with anyio.move_on_after(1):
