@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
 
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import FleetSettings
+from fleetbus_schemas import EpisodeRequested, Subjects, encode
 from fleetbus_workers.environment.adapters.fleet import host as fleet_host
 from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
 from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
@@ -150,6 +156,39 @@ async def test_what_a_killed_worker_left_is_deleted_by_the_next_one_of_its_run()
         assert len(fleet.running) == 1
         async with environments(server):
             await fleet.until(lambda: not fleet.running)
+
+
+async def test_a_worker_whose_supervisor_and_server_were_killed_deletes_its_instances(tmp_path: Path) -> None:
+    """It would drain for a minute, and wait for a server that is gone; what is paid for ends before it does."""
+    arguments = ["environment", "--supervised", "--run", "tested", "--name", "e1"]
+    async with platform() as (fleet, server), run_server(tmp_path / "store", monitor_port=None) as nats:
+        with anyio.fail_after(50):
+            async with connect(nats.url, run="tested") as bus:
+                await bus.declare(plan_run("tested", lanes=2))
+                command = [sys.executable, "-m", "fleetbus_workers.cli", *arguments, "--environment", f"fleet:{server.url}"]
+                process = await anyio.open_process([*command, "--nats", nats.url], stdout=None, stderr=None)
+                for number in range(8):
+                    await bus.publish(Subjects("tested").task("default", f"e{number}"), encode(requested(f"e{number}", bus)))
+                await fleet.until(lambda: len(fleet.running) == 8)
+            async with process:
+                await nats.kill()
+                assert process.stdin is not None
+                await process.stdin.aclose()
+                await process.wait()
+        assert not fleet.running
+
+
+def requested(episode: str, bus: Bus) -> EpisodeRequested:
+    """An episode that waits for a policy which nobody serves."""
+    return EpisodeRequested(
+        episode_id=episode,
+        group_id="g",
+        sample_index=0,
+        split="train",
+        task=TASK,
+        policy="default",
+        deadline_ns=bus.now_ns() + 600 * 10**9,
+    )
 
 
 async def test_instances_get_heartbeats_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,18 @@ async def test_a_worker_that_ignores_the_request_to_stop_is_killed_in_time(tmp_p
     assert stage.running() == []
 
 
+async def test_each_role_has_a_time_of_its_own_to_stop_whatever_those_before_it_took(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("learner", "stubborn", 3.0), stage.plan("environment", "serve", 3.01))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 2)
+            await fleet.stop()
+    assert len(stage.reports) == 1 and stage.reports[0].startswith("learner did not stop")
+    assert stage.names("drained") == ["environment.0"]
+
+
 async def test_kill_ends_processes_and_their_children_at_once(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "parent"))

@@ -12,19 +12,29 @@ import threading
 import time
 from typing import NoReturn
 
-SECONDS_TO_LEAVE = 5.0
-"""What a process gets to stop cleanly once its supervisor is gone."""
+SECONDS_TO_DRAIN = 3.0
+"""What a process gets to finish or hand back what it has once its supervisor is gone - and with it, as a rule, the server."""
+
+SECONDS_TO_LEAVE = 7.0
+"""What it gets then to stop at once: to release what it holds elsewhere, as instances on a platform that are paid for."""
 
 
-def exit_with_parent(descriptor: int = 0, exit_timeout_seconds: float = SECONDS_TO_LEAVE) -> None:
-    """From now on: when ``descriptor`` (standard input) reaches its end, SIGTERM this process, and soon after end it hard."""
-    watcher = threading.Thread(target=_watch, args=(descriptor, exit_timeout_seconds), name="supervisor watch", daemon=True)
+def exit_with_parent(
+    descriptor: int = 0, *, seconds_to_drain: float = SECONDS_TO_DRAIN, exit_timeout_seconds: float = SECONDS_TO_LEAVE
+) -> None:
+    """From now on: when ``descriptor`` (standard input) reaches its end, SIGTERM this process as a person would, to drain and
+    after ``seconds_to_drain`` (0: never) to stop at once; ``exit_timeout_seconds`` later it is ended hard."""
+    arguments = (descriptor, seconds_to_drain, exit_timeout_seconds)
+    watcher = threading.Thread(target=_watch, args=arguments, name="supervisor watch", daemon=True)
     watcher.start()
 
 
-def _watch(descriptor: int, exit_timeout_seconds: float) -> NoReturn:
+def _watch(descriptor: int, seconds_to_drain: float, exit_timeout_seconds: float) -> NoReturn:
     while os.read(descriptor, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+    if seconds_to_drain:
+        time.sleep(seconds_to_drain)
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(exit_timeout_seconds)  # the process is stuck if this returns
     os._exit(1)

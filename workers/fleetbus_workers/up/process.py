@@ -22,7 +22,8 @@ TAIL_LINES = 12
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is started: ``command`` makes the command line of the n-th start (0 first), ``log`` collects its output.
 
-    ``stop_limit_seconds`` counts from the moment when the fleet begins to stop; those with a smaller limit stop first.
+    ``stop_limit_seconds`` counts from when it is asked to stop, whatever those before it took; those with a smaller limit are
+    asked first.
     ``grace_seconds`` is for a process that must clean up beyond its own group: it is never killed without that much notice.
     """
 

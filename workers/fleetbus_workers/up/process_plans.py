@@ -14,8 +14,9 @@ from fleetbus.datasets import is_remote
 from fleetbus.python_process import build_module_command
 from fleetbus_workers.up.process import ProcessPlan
 
-STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 5.5, "inference": 6.5}
-"""Who asks stops first, who answers last; with summary and server the whole stop takes less than 10 s."""
+STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 4.5, "inference": 5.0}
+"""Who asks stops first, who answers last. Each has a time of its own: to drain (`DRAIN_SECONDS`), to close, and for the end of
+its interpreter. A stop takes a second or two; 16 s with summary and server if everything hangs."""
 
 SERVER_STOP_SECONDS = 2.0
 SERVER_GRACE_SECONDS = 1.0

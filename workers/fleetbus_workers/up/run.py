@@ -69,7 +69,7 @@ class Run:
         )
 
     async def run(self, progress: Progress) -> RunResult:
-        """Start, watch, stop; returns within 10 s of the first signal, at once after the second."""
+        """Start, watch, stop; returns within 16 s of the first signal, at once after the second."""
         began = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._stop_on_signals, tasks.cancel_scope)

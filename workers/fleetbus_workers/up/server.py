@@ -104,7 +104,7 @@ def _write_address(file: Path, address: Address) -> None:
 
 
 def _main(store: str, port: str, file: str, config: str = "") -> int:
-    exit_with_parent(exit_timeout_seconds=STOP_LIMIT_SECONDS + 2)
+    exit_with_parent(seconds_to_drain=0, exit_timeout_seconds=STOP_LIMIT_SECONDS + 2)
     try:
         arguments = (Path(store), int(port), Path(file), Path(config) if config else None)
         return anyio.run(hold_server, *arguments, backend_options={"use_uvloop": True})

@@ -55,14 +55,13 @@ class Supervisor:
                 tasks.start_soon(self._keep_running, plan)
 
     async def stop(self) -> None:
-        """SIGTERM in the order of their time limits, waiting for each until its limit; then it is killed."""
+        """SIGTERM in the order of their time limits, waiting for each until its limit, which begins then; then it is killed."""
         self._stopping = True
-        began = anyio.current_time()
         for limit, same in groupby(sorted(self._plans, key=_compute_stop_limit), key=_compute_stop_limit):
             names = [plan.name for plan in same]
             for name in names:
                 self._terminate(name)
-            with anyio.CancelScope(deadline=began + limit):
+            with anyio.move_on_after(limit):
                 for name in names:
                     await self._ended[name].wait()
             self._kill_stragglers(names)
