@@ -38,7 +38,7 @@ def test_the_readme_begins_with_two_commands_of_one_line_each() -> None:
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     assert [language for language, _ in blocks[:2]] == ["sh", "sh"]
-    assert {language for language, _ in blocks[2:]} == {"console"}
+    assert {language for language, _ in blocks[2:]} == {"console", "python"}
     assert all(len(block.splitlines()) == 1 for _, block in blocks[:2])
     assert blocks[0][1].rstrip().endswith("fleetbus up") and blocks[1][1].rstrip().endswith("pytest -q")
 
