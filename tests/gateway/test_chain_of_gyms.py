@@ -23,7 +23,7 @@ async def test_whoever_takes_over_from_a_killed_worker_closes_its_sessions_upstr
 
         async def play(number: int) -> None:
             session = opened[number]
-            await session.make("open", task=Task(key="t", config={"backoff": 0.01}))
+            await session.request("open", task=Task(key="t", config={"backoff": 0.01}))
             await session.reset()
             if number % 2:
                 await session.step("up")

@@ -12,7 +12,7 @@ from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteG
 from fleetbus_workers.gateway.gym_service import GymService, build_gym_service
 from tests.support.gym_service import Handler, fields_of, new_boundary, running, serve_gym
 from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
-from tests.support.small_deployment import small_fleet
+from tests.support.small_deployment import small_deployment
 
 
 async def test_an_episode_is_played_from_connect_to_close() -> None:
@@ -239,7 +239,7 @@ async def test_after_an_environment_failed_a_reset_begins_anew_in_the_same_sessi
 
 
 async def test_another_gateway_goes_on_after_a_failure_too() -> None:
-    async with small_fleet(paying_configuration()) as fleet, gym_gateway(fleet) as first, gym_gateway(fleet) as second:
+    async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet) as first, gym_gateway(fleet) as second:
         fleet.environment("e1", make=PayingEnvironment)
         session = (await first.connect({"rewards": [1.0], "verdict": 1.0}))["session_id"]
         await first.call(session, "step", action_str="x")

@@ -12,7 +12,7 @@ from tests.support.openenv_gateway import gateway
 from tests.support.paying import gym_gateway, paying_configuration
 from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 from tests.support.rule_policy import RuleSampler, RuleTemplate
-from tests.support.small_deployment import small_fleet
+from tests.support.small_deployment import small_deployment
 
 
 @asynccontextmanager
@@ -26,7 +26,7 @@ async def climbing() -> AsyncIterator[Any]:
 
 
 async def test_in_the_result_of_an_episode() -> None:
-    async with small_fleet(paying_configuration()) as fleet, climbing() as make:
+    async with small_deployment(paying_configuration()) as fleet, climbing() as make:
         fleet.environment("e1", make=make)
         fleet.inference("i1", sampler=RuleSampler(), template=RuleTemplate())
         await fleet.request(task=Task(key="t", prompt="WORLD=climb"))
@@ -36,7 +36,7 @@ async def test_in_the_result_of_an_episode() -> None:
 
 
 async def test_through_the_remote_gym_gateway() -> None:
-    async with small_fleet(paying_configuration()) as fleet, climbing() as make, gym_gateway(fleet) as wire:
+    async with small_deployment(paying_configuration()) as fleet, climbing() as make, gym_gateway(fleet) as wire:
         fleet.environment("e1", make=make)
         session = (await wire.connect())["session_id"]
         first = await wire.call(session, "step", action_str="up")

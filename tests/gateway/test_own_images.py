@@ -20,7 +20,7 @@ from fleetbus_workers.gateway.images import InMemoryImageStore
 from tests.support.openenv_gateway import gateway
 from tests.support.paying import gym_gateway, paying_configuration
 from tests.support.showing import forms, painted
-from tests.support.small_deployment import small_fleet
+from tests.support.small_deployment import small_deployment
 from tests.support.tool_calls import NoGrader
 
 SPECS = ("tests.support.showing:Shows", "tests.support.showing:ShowsPlainly", "pool:tests.support.showing:ShowsPlainly")
@@ -28,7 +28,7 @@ FORMS = tuple(forms(0))
 
 
 def factory(spec: str, images: InMemoryImageStore | None) -> EnvironmentFactory:
-    return build_environment_factory(spec, verifier=NoGrader(), keep=images.keep if images else None)
+    return build_environment_factory(spec, verifier=NoGrader(), store_image=images.store_image if images else None)
 
 
 def action(text: str) -> Action:
@@ -77,7 +77,7 @@ async def test_without_a_bucket_a_word_stands_for_each_image_and_the_log_says_wh
 async def test_through_the_remote_gym_gateway() -> None:
     images = InMemoryImageStore()
     made = factory(SPECS[1], images)
-    async with small_fleet(paying_configuration()) as fleet, gym_gateway(fleet, load=images.load) as wire, made.running():
+    async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet, load=images.load) as wire, made.running():
         fleet.environment("e1", make=made)
         response = await wire.post("/connect", {"env_config": {}, "seed": 1})
         begun = decode_response(response.headers["content-type"], response.content)

@@ -14,17 +14,17 @@ from fleetbus.skyrl import FleetbusEnv
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.colours import ColoursEnvironment
 from tests.support.gateway_processes import RUN, fleet_on
-from tests.support.gym_service import Handler, served
+from tests.support.gym_service import Handler, serve_gym
 from tests.support.openenv_gateway import gateway
 from tests.support.paying import PAYMENTS, PayingEnvironment, gym_gateway, paying_configuration
-from tests.support.small_deployment import small_fleet
+from tests.support.small_deployment import small_deployment
 
 ways = pytest.mark.parametrize(("rewards", "verdict", "told"), PAYMENTS.values(), ids=PAYMENTS.keys())
 
 
 @ways
 async def test_through_a_session(rewards: list[float], verdict: float, told: list[float]) -> None:
-    async with small_fleet(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
+    async with small_deployment(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
         fleet.environment("e1", make=PayingEnvironment)
         async with client.open(Task(key="t", config={"rewards": rewards, "verdict": verdict})) as session:
             for _ in range(2):  # a second episode of the same session owes nothing to the first
@@ -36,7 +36,7 @@ async def test_through_a_session(rewards: list[float], verdict: float, told: lis
 
 @ways
 async def test_through_the_remote_gym_gateway(rewards: list[float], verdict: float, told: list[float]) -> None:
-    async with small_fleet(paying_configuration()) as fleet, gym_gateway(fleet) as wire:
+    async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet) as wire:
         fleet.environment("e1", make=PayingEnvironment)
         session = (await wire.connect({"rewards": rewards, "verdict": verdict}))["session_id"]
         for _ in range(2):
@@ -76,7 +76,7 @@ def test_in_the_credit_of_turns(rewards: list[float], verdict: float, told: list
 
 
 async def test_through_a_service_around_one_s_own_environments() -> None:
-    async with served(Handler()) as wire:
+    async with serve_gym(Handler()) as wire:
         session = (await wire.connect({"goal": 3}))["session_id"]
         told = [await wire.call(session, "step", action_str="x") for _ in range(3)]
     assert [(each["reward"], each["done"]) for each in told] == [(0.5, False), (0.5, False), (0.5, True)]
@@ -90,7 +90,7 @@ async def test_sums_in_another_order_leave_nothing_to_pay() -> None:
 
 async def test_a_verdict_that_does_not_come_is_no_reward_even_where_steps_were_paid() -> None:
     config: dict[str, Any] = {"rewards": [0.5, 0.5], "verdict": None}
-    async with small_fleet(paying_configuration()) as fleet, gym_gateway(fleet) as wire:
+    async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet) as wire:
         fleet.environment("e1", make=PayingEnvironment)
         session = (await wire.connect(config))["session_id"]
         await wire.call(session, "step", action_str="x")

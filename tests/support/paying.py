@@ -15,7 +15,7 @@ from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
 from fleetbus_workers.gateway.gym_methods import GymCalls
 from tests.support.gym_service import Wire, running
-from tests.support.small_deployment import SmallFleet, configured
+from tests.support.small_deployment import SmallDeployment, build_configuration
 
 PAYMENTS: dict[str, tuple[list[float], float | None, list[float]]] = {
     "the steps are paid, the last with nothing": ([0.5, 0.1, 0.0], 0.6, [0.5, 0.1, 0.0]),
@@ -65,11 +65,11 @@ class PayingEnvironment:
 
 
 def paying_configuration() -> Any:
-    return configured(environment=EnvironmentSettings(slots=8, session_slots=8))
+    return build_configuration(environment=EnvironmentSettings(slots=8, session_slots=8))
 
 
 @asynccontextmanager
-async def gym_gateway(fleet: SmallFleet, *, load: Any = None, **settings: Any) -> AsyncIterator[Wire]:
+async def gym_gateway(fleet: SmallDeployment, *, load: Any = None, **settings: Any) -> AsyncIterator[Wire]:
     """A remote-gym gateway to a fleet in this process, and a client of it."""
 
     @asynccontextmanager

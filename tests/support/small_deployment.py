@@ -179,7 +179,7 @@ class SmallDeployment:
 
         return self.start("inference", name, work)
 
-    def check_learner(self, name: str, *, trainer: Trainer, curriculum: Curriculum) -> Member:
+    def learner(self, name: str, *, trainer: Trainer, curriculum: Curriculum) -> Member:
         async def work(member: Member, bus: Bus) -> None:
             await run_learner(
                 bus,

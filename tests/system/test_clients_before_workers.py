@@ -11,7 +11,7 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_workers.environment.stepwise.host import SessionHost
-from tests.support.small_deployment import RUN, configured, small_fleet
+from tests.support.small_deployment import RUN, build_configuration, small_deployment
 from tests.support.stepwise_fixtures import TASK, World
 
 CLIENTS = 32
@@ -23,10 +23,10 @@ async def test_clients_that_came_before_any_worker_have_their_sessions_within_a_
 ) -> None:
     world = World()
     opened_at: list[float] = []
-    configuration = configured(environment=EnvironmentSettings(slots=8, session_slots=CLIENTS))
+    configuration = build_configuration(environment=EnvironmentSettings(slots=8, session_slots=CLIENTS))
     async with (
         run_server(tmp_path / "store", monitor_port=None) as server,
-        small_fleet(configuration, connect=lambda name: connect(server.url, run=RUN, worker=name)) as fleet,
+        small_deployment(configuration, connect=lambda name: connect(server.url, run=RUN, worker=name)) as fleet,
         sessions(fleet.bus, fleet.subjects) as client,
     ):
 
@@ -60,7 +60,7 @@ async def test_a_worker_offers_slots_for_sessions_only_once_calls_arrive(tmp_pat
         await held.wait()
         await run(host, **options)  # type: ignore[arg-type]
 
-    async with small_fleet(configured(environment=EnvironmentSettings(slots=8, session_slots=4))) as fleet:
+    async with small_deployment(build_configuration(environment=EnvironmentSettings(slots=8, session_slots=4))) as fleet:
         SessionHost.run = late  # type: ignore[method-assign, assignment]
         try:
             worker = fleet.environment("e1", make=World())

@@ -214,7 +214,7 @@ async def publish_entries(bus: Bus, subjects: Subjects, start: int, stop: int) -
 async def query_server(bus: NatsBus, question: str) -> bytes:
     """What the server says at this moment, errors included; nothing if it says nothing."""
     connection = bus._connection
-    reply = connection.exchanges.new_reply()
+    reply = connection.request_mux.new_reply()
     with suppress(TimeoutError):
-        return (await connection.exchanges.ask(reply, publish_command(f"$JS.API.{question}", reply, b""), timeout=2))[0]
+        return (await connection.request_mux.ask(reply, publish_command(f"$JS.API.{question}", reply, b""), timeout=2))[0]
     return b""

@@ -52,9 +52,9 @@ async def test_everybody_who_waits_for_free_slots_hears_that_they_are_free() -> 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
             for _ in range(4):
-                group.start_soon(slots.all_free)
+                group.start_soon(slots.wait_until_idle)
             await anyio.wait_all_tasks_blocked()
-            await slots._fill(None, None)  # type: ignore[arg-type]
+            await slots._run_delivery(None, None)  # type: ignore[arg-type]
 
 
 async def test_a_gate_that_is_closed_twice_opens_for_all() -> None:
@@ -62,9 +62,9 @@ async def test_a_gate_that_is_closed_twice_opens_for_all() -> None:
     gate.close()
     with anyio.fail_after(5):
         async with anyio.create_task_group() as group:
-            group.start_soon(gate.passed)
+            group.start_soon(gate.wait_open)
             await anyio.wait_all_tasks_blocked()
             gate.close()
-            group.start_soon(gate.passed)
+            group.start_soon(gate.wait_open)
             await anyio.wait_all_tasks_blocked()
             gate.open()

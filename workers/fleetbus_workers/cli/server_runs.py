@@ -65,11 +65,11 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
 
 
 def _server(configuration: Configuration) -> Any:
-    from fleetbus.auth.access import access_for
+    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
     from fleetbus_workers.cli.role import generate_worker_name
 
-    access = access_for("init", configuration.nats.auth)
+    access = build_access("init", configuration.nats.auth)
     return connect(
         configuration.nats.url, run=configuration.run.name, role="init", worker=generate_worker_name("runs"), **access
     )

@@ -71,7 +71,7 @@ class EnvironmentWorker:
             group.start_soon(self._receive_actions)
             if self._session_slots:
                 await group.start(self._sessions.run)
-                await lifecycle.beat_once()  # clients that wait for a host need not wait for the next heartbeat
+                await lifecycle.publish_heartbeat()  # clients that wait for a host need not wait for the next heartbeat
             await self._work(lifecycle)
             group.cancel_scope.cancel()
 

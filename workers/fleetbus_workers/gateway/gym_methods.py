@@ -84,7 +84,7 @@ class GymCalls:
         self._load = load
         self._format = images
         self.sessions: dict[str, SessionInfo] = {}
-        self._build_failure: dict[str, list[dict[str, SessionAnswer]]] = {}
+        self._failed_journals: dict[str, list[dict[str, SessionAnswer]]] = {}
 
     @property
     def mime(self) -> str:
@@ -132,7 +132,7 @@ class GymCalls:
         """Close a session that was not used for too long."""
         self.sessions.pop(session, None)
         call = SessionCall(session=self._name(session), call="close", key="expired")
-        self._build_failure.pop(session, None)
+        self._failed_journals.pop(session, None)
         await self._client.call(call, timeout=self._call_seconds)
 
     async def _dispatch(self, session: str, method: str, key: str, parameters: dict[str, Any]) -> Answer:
@@ -142,7 +142,7 @@ class GymCalls:
             return await self._reset(session, key, _parse_seed(parameters.get("seed", 0)))
         if method == "close":
             await self._execute(session, "close", key)
-            self._build_failure.pop(session, None)
+            self._failed_journals.pop(session, None)
             return Answer({"closed": True})
         return await self._step(session, key, str(parameters.get("action_str", "")))
 
@@ -186,7 +186,7 @@ class GymCalls:
         """The reset of a session whose environment failed: in an environment of its own, under the next name on the bus."""
         journal = await self._journal(session)
         assert journal.claim is not None, "what was never opened has not failed"
-        self._build_failure.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
+        self._failed_journals.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
         opened = await self._execute(session, "open", f"{key}o", task=journal.claim.task)
         return opened if opened.end is not None else await self._execute(session, "reset", key, seed=seed)
 
@@ -216,12 +216,13 @@ class GymCalls:
 
     def _name(self, session: str) -> str:
         """What the session is called on the bus: with each environment of it that failed and was followed by another, anew."""
-        failed = len(self._build_failure.get(session, ()))
+        failed = len(self._failed_journals.get(session, ()))
         return f"{session}-{failed}" if failed else session
 
     async def _execute(self, session: str, kind: SessionCallKind, key: str, **fields: Any) -> SessionAnswer:
-        """An answer that was executed, now or before, the end of a failed environment, or a conflict; raises `CallRefused` else."""
-        for answers in self._build_failure.get(session, ()):
+        """An answer that was executed, now or before, the end of a failed environment, or a conflict; raises `CallRefused`
+        else."""
+        for answers in self._failed_journals.get(session, ()):
             if key in answers:  # a late repetition of what a failed environment answered
                 return answers[key]
         call = SessionCall(session=self._name(session), call=kind, key=key, **fields)
@@ -236,7 +237,7 @@ class GymCalls:
         if answer.refusal in ("unknown", "closed"):
             if answer.end in FAILURES:
                 return answer
-            self._build_failure.pop(session, None)
+            self._failed_journals.pop(session, None)
             raise CallRefused(404, f"Session {session} not found")
         if answer.refusal and not (answer.refusal == "conflict" and kind == "step"):
             raise CallRefused(400, answer.error)
@@ -246,11 +247,11 @@ class GymCalls:
 
     async def _is_followed(self, session: str) -> bool:
         """Whether another gateway went on with this session after its environment had failed; then so does this one."""
-        following = f"{session}-{len(self._build_failure.get(session, ())) + 1}"
+        following = f"{session}-{len(self._failed_journals.get(session, ())) + 1}"
         if await self._client.bus.last(self._client.subjects.session(following)) is None:
             return False
         journal = await self._journal(session)
-        self._build_failure.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
+        self._failed_journals.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
         return True
 
     @contextmanager

@@ -102,7 +102,7 @@ async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, to
     """``observation`` and ``metadata``; ``load`` None: placeholders for images. ``tool``: the one that was called, whose
     result then stands where OpenEnv's MCP clients look for it. What was said for a policy alone is left out. Raises
     `FrameError` for an image that is gone."""
-    shown = environment_s_own(answer)
+    shown = select_environment_messages(answer)
     try:
         messages = [{"role": message.role, "content": await _render_content(message, load)} for message in shown]
     except ObjectMissing as gone:
@@ -122,15 +122,15 @@ async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, to
     return {"observation": observation | {"metadata": metadata}} | ({"metadata": metadata} if metadata else {})
 
 
-def environment_s_own(answer: SessionAnswer) -> tuple[ChatMessage, ...]:
+def select_environment_messages(answer: SessionAnswer) -> tuple[ChatMessage, ...]:
     """What the environment says, without what was made for a policy: its prompt of tools, the words around their results."""
     messages = answer.messages[answer.prompted :]
     if answer.output is None:
         return messages
     images = [part for message in messages if not isinstance(message.content, str) for part in message.content]
     pictures = [part for part in images if isinstance(part, Image)]
-    content = (Text(text=answer.output.text), *pictures) if pictures else answer.output.text
-    return (ChatMessage(role="user", content=content),)
+    text = answer.output.text
+    return (ChatMessage(role="user", content=(Text(text=text), *pictures) if pictures else text),)
 
 
 def _data(structured: Any, text: str) -> Any:

@@ -48,7 +48,8 @@ def to_plain_values(value: Any) -> Any:
 
 
 def clipped_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """What `to_plain_values` makes of ``values``, without the entries that do not fit into ``limit`` bytes, the largest first, and
+    """What `to_plain_values` makes of ``values``, without the entries that do not fit into ``limit`` bytes, the largest first,
+    and
     those that cannot travel."""
     sizes: dict[str, int] = {}
     plain: dict[str, Any] = to_plain_values(values)

@@ -193,7 +193,7 @@ class OpenEnvEnvironment:
 
     @property
     def _last_counts(self) -> bool:
-        return self._task.config.get("reward", "sum") == "last"
+        return bool(self._task.config.get("reward", "sum") == "last")
 
     def _build_step(
         self,

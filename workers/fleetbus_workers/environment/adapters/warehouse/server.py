@@ -98,7 +98,8 @@ def make_server(seed: int) -> WarehouseServer:
 
 
 def serve_task(task: Task) -> WarehouseServer:
-    """The server for a task of `fleetbus_workers.environment.adapters.warehouse.tasks`; one without a seed has the warehouse of its key."""
+    """The server for a task of `fleetbus_workers.environment.adapters.warehouse.tasks`; one without a seed has the warehouse
+    of its key."""
     return make_server(task.seed if task.seed is not None else zlib.crc32(task.key.encode()))
 
 
