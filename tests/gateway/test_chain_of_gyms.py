@@ -8,7 +8,7 @@ import anyio
 
 from fleetbus.client.sessions import SessionFailed, sessions
 from fleetbus_schemas import Task
-from tests.support.gateway_processes import SUBJECTS, fleet_on
+from tests.support.gateway_processes import SUBJECTS, start_processes
 from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 
 CLIENTS = 8
@@ -16,7 +16,7 @@ CLIENTS = 8
 
 async def test_whoever_takes_over_from_a_killed_worker_closes_its_sessions_upstream(tmp_path: Path) -> None:
     double = RemoteGymDouble(goal=5)
-    async with remote_gym_double(double), fleet_on(tmp_path / "store") as fleet, sessions(fleet.bus, SUBJECTS) as client:
+    async with remote_gym_double(double), start_processes(tmp_path / "store") as fleet, sessions(fleet.bus, SUBJECTS) as client:
         worker = ("environment", "--environment", f"remote-gym:{double.url}", "--environment-session-slots", str(CLIENTS))
         await fleet.start("e1", *worker)
         opened = [client.session() for _ in range(CLIENTS)]

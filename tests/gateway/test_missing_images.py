@@ -41,7 +41,7 @@ class Painted:
 
 
 async def test_a_gym_client_is_told_that_the_episode_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MAX_KEPT_BYTES", 1)  # each picture takes the room of the one before
+    monkeypatch.setattr(images, "MAX_STORED_BYTES", 1)  # each picture takes the room of the one before
     async with serve_gym(Gallery()) as wire:
         told = await wire.connect()
         assert told["obs"] == "Environment Error"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fleetbus.client.sessions import sessions
-from fleetbus.core.turn_credit import turn_returns, unpaid_reward
+from fleetbus.core.turn_credit import compute_turn_returns, unpaid_reward
 from fleetbus.skyrl import FleetbusEnv
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.colours import ColoursEnvironment
-from tests.support.gateway_processes import RUN, fleet_on
+from tests.support.gateway_processes import RUN, start_processes
 from tests.support.gym_service import Handler, serve_gym
 from tests.support.openenv_gateway import gateway
 from tests.support.paying import PAYMENTS, PayingEnvironment, gym_gateway, paying_configuration
@@ -57,7 +57,7 @@ async def test_through_skyrl(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.json"
     described = [{"key": key, "rewards": rewards, "verdict": verdict} for key, (rewards, verdict, _) in PAYMENTS.items()]
     tasks.write_text(json.dumps([{"prompt": "p", "env_key": "e"} | each for each in described]))
-    async with fleet_on(tmp_path / "store") as fleet:
+    async with start_processes(tmp_path / "store") as fleet:
         await fleet.start("e1", "environment", "--environment", "tests.support.paying:PayingEnvironment")
         for key, (rewards, verdict, told) in PAYMENTS.items():
             environment = FleetbusEnv(
@@ -71,7 +71,7 @@ async def test_through_skyrl(tmp_path: Path) -> None:
 
 @ways
 def test_in_the_credit_of_turns(rewards: list[float], verdict: float, told: list[float]) -> None:
-    returns = turn_returns(rewards, unpaid_reward(verdict, rewards), turns=len(rewards), discount=1.0)
+    returns = compute_turn_returns(rewards, unpaid_reward(verdict, rewards), turns=len(rewards), discount=1.0)
     assert returns == pytest.approx([sum(told[turn:]) for turn in range(len(told))])
 
 

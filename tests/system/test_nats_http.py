@@ -71,7 +71,7 @@ async def test_both_ways_of_asking_tell_the_same_of_consumers(
     async def refuse(*_: object, **__: object) -> dict[str, Any]:
         return {}
 
-    monkeypatch.setattr("fleetbus_workers.overview.jetstream._ask", refuse)
+    monkeypatch.setattr("fleetbus_workers.overview.jetstream._request_api", refuse)
     over_http = await fetch_server_view(bus, RUN, server.monitor_url)
     assert asked.consumers == over_http.consumers and asked.pending == 1
     assert over_http.entries is None and over_http.clients == asked.clients

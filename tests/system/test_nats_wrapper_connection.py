@@ -32,7 +32,7 @@ async def server(tmp_path: Path) -> AsyncGenerator[NatsServerProcess]:
 
 
 async def test_nobody_at_the_address_is_one_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_SECONDS", 0.3)
     with anyio.fail_after(50), pytest.raises(UserError) as refused:
         async with connect("nats://me:secret@127.0.0.1:1", run=RUN):
             pass
@@ -40,7 +40,7 @@ async def test_nobody_at_the_address_is_one_line_that_says_what_to_do(monkeypatc
 
 
 async def test_a_server_that_speaks_something_else_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_SECONDS", 0.5)
 
     async def greet(client: anyio.abc.SocketStream) -> None:
         async with client:

@@ -63,7 +63,7 @@ def no_fencing(patch: pytest.MonkeyPatch) -> None:
         return await store(bus, subjects, result, expected_last=episode_state.last_sequence)
 
     patch.setattr(attempts, "store_result", faulty)
-    patch.setattr(EpisodeState, "held_by", lambda self, nonce: self.result is None)
+    patch.setattr(EpisodeState, "is_held_by", lambda self, nonce: self.result is None)
 
 
 def deliveries_as_attempts(patch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def idle_timer_runs_during_a_step(patch: pytest.MonkeyPatch) -> None:
 
 def trimmed_content_not_looked_for(patch: pytest.MonkeyPatch) -> None:
     """A learner that resumes behind its newest checkpoint knows of no archive."""
-    patch.setattr(batches, "archived_entries", lambda folder, sequences, run: {})
+    patch.setattr(batches, "read_archived_entries", lambda folder, sequences, run: {})
 
 
 PLANTS: dict[Plant, tuple[int, str]] = {

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleetbus.core.evaluation_summary import summarise
+from fleetbus.core.evaluation_summary import summarise_results
 from fleetbus.core.groups import Group
 from fleetbus.core.success import is_success, success_in
 from fleetbus_schemas import ActionReference, ChatMessage, EpisodeFinished, Image, Text
@@ -40,7 +40,7 @@ def test_success_is_read_from_what_environments_call_it(info: dict[str, object],
 def test_the_environment_s_word_counts_and_the_reward_where_there_is_none() -> None:
     results = [told(True, 0.3), told(False, 7.0), told(None, 1.0), told(None, 0.9)]
     assert [*map(is_success, results)] == [True, False, True, False]
-    assert summarise(results, [1]).success == 0.5
+    assert summarise_results(results, [1]).success == 0.5
     group = Group(group_id="g", size=4)
     for result in results:
         group.add(result)
