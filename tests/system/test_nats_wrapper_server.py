@@ -51,7 +51,7 @@ def test_an_old_server_on_the_path_gives_way_to_the_wheel(tmp_path: Path, monkey
     old = _fake_server(tmp_path / "path" / "nats-server", "2.9.10")
     monkeypatch.setenv("PATH", str(old.parent), prepend=os.pathsep)
     assert find_server() not in (old, None)
-    monkeypatch.setattr("fleetbus.bus.nats.server._in_wheel", lambda: None)
+    monkeypatch.setattr("fleetbus.bus.nats.server._find_in_wheel", lambda: None)
     with pytest.raises(UserError, match=r"pip install .fleetbus\[server\]"):
         find_server()
 
@@ -59,7 +59,7 @@ def test_an_old_server_on_the_path_gives_way_to_the_wheel(tmp_path: Path, monkey
 def test_no_server_at_all_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FLEETBUS_NATS_SERVER", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("fleetbus.bus.nats.server._in_wheel", lambda: None)
+    monkeypatch.setattr("fleetbus.bus.nats.server._find_in_wheel", lambda: None)
     with pytest.raises(UserError, match=r"no nats-server found: pip install .fleetbus\[server\]"):
         find_server()
 
