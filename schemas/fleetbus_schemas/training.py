@@ -12,7 +12,8 @@ class LineageStarted(Message, frozen=True, kw_only=True):
 
     Stored on ``train.<name>`` and, to fence the learner before, on ``policy.<name>`` too. ``nonce`` tells one's own entry.
 
-    ``floor`` is the log position of the lowest request that is not settled at ``parent_step``.
+    ``floor`` is the log position of the lowest request that is not settled at ``parent_step``. ``settings`` are those of the
+    configuration that decide what this learner does, by table and key; empty from learners that did not publish them.
     """
 
     lineage: str
@@ -22,6 +23,7 @@ class LineageStarted(Message, frozen=True, kw_only=True):
     floor: int = 0
     seed: int = 0
     nonce: str = ""
+    settings: dict[str, dict[str, bool | int | float | str]] = msgspec.field(default_factory=dict)
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -212,7 +212,20 @@ _EXAMPLES: tuple[Message, ...] = (
         size_bytes=8192,
         manifest_object=SHA256,
     ),
-    LineageStarted(lineage="l0002", worker="learner-1", parent="l0001", parent_step=10, floor=55, seed=7, nonce="c0ffee"),
+    LineageStarted(
+        lineage="l0002",
+        worker="learner-1",
+        parent="l0001",
+        parent_step=10,
+        floor=55,
+        seed=7,
+        nonce="c0ffee",
+        settings={
+            "learner": {"groups": 4, "clip_ratio_low": 0.2},
+            "evaluation": {"greedy": True},
+            "trainer": {"device": "cpu"},
+        },
+    ),
     StepTrained(
         lineage="l0002",
         step=13,

@@ -15,7 +15,7 @@ from fleetbus_workers.gateway import gym_app
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
 from fleetbus_workers.gateway.gym_methods import GymCalls, SessionInfo
 from fleetbus_workers.gateway.gym_wire import Request
-from fleetbus_workers.replay.ground import memory_bus
+from fleetbus_workers.replay.fixtures import memory_bus
 from tests.support.gym_service import Handler, new_boundary, serve_gym
 
 

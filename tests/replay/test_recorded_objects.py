@@ -22,7 +22,7 @@ from fleetbus_workers.images.reader import ImageMissing, image_reader
 from fleetbus_workers.inference.base import PromptDelta
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
-from fleetbus_workers.replay.stage_bus import stage_bus
+from fleetbus_workers.replay.replay_environment import MemoryObjects, ReplayBus
 
 HERE = Path(__file__).parent
 RUN = "pictures"
@@ -140,7 +140,7 @@ async def test_a_worker_under_test_reads_the_recorded_images_and_is_told_of_thos
     from fleetbus.bus.memory import MemoryServer
 
     recording, _ = await recorded(tmp_path / "a.fbrec", [shows(1, b"seen")], bucket_of(b"seen"))
-    images = image_reader(stage_bus(MemoryServer(), RUN, "tested", recording.objects), RUN)
+    images = image_reader(ReplayBus(MemoryServer(), RUN, recording.objects), RUN)
     assert await images.read(name_of(b"seen")) == b"seen"
     with pytest.raises(ImageMissing, match="the recording holds no object"):
         await images.read(name_of(b"unseen"))
@@ -160,11 +160,10 @@ async def pictures_recorded() -> Recording:
     """Two episodes that show pictures, played by a policy that does not look."""
     from fleetbus_workers.environment.adapters.colours import build_colours_factory
     from fleetbus_workers.environment.images.store import build_image_store
-    from fleetbus_workers.replay.stage_bus import StageObjects
     from tests.support.small_deployment import Member, build_configuration, small_deployment
 
     bucket: dict[str, bytes] = {}
-    make = build_colours_factory("colours", "2", store_image=build_image_store(StageObjects(bucket)))
+    make = build_colours_factory("colours", "2", keep=build_image_store(MemoryObjects(bucket)))
     async with small_deployment(build_configuration()) as fleet:
         fleet.environment("env", make=make)
 
@@ -229,18 +228,18 @@ def with_an_image_that_is_gone() -> Recording:
 
 def test_a_learner_that_would_train_on_images_that_are_gone_says_so_at_once() -> None:
     from fleetbus.errors import UserError
-    from fleetbus_workers.replay.ground import replay_now
+    from fleetbus_workers.replay.fixtures import replay_blocking
 
     with pytest.raises(UserError, match="lacks 1 of 1 images"):
-        replay_now(with_an_image_that_is_gone(), role="learner", until="batches")
+        replay_blocking(with_an_image_that_is_gone(), role="learner", until="batches")
 
 
 def test_turns_upon_images_that_are_gone_are_left_out_and_the_others_compared() -> None:
     pytest.importorskip("torch")
-    from fleetbus_workers.replay.ground import replay_now
+    from fleetbus_workers.replay.fixtures import replay_blocking
 
     model = HERE / "recordings" / "model"
-    report = replay_now(with_an_image_that_is_gone(), role="inference", model=model, patience_seconds=200.0)
+    report = replay_blocking(with_an_image_that_is_gone(), role="inference", model=model, patience_seconds=200.0)
     report.check()
     left_out = report.skipped["actions upon images that the recording does not hold"]
     assert left_out == 2 and report.compared["Action"] == 64

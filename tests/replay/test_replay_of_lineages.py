@@ -16,12 +16,14 @@ import trio.testing
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.episodes import decode_entries
 from fleetbus.recording import Recording, RecordingHeader
-from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry
+from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry, decode, encode
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from fleetbus_workers.replay.learner import replay_learner
-from fleetbus_workers.replay.quiet import quiet
+from fleetbus_workers.replay.driver import ReplayContext
+from fleetbus_workers.replay.learner_driver import replay_learner
+from fleetbus_workers.replay.log_suppression import suppress_logs
+from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
@@ -76,7 +78,7 @@ async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int
 
 
 def in_virtual_time(work: Callable[[], Any]) -> Recording:
-    with quiet():
+    with suppress_logs():
         clock = trio.testing.MockClock(autojump_threshold=0)
         recording: Recording = anyio.run(work, backend="trio", backend_options={"clock": clock})
     return recording
@@ -106,10 +108,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Re
 def replayed(
     recording: Recording, configuration: Configuration, folder: Path, make: Callable[[], Any] | None = CountingTrainer
 ) -> Report:
-    work = partial(
-        replay_learner, recording, make, configuration=configuration, folder=folder, patience_seconds=PATIENCE_SECONDS
-    )
-    with quiet():
+    async def work() -> Report:
+        options = Replay(role="learner", patience_seconds=PATIENCE_SECONDS)
+        context = ReplayContext(recording, options, configuration=configuration)
+        await replay_learner(context, (lambda configuration: make()) if make is not None else None, folder=folder)
+        return context.report
+
+    with suppress_logs():
         return anyio.run(work)
 
 
@@ -150,8 +155,13 @@ def test_a_learner_that_was_told_to_stop_says_goodbye_with_the_same_checkpoint(
 
 def test_a_checkpoint_that_a_full_log_asked_for_is_counted_and_not_waited_for(recorded: Any, tmp_path: Path) -> None:
     recording, configuration = recorded(1)
-    settings = msgspec.structs.replace(configuration.learner, checkpoint_every=2)
-    report = replayed(recording, msgspec.structs.replace(configuration, learner=settings), tmp_path)
+    for index, entry in enumerate(recording.entries):
+        if b"LineageStarted" in entry.payload:
+            started = decode(LineageStarted, entry.payload)
+            settings = started.settings | {"learner": started.settings["learner"] | {"checkpoint_every": 2}}
+            payload = encode(msgspec.structs.replace(started, settings=settings))
+            recording.entries[index] = msgspec.structs.replace(entry, payload=payload)
+    report = replayed(recording, configuration, tmp_path)
     report.check()
     assert report.skipped["checkpoints that were stored because the log was full"] == 2
     assert report.compared["CheckpointStored"] == 3 and report.compared["StepTrained"] == STEPS

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.config.settings import Configuration
 from fleetbus.core import advantages
 from fleetbus.recording import Recording, load_recording
 from fleetbus_schemas import ChatMessage, PolicyPublished, Task, decode, encode
 from fleetbus_workers.environment.base import Start, Step
-from fleetbus_workers.replay import Report
-from fleetbus_workers.replay.ground import replay_now
+from fleetbus_workers.replay import Replay, Report
+from fleetbus_workers.replay.fixtures import replay_blocking
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -62,7 +63,7 @@ def test_a_different_tool_result_is_found_and_named() -> None:
     class Changed(kind):  # type: ignore[misc, valid-type]
         answer = "is worth {worth}"
 
-    difference = differing(replay_now(GUESSING, environment=Changed))
+    difference = differing(replay_blocking(GUESSING, environment=Changed))
     assert difference.message.startswith("Observation of turn 1 of episode ")
     assert difference.field == "messages[0].content"
     assert (difference.recorded[1:7], difference.replayed[1:10]) == ("worth ", "is worth ")
@@ -76,7 +77,7 @@ def test_a_different_prompt_is_found_at_the_first_turn() -> None:
         async def reset(self) -> Start:
             return Start(messages=(ChatMessage(role="system", content="Be good."), *(await super().reset()).messages))
 
-    difference = differing(replay_now(GUESSING, environment=Changed))
+    difference = differing(replay_blocking(GUESSING, environment=Changed))
     assert "turn 0" in difference.message and difference.field == "messages[0].role"
 
 
@@ -88,7 +89,7 @@ def test_a_different_reward_is_found_and_named() -> None:
             verdict = await super().verify()
             return msgspec.structs.replace(verdict, reward=verdict.reward + 0.5)
 
-    difference = differing(replay_now(GUESSING, environment=Changed))
+    difference = differing(replay_blocking(GUESSING, environment=Changed))
     assert difference.message.startswith("EpisodeFinished of episode ") and difference.field == "reward"
 
 
@@ -98,7 +99,7 @@ def test_an_episode_that_goes_on_longer_is_found() -> None:
     class Longer(kind):  # type: ignore[misc, valid-type]
         turns = 3
 
-    difference = differing(replay_now(GUESSING, environment=Longer))
+    difference = differing(replay_blocking(GUESSING, environment=Longer))
     assert "EpisodeFinished" in difference.message
     assert difference.field in ("outcome", "turns", "type", "error_class")
 
@@ -110,7 +111,7 @@ def test_an_environment_that_raises_is_found() -> None:
         async def step(self, action: Any) -> Step:
             raise RuntimeError("out of order")
 
-    difference = differing(replay_now(GUESSING, environment=Raising))
+    difference = differing(replay_blocking(GUESSING, environment=Raising))
     assert difference.replayed == "EpisodeFinished env_failed RuntimeError RuntimeError: out of order" or (
         difference.replayed.startswith("EpisodeFinished env_failed") and "out of order" in difference.replayed
     )
@@ -125,7 +126,7 @@ def test_an_environment_that_hangs_is_found() -> None:
 
             await anyio.sleep_forever()
 
-    report = replay_now(GUESSING, environment=Hanging, patience_seconds=1.0)
+    report = replay_blocking(GUESSING, environment=Hanging, patience_seconds=1.0)
     assert differing(report).replayed == "nothing within 1 s"
     assert len(report.differences) == 33
 
@@ -133,7 +134,7 @@ def test_an_environment_that_hangs_is_found() -> None:
 @pytest.mark.parametrize("sample_again", [False, True])
 def test_the_inference_role_replays_as_recorded(sample_again: bool) -> None:
     pytest.importorskip("torch")
-    report = replay_now(
+    report = replay_blocking(
         GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, sample_again=sample_again
     )
     report.check()
@@ -146,7 +147,7 @@ def test_a_changed_template_is_found_and_named(tmp_path: Path, sample_again: boo
     changed = copy_of_model(tmp_path)
     file = changed / "chat_template.jinja"
     file.write_text(file.read_text().replace("{{ message.content }}", "{{ message.content }} "))
-    report = replay_now(
+    report = replay_blocking(
         GUESSING, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=changed, sample_again=sample_again
     )
     difference = differing(report)
@@ -157,7 +158,7 @@ def test_weights_that_do_not_fit_the_recording_are_not_replayed_as_if_they_did(t
     pytest.importorskip("torch")
     recording = load_recording(GUESSING)
     recording.files = dict.fromkeys(recording.files, b"no weights")
-    report = replay_now(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
+    report = replay_blocking(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
     assert not report.same and not report.compared
     assert any(reason.startswith("versions without weights") for reason in report.skipped)
 
@@ -167,7 +168,7 @@ def test_turns_of_a_version_that_is_gone_are_left_out_and_later_versions_are_com
     recording = load_recording(GUESSING)
     first = min(recording.files)
     recording.files[first] = b"no weights"
-    report = replay_now(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
+    report = replay_blocking(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
     report.check()
     assert 0 < report.compared["Action"] < 66
     assert report.compared["Action"] + report.skipped["actions whose version is not at hand"] == 66
@@ -178,7 +179,7 @@ def test_weights_that_are_gone_are_named_once_and_the_report_says_how_to_record_
     recording = load_recording(GUESSING)
     recording.entries = [published_in(tmp_path, entry) for entry in recording.entries]
     recording.files = {name: content for name, content in recording.files.items() if "v000003" in name}
-    report = replay_now(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
+    report = replay_blocking(recording, role="inference", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL)
     report.check()
     gone = next(line for line in report.lines() if "versions without weights" in line)
     assert gone.count("v000000.safetensors") == 1 and "3 versions" in gone
@@ -197,7 +198,9 @@ def published_in(folder: Path, entry: StreamEntry) -> StreamEntry:
 
 def test_the_learner_replays_as_recorded() -> None:
     pytest.importorskip("torch")
-    report = replay_now(GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE)
+    report = replay_blocking(
+        GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE
+    )
     report.check()
     assert report.compared["StepTrained"] == 3 and report.compared["PolicyPublished"] == 4
 
@@ -212,7 +215,7 @@ def test_a_changed_advantage_is_found_and_named(until: str, monkeypatch: pytest.
         return np.asarray(original(*arguments, **options)) * 1.01
 
     monkeypatch.setitem(advantages.ADVANTAGES, "grpo", changed)
-    report = replay_now(
+    report = replay_blocking(
         GUESSING, role="learner", patience_seconds=SLOW_MACHINE_SECONDS, model=MODEL, ignored=OTHER_MACHINE, until=until
     )
     difference = differing(report)
@@ -237,12 +240,11 @@ def weights_of(recording: Recording) -> list[str]:
     from fleetbus.recording.reader import Recording as Kind
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
-    from fleetbus_workers.replay.configured import configuration_of
-    from fleetbus_workers.replay.learner import replay_learner
-    from fleetbus_workers.replay.quiet import quiet
+    from fleetbus_workers.replay.driver import ReplayContext
+    from fleetbus_workers.replay.learner_driver import replay_learner
+    from fleetbus_workers.replay.log_suppression import suppress_logs
 
     assert isinstance(recording, Kind)
-    configuration = configuration_of(recording)
     hashes: list[str] = []
 
     class Watched(TorchTrainer):
@@ -253,13 +255,13 @@ def weights_of(recording: Recording) -> list[str]:
             return manifest
 
     async def run(folder: Path) -> Report:
-        def make() -> Watched:
+        def make(configuration: Configuration) -> Watched:
             return Watched(MODEL, settings=build_trainer_settings(configuration))
 
-        with quiet():
-            return await replay_learner(
-                recording, make, configuration=configuration, folder=folder, ignored=frozenset(OTHER_MACHINE)
-            )
+        with suppress_logs():
+            context = ReplayContext(recording, Replay(role="learner", ignored=frozenset(OTHER_MACHINE)))
+            await replay_learner(context, make, folder=folder)
+            return context.report
 
     with tempfile.TemporaryDirectory() as place:
         anyio.run(run, Path(place)).check()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import trio.testing
-from fleetbus_workers.replay.build_configuration import configuration_of
 
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
-from fleetbus_workers.replay.environment import replay_environment
-from fleetbus_workers.replay.inference import replay_inference
+from fleetbus_workers.replay.driver import ReplayContext
+from fleetbus_workers.replay.environment_driver import replay_environment
+from fleetbus_workers.replay.inference_driver import replay_inference
+from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
@@ -40,9 +43,19 @@ async def recorded(fleet: SmallDeployment) -> Recording:
 
 
 async def replayed(recording: Recording, turns: int = 5) -> Report:
-    return await replay_environment(
-        recording, lambda: ScriptedEnvironment(turns), configuration=configuration_of(recording), patience_seconds=30
-    )
+    return await played(recording, lambda: ScriptedEnvironment(turns))
+
+
+async def played(recording: Recording, make: Callable[[], Environment]) -> Report:
+    context = ReplayContext(recording, Replay(patience_seconds=30))
+    await replay_environment(context, make)
+    return context.report
+
+
+async def answered(recording: Recording, sampler: ScriptedSampler) -> Report:
+    context = ReplayContext(recording, Replay(role="inference", patience_seconds=30))
+    await replay_inference(context, sampler, ScriptedTemplate())
+    return context.report
 
 
 async def taken_over(*, task: Task | None = None) -> Recording:
@@ -74,18 +87,14 @@ async def test_a_change_after_the_take_over_is_found() -> None:
 
 async def test_its_actions_replay_from_the_seeds_whoever_sampled_them() -> None:
     recording = await taken_over()
-    report = await replay_inference(
-        recording, ScriptedSampler(), ScriptedTemplate(), configuration=configuration_of(recording), patience_seconds=30
-    )
+    report = await answered(recording, ScriptedSampler())
     report.check()
     assert report.compared == {"Action": 5}
 
 
 async def test_a_sampler_that_draws_otherwise_is_found() -> None:
     recording = await taken_over()
-    report = await replay_inference(
-        recording, ScriptedSampler(tokens=7), ScriptedTemplate(), configuration=configuration_of(recording), patience_seconds=30
-    )
+    report = await answered(recording, ScriptedSampler(tokens=7))
     assert report.first is not None and report.first.field.startswith("sampled")
 
 
@@ -147,7 +156,7 @@ async def test_an_environment_that_fails_fails_again_the_same_way() -> None:
         await fleet.request("e")
         assert (await fleet.result("e")).outcome == "env_failed"
         recording = await recorded(fleet)
-    again = await replay_environment(recording, lambda: Broken(3), configuration=configuration_of(recording))
+    again = await played(recording, lambda: Broken(3))
     again.check()
-    mended = await replay_environment(recording, lambda: ScriptedEnvironment(3), configuration=configuration_of(recording))
+    mended = await played(recording, lambda: ScriptedEnvironment(3))
     assert mended.first is not None and "EpisodeFinished" in mended.first.message

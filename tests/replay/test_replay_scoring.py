@@ -14,7 +14,7 @@ from fleetbus.recording import load_recording
 from fleetbus_schemas import Action, decode, encode
 from fleetbus_schemas.tokens import pack_logprobs, unpack_ids, unpack_logprobs
 from fleetbus_workers.replay import Report
-from fleetbus_workers.replay.ground import replay_now
+from fleetbus_workers.replay.fixtures import replay_blocking
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def replayed(source: Any = GUESSING, **choices: Any) -> Report:
-    return replay_now(source, role="inference", model=MODEL, patience_seconds=200.0, **choices)
+    return replay_blocking(source, role="inference", model=MODEL, patience_seconds=200.0, **choices)
 
 
 def test_a_forward_pass_shows_what_was_sampled_and_little_is_sampled_again() -> None:

@@ -17,8 +17,7 @@ from fleetbus.recording import load_recording
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 from fleetbus_workers.replay import Replay, Report, replay_recording
 from fleetbus_workers.replay.report import UNLOADED, Difference
-from fleetbus_workers.replay.shards import jobs_for, merge, share_of
-from fleetbus_workers.replay.verifying import RepeatingVerifier
+from fleetbus_workers.replay.shards import count_jobs, merge_reports, share_of
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -97,12 +96,12 @@ def test_small_recordings_and_what_only_this_process_has_are_replayed_by_one(mon
     def environment() -> Any:
         raise NotImplementedError
 
-    assert jobs_for(WAREHOUSE, Replay()) == 1
+    assert count_jobs(WAREHOUSE, Replay()) == 1
     monkeypatch.setattr("fleetbus_workers.replay.shards.WORTH_SHARING_BYTES", 1)
-    monkeypatch.setattr("fleetbus_workers.replay.shards._cpus", lambda: 6)
-    assert jobs_for(WAREHOUSE, Replay()) == jobs_for(WAREHOUSE, Replay(role="inference")) == 6
-    assert jobs_for(WAREHOUSE, Replay(role="learner")) == jobs_for(WAREHOUSE, Replay(environment=environment)) == 1
-    assert jobs_for(WAREHOUSE, Replay(speed=1.0)) == 1
+    monkeypatch.setattr("fleetbus_workers.replay.shards.count_cpus", lambda: 6)
+    assert count_jobs(WAREHOUSE, Replay()) == count_jobs(WAREHOUSE, Replay(role="inference")) == 6
+    assert count_jobs(WAREHOUSE, Replay(role="learner")) == count_jobs(WAREHOUSE, Replay(environment=environment)) == 1
+    assert count_jobs(WAREHOUSE, Replay(speed=1.0)) == 1
 
 
 def test_every_episode_belongs_to_one_share() -> None:
@@ -115,7 +114,7 @@ def test_differences_of_all_shares_stand_in_the_order_of_the_log() -> None:
         each = [Difference(message="m", field="f", recorded="", replayed="", sequence=number) for number in sequences]
         return Report(role="environment", differences=each)
 
-    merged = merge([report(7, 3), report(), report(5, 2)])
+    merged = merge_reports([report(7, 3), report(), report(5, 2)])
     assert [each.sequence for each in merged.differences] == [2, 3, 5, 7]
     assert merged.first is not None and merged.first.sequence == 2
 
@@ -124,7 +123,7 @@ def test_versions_that_every_process_tried_to_load_are_counted_once() -> None:
     def report() -> Report:
         return Report(role="inference", advice="keep", skipped=Counter({f"{UNLOADED} (gone)": 9, "failed actions (E)": 2}))
 
-    merged = merge([report(), report(), report()])
+    merged = merge_reports([report(), report(), report()])
     assert merged.skipped == {f"{UNLOADED} (gone)": 9, "failed actions (E)": 6} and merged.advice == "keep"
 
 
@@ -149,7 +148,7 @@ LIMITS = VerifierLimits(seconds=20.0, cpu_seconds=1)
 
 
 async def test_one_process_gives_verdict_after_verdict() -> None:
-    verifier = RepeatingVerifier(LIMITS)
+    verifier = Verifier(LIMITS, reuse_processes=True)
     async with verifier.running():
         processes = {(await verdict(verifier, PROCESS)).reward for _ in range(5)}
         other = await verdict(verifier, "def check(final_answer): return final_answer == 'yes'", "yes")
@@ -157,7 +156,7 @@ async def test_one_process_gives_verdict_after_verdict() -> None:
 
 
 async def test_what_one_verifier_leaves_behind_the_next_does_not_see() -> None:
-    verifier = RepeatingVerifier(LIMITS)
+    verifier = Verifier(LIMITS, reuse_processes=True)
     async with verifier.running():
         first = await verdict(verifier, "left = 1\nprint('said')\ndef verify(env): return 1.0")
         second = await verdict(verifier, "def verify(env): return float('left' in globals())")
@@ -178,7 +177,7 @@ async def test_what_one_verifier_leaves_behind_the_next_does_not_see() -> None:
     ],
 )
 async def test_a_verdict_and_the_lack_of_one_are_those_of_a_fresh_process(code: str) -> None:
-    repeating, fresh = RepeatingVerifier(LIMITS), Verifier(LIMITS)
+    repeating, fresh = Verifier(LIMITS, reuse_processes=True), Verifier(LIMITS)
     async with repeating.running(), fresh.running():
         await verdict(repeating, PROCESS)
         assert await verdict(repeating, code) == await verdict(fresh, code)
@@ -188,7 +187,7 @@ async def test_a_verdict_and_the_lack_of_one_are_those_of_a_fresh_process(code: 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_the_limit_of_cpu_time_holds_for_each_verdict() -> None:
     """Several that use most of it pass; one that uses more has no verdict."""
-    verifier = RepeatingVerifier(LIMITS)
+    verifier = Verifier(LIMITS, reuse_processes=True)
     spend = "import time\ndef verify(env):\n    while time.process_time() - started < {}: pass\n    return 1.0\n"
     spend += "started = time.process_time()"
     async with verifier.running():

@@ -18,7 +18,7 @@ from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from fleetbus_workers.replay.ground import memory_bus
+from fleetbus_workers.replay.fixtures import memory_bus
 from tests.support.small_deployment import build_configuration, small_deployment
 
 TASKS = [Task(key=f"held{index}", env="shop", config={"turns": 2}) for index in range(3)]

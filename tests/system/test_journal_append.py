@@ -14,7 +14,7 @@ from fleetbus.errors import PublishUnanswered, RequestUnanswered
 from fleetbus_schemas import SessionClaimed, Subjects, Task
 from fleetbus_workers.environment.episode.stages import Superseded
 from fleetbus_workers.environment.stepwise.journal_log import append, read_session_journal
-from fleetbus_workers.replay.ground import memory_bus
+from fleetbus_workers.replay.fixtures import memory_bus
 
 SUBJECTS = Subjects("run")
 

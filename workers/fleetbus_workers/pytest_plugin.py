@@ -38,7 +38,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture
 def memory_bus() -> Callable[..., AbstractAsyncContextManager[Bus]]:
     """``async with memory_bus("run") as bus``: a declared run on an in-memory server of its own."""
-    from fleetbus_workers.replay.ground import memory_bus as open_bus
+    from fleetbus_workers.replay.fixtures import memory_bus as open_bus
 
     return open_bus
 
@@ -60,12 +60,12 @@ def replay(request: pytest.FixtureRequest) -> Callable[..., Report]:
     Returns the
     report; with ``check=False`` also if it differs. Relative paths begin at the test file's folder.
     """
-    from fleetbus_workers.replay.ground import replay_now
+    from fleetbus_workers.replay.fixtures import replay_blocking
 
     folder = request.path.parent
 
     def play(file: str | Path | Recording, *, check: bool = True, **choices: Any) -> Report:
-        report = replay_now(folder / file if isinstance(file, (str, Path)) else file, **choices)
+        report = replay_blocking(folder / file if isinstance(file, (str, Path)) else file, **choices)
         if check:
             report.check()
         return report

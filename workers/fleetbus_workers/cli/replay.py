@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 ROLES = ("environment", "inference", "learner")
 
+UNITS = {"environment": "episodes", "inference": "actions", "learner": "messages"}
+"""What progress counts, by role."""
+
 LINE_WIDTH = 79
-"""Columns of the line that counts."""
+"""Columns of the line with the progress."""
 
 
 @click.command("replay")
@@ -42,7 +45,7 @@ LINE_WIDTH = 79
     "--ignore", multiple=True, metavar="TYPE.FIELD", help="A further field that may differ, e.g. EpisodeFinished.error"
 )
 @click.option("--tolerance", type=float, default=1e-3, show_default=True, help="Of log-probabilities")
-@click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds without a message until a worker hangs")
+@click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds of silence until a worker hangs")
 @click.option(
     "--until",
     type=click.Choice(("batches", "weights")),
@@ -65,7 +68,7 @@ def command(file: Path, as_json: bool, **values: Any) -> int:
     Workers, lanes, places, moments and durations may differ; everything else may not. Exit status 0: it replays as recorded;
     1: it does not, with the first difference; 2: bad input.
     """
-    report = anyio.run(partial(_replay, file, **values), backend_options={"use_uvloop": os.name != "nt"})
+    report = anyio.run(partial(_run_replay, file, **values), backend_options={"use_uvloop": os.name != "nt"})
     if as_json:
         import msgspec
 
@@ -76,7 +79,7 @@ def command(file: Path, as_json: bool, **values: Any) -> int:
     return FINISHED if report.same else CRASHED
 
 
-async def _replay(
+async def _run_replay(
     file: Path,
     *,
     role: Any,
@@ -122,21 +125,21 @@ async def _replay(
 
 @asynccontextmanager
 async def _show_progress(progress: Progress, role: str) -> AsyncIterator[None]:
-    """On a terminal one line that counts, and is gone at the end; elsewhere nothing."""
-    from fleetbus_workers.replay.progress import UNITS, telling
+    """On a terminal one line with the progress, removed at the end; elsewhere nothing."""
+    from fleetbus_workers.replay.progress import report_regularly
 
     if not sys.stderr.isatty():
         yield
         return
     began = time.monotonic()
 
-    def show() -> None:
+    async def show() -> None:
         seconds = time.monotonic() - began
         counted = f"{progress.done:,} of {progress.total:,} {UNITS[role]}" if progress.total else "reading and loading"
         click.echo(f"\r{role}: {counted}, {seconds:.0f} s".ljust(LINE_WIDTH), nl=False, err=True)
 
     try:
-        async with telling(show):
+        async with report_regularly(show):
             yield
     finally:
         click.echo(f"\r{' ' * LINE_WIDTH}\r", nl=False, err=True)

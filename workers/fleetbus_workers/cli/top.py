@@ -56,14 +56,14 @@ async def _watch(
     from fleetbus_workers.overview.jetstream import fetch_server_view
     from fleetbus_workers.overview.run_observer import RunObserver
     from fleetbus_workers.overview.state import RunState
-    from fleetbus_workers.replay.quiet import quiet
+    from fleetbus_workers.replay.log_suppression import suppress_logs
     from fleetbus_workers.top.view import build_facts
     from fleetbus_workers.watchdog import find_stalls
 
     run = configuration.run.name
     state = RunState(configuration.learner.steps)
     async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
-        with quiet():
+        with suppress_logs():
             watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
             tasks.start_soon(watch.run)
             if not once:  # a server that takes its time must not hold up the picture of the workers

@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import anyio
+import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
@@ -51,6 +52,10 @@ log = structlog.get_logger()
 
 FULL_CHECK_SECONDS = 1.0
 """How often a learner that waits for groups looks whether admission waits for the log."""
+
+
+LINEAGE_TABLES = ("episode", "limits", "learner", "algorithm", "trainer", "evaluation")
+"""Tables whose settings the log keeps with each lineage."""
 
 
 class Learner:
@@ -163,6 +168,7 @@ class Learner:
             floor=resume_point.floor,
             seed=self._configuration.run.seed,
             nonce=self._runtime.nonce(),
+            settings=_select_settings(self._configuration),
         )
         await self._train.append(started)
         versions = await self._publication.fence(started, authority=self._train)
@@ -363,6 +369,11 @@ class Learner:
             draining=self._drain.is_set(),
             counters=dict(self._counters) | {"step": float(self._step)},
         )
+
+
+def _select_settings(configuration: Configuration) -> dict[str, dict[str, bool | int | float | str]]:
+    """The tables that decide what a learner asks for, trains and publishes; none of them holds a secret."""
+    return {table: msgspec.to_builtins(getattr(configuration, table)) for table in LINEAGE_TABLES}
 
 
 def _compute_max_replaced(configuration: Configuration) -> int:

@@ -19,7 +19,7 @@ VOLATILE: Mapping[str, frozenset[str]] = {
     "EpisodeFinished": frozenset({"attempt", "attempts", "worker", "timings", "actions.lane"}),
     "Action": frozenset({"worker", "lane", "hop", "observation_sequence", "seconds_queued", "seconds_generating"}),
     "EpisodeRequested": frozenset({"deadline_ns"}),
-    "LineageStarted": frozenset({"worker", "nonce", "floor"}),
+    "LineageStarted": frozenset({"worker", "nonce", "floor", "settings"}),
     "PolicyPublished": frozenset({"uri"}),
     "StepTrained": frozenset({"metrics.seconds*", "metrics.staleness_in_*"}),
     "CheckpointStored": frozenset({"file", "floor", "sha256"}),

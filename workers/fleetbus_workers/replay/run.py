@@ -1,34 +1,158 @@
-"""A replay from a file or a recording to its report, by one process or several."""
+"""A replay from a file or a recording to its report: the worker under test is built as its own command would build it.
+
+Heavy libraries are imported by the role that needs them, when it is replayed.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
+import msgspec
 
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
 from fleetbus.recording import Recording, load_recording
-from fleetbus_workers.replay.adapters import Replay, replay_here
+from fleetbus.recording.export import restore_files
+from fleetbus_workers.replay.driver import ReplayContext
+from fleetbus_workers.replay.log_suppression import suppress_logs
+from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress
-from fleetbus_workers.replay.report import Report
+from fleetbus_workers.replay.replay_environment import WORKER, MemoryObjects
+from fleetbus_workers.replay.report import FORWARD, SCORING, Report
+
+if TYPE_CHECKING:
+    from fleetbus_workers.environment.base import Environment
+    from fleetbus_workers.inference.base import Sampler
+    from fleetbus_workers.learner.base import Trainer
+    from fleetbus_workers.replay.scoring import ScoringSampler
 
 
 async def replay_recording(source: Recording | Path, replay: Replay, progress: Progress | None = None) -> Report:
     """Replay a recording against one worker; raises `UserError` when it cannot be replayed. ``progress`` counts meanwhile."""
+    from fleetbus_workers.replay.shards import (  # a share's process runs that module, which imports this one
+        count_jobs,
+        replay_shared,
+    )
+
     began = anyio.current_time()
-    report = await _replayed(source, replay, progress)
+    progress = progress or Progress()
+    if isinstance(source, Path) and (jobs := count_jobs(source, replay)) > 1:
+        report = await replay_shared(source, replay, jobs, progress)
+    else:
+        recording = await anyio.to_thread.run_sync(load_recording, source) if isinstance(source, Path) else source
+        report = await replay_here(recording, replay, progress)
     report.seconds = anyio.current_time() - began
     return report
 
 
-async def _replayed(source: Recording | Path, replay: Replay, progress: Progress | None) -> Report:
-    if isinstance(source, Path):
-        from fleetbus_workers.replay.shards import (  # a share's process runs that module, and imports this one
-            jobs_for,
-            replay_shared,
-        )
+async def replay_here(recording: Recording, replay: Replay, progress: Progress) -> Report:
+    """Replay a recording in this process; raises `UserError` when it cannot be replayed."""
+    if not recording.entries:
+        raise UserError(f"{recording.path} has no entries: there is nothing to replay")
+    context = ReplayContext(recording, replay, progress=progress)
+    roles = {"environment": _replay_environment, "inference": _replay_inference, "learner": _replay_learner}
+    with suppress_logs(), tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
+        await roles[replay.role](context, Path(place))
+    return context.report
 
-        if (jobs := jobs_for(source, replay)) > 1:
-            return await replay_shared(source, replay, jobs, progress)
-        source = await anyio.to_thread.run_sync(load_recording, source)
-    return await replay_here(source, replay, progress)
+
+async def _replay_environment(context: ReplayContext, folder: Path) -> None:
+    from fleetbus_workers.replay.environment_driver import replay_environment
+
+    async with _open_environments(context.configuration, context.options.environment) as make:
+        await replay_environment(context, make)
+
+
+@asynccontextmanager
+async def _open_environments(
+    configuration: Configuration, wanted: str | Callable[[], Environment] | None
+) -> AsyncIterator[Callable[[], Environment]]:
+    if callable(wanted):
+        yield wanted
+        return
+    from fleetbus_workers.environment.images.store import build_image_store
+    from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+    from fleetbus_workers.environment.keyed_specs import build_keyed_factory
+    from fleetbus_workers.environment.specs import build_environment_factory
+
+    verifier = Verifier(VerifierLimits(seconds=configuration.limits.verify), reuse_processes=True)
+    style = configuration.environment.prompt
+    make_factory = partial(
+        build_environment_factory,
+        verifier=verifier,
+        observation_bytes=configuration.environment.observation_bytes,
+        prompt=None if style == "auto" else style,
+        configuration=configuration,
+        keep=build_image_store(MemoryObjects({})) if configuration.environment.images else None,
+    )
+    factory = build_keyed_factory(wanted or configuration.run.environment, make_factory)
+    async with verifier.running(), factory.running():
+        yield factory
+
+
+async def _replay_inference(context: ReplayContext, folder: Path) -> None:
+    from fleetbus_workers.assembly.engines import build_image_source, launch_engine
+    from fleetbus_workers.replay.inference_driver import replay_inference
+
+    options, configuration = context.options, context.configuration
+    model = find_model(configuration, options)
+    configuration = msgspec.structs.replace(configuration, run=msgspec.structs.replace(configuration.run, model=str(model)))
+    context.configuration = configuration
+    weights = restore_files(context.recording.files, folder)
+    if options.weights is not None:
+        weights |= {file.name: file for file in options.weights.iterdir() if file.is_file()}
+    async with launch_engine(configuration, WORKER) as (sampler, template):
+        scoring = None
+        if configuration.inference.engine == "torch" and options.speed is None and not options.sample_again:
+            scoring = await anyio.to_thread.run_sync(_open_scoring, configuration, model, sampler)
+        images = partial(build_image_source, template, run=context.recording.run)
+        await replay_inference(context, scoring or sampler, template, weights=weights, images=lambda bus: images(bus=bus))
+    if scoring is None:
+        context.report.checked = "every token was sampled again"
+        return
+    context.report.checked = "tokens are those that the sampler chooses from a forward pass over them, or sampled again"
+    context.report.notes["turns that a forward pass showed to be sampled so"] += scoring.proved
+    context.report.notes["turns sampled again"] += scoring.sampled
+    context.report.notes["tokens through the model at once"] += scoring.tokens
+    context.report.measured = {FORWARD: scoring.forward_seconds, SCORING: scoring.seconds}
+
+
+def _open_scoring(configuration: Configuration, model: Path, sampler: Sampler) -> ScoringSampler | None:
+    from fleetbus_workers.replay.scoring import make_scoring_sampler
+
+    settings = configuration.inference
+    return make_scoring_sampler(sampler, model, max_model_len=settings.max_model_len, threads=settings.threads)
+
+
+async def _replay_learner(context: ReplayContext, folder: Path) -> None:
+    from fleetbus_workers.replay.learner_driver import replay_learner
+
+    make_trainer = None if context.options.until == "batches" else partial(_make_trainer, context.options)
+    await replay_learner(context, make_trainer, folder=folder)
+
+
+def _make_trainer(options: Replay, configuration: Configuration) -> Trainer:
+    from fleetbus_workers.assembly.trainers import build_trainer_settings
+    from fleetbus_workers.learner.torch.trainer import TorchTrainer
+
+    return TorchTrainer(find_model(configuration, options), settings=build_trainer_settings(configuration))
+
+
+def find_model(configuration: Configuration, options: Replay) -> Path:
+    """The model folder; raises `UserError` if it is not there."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from fleetbus_workers.assembly.model import find_model_folder
+
+    disable_progress_bar()
+    folder = options.model or find_model_folder(configuration.run)
+    if not folder.is_dir():
+        raise UserError(f"the model folder {folder} is not there: give another with --model")
+    return folder

@@ -1,16 +1,15 @@
-"""Recorded tokens checked by one forward pass: does the sampler choose them again from what the model gives at their places?
+"""Recorded tokens checked by one forward pass: does the sampler choose them again from what the model computes at their places?
 
-A `ScoringSampler` stands between the inference worker under test and its torch sampler. Before a version's turns are played,
-their recorded histories run through the model together, those that are alike once, and the sampler's own choice of a token is
-made at every place, from the recorded seed. A turn whose every token is chosen again, and which ends where the sampler would
-end it, is answered with them; any other is handed to the torch sampler, token by token, and what comes of it is compared. So a
-turn is never taken for right without proof, and never for wrong because sums were added up in another order. A few are sampled
-all the same, as a test of the engine.
+Before a version's turns are played, their recorded histories run through the model together, and the sampler's own choice of a
+token is made at every place, from the recorded seed. A turn whose every token is chosen again, and which ends where the sampler
+would end it, is answered with them; any other is sampled token by token, and the result is compared. So no turn is accepted
+without proof, and none rejected because sums were added up in another order. A few are sampled all
+the same, to test the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,9 +27,8 @@ from fleetbus_workers.inference.torch.sampling import sample_tokens
 from fleetbus_workers.inference.torch.turn import Turn
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_share_prefix, has_plain_head
-from fleetbus_workers.replay.distinct import History, distinct_histories
-from fleetbus_workers.replay.expected import Expected
-from fleetbus_workers.replay.wrapped_sampler import WrappedSampler
+from fleetbus_workers.replay.token_histories import ExpectedTurn, History, merge_histories
+from fleetbus_workers.replay.watched_sampler import WatchedSampler
 from fleetbus_workers.weights.file import read_weights, unique_tensors
 
 ROWS, TOKENS = 16, 4096
@@ -39,20 +37,21 @@ ROWS, TOKENS = 16, 4096
 LOGITS = 1 << 23
 """Most logits at once."""
 
-SAMPLED_ANYWAY = 128
-"""One turn in so many, beginning with the first of every version, is sampled although it is proved: nobody would notice an
-engine that broke otherwise."""
+ALWAYS_SAMPLED = 128
+"""One turn in so many, beginning with the first of every version, is sampled although it is proved: else an engine that broke
+would not be noticed."""
 
 
-class Proved(msgspec.Struct, frozen=True, kw_only=True):
+class ProvedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn of which every token is chosen again; ``logprobs`` are those of the forward pass."""
 
-    expected: Expected
+    expected: ExpectedTurn
     logprobs: list[float]
 
 
-class ScoringSampler(WrappedSampler):
-    """`Sampler` that answers what the recording proves and leaves the rest to ``sampler``; ``folder`` is its model's.
+class ScoringSampler(WatchedSampler):
+    """`Sampler` that answers with the recorded tokens where they are proved and leaves the rest to ``sampler``; ``folder`` is
+    the folder of its model.
 
     ``proved`` and ``sampled`` count turns, ``tokens`` what ran through the model; ``forward_seconds`` are those of the bare
     forward passes, ``seconds`` of all that scoring took.
@@ -69,48 +68,48 @@ class ScoringSampler(WrappedSampler):
         self._parameters = unique_tensors(self._model.state_dict())
         self._vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
         self._shares, self._plain_head = can_share_prefix(self._model), has_plain_head(self._model)
-        self._known: dict[tuple[str, int], Proved] = {}
+        self._proved: dict[tuple[str, int], ProvedTurn] = {}
         self.proved = self.sampled = self.tokens = 0
         self.seconds = self.forward_seconds = 0.0
 
-    async def load(self, policy: PolicyPublished) -> None:
-        """The sampler validates; what it rejects is loaded nowhere."""
-        self._known.clear()
-        await super().load(policy)
-        await anyio.to_thread.run_sync(self._adopt, read_weights(policy.uri, policy.manifest))
+    async def load_version(self, policy: PolicyPublished) -> None:
+        """The sampler validates; what it rejects is not loaded for scoring either."""
+        self._proved.clear()
+        await super().load_version(policy)
+        await anyio.to_thread.run_sync(self._copy_weights, read_weights(policy.uri, policy.manifest))
 
-    async def prepare(self, turns: Sequence[Expected]) -> None:
-        """Score these turns under the loaded version; what does not prove itself is sampled when it is asked for."""
+    async def prepare(self, turns: Iterable[ExpectedTurn]) -> None:
+        """Score these turns under the loaded version; what is not proved is sampled when it is asked for."""
         began = anyio.current_time()
-        self._known = await anyio.to_thread.run_sync(self._prove, turns)
+        self._proved = await anyio.to_thread.run_sync(self._prove, list(turns))
         self.seconds += anyio.current_time() - began
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        known = self._known.get((request.cache_key, len(request.ids)))
-        generation = known and _answer(known, request, self._max_model_len, self.version)
+        proved = self._proved.get((request.cache_key, len(request.ids)))
+        generation = proved and build_generation(proved, request, self._max_model_len, self.version)
         if not generation:
             self.sampled += 1
             return await super().generate(request)
         self.proved += 1
         return generation
 
-    def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _copy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             self._parameters[name].copy_(tensor)
 
-    def _prove(self, turns: Sequence[Expected]) -> dict[tuple[str, int], Proved]:
+    def _prove(self, turns: Sequence[ExpectedTurn]) -> dict[tuple[str, int], ProvedTurn]:
         torch.set_num_threads(self._threads)
-        histories = distinct_histories(turns)
+        histories = merge_histories(turns)
         with torch.inference_mode():
-            proved = [each for batch in self._batches(histories) for each in self._chosen_again(histories, *batch)]
+            proved = [each for batch in self._plan_passes(histories) for each in self._select_proved(histories, *batch)]
         named = {(each.expected.request.cache_key, len(each.expected.ids)): each for each in proved}
         return {
             name: each
             for number, (name, each) in enumerate(sorted(named.items(), key=lambda item: item[0]))
-            if number % SAMPLED_ANYWAY
+            if number % ALWAYS_SAMPLED
         }
 
-    def _batches(self, histories: Sequence[History]) -> Iterator[tuple[MicroBatch, SharedPrefix | None]]:
+    def _plan_passes(self, histories: Sequence[History]) -> Iterator[tuple[MicroBatch, SharedPrefix | None]]:
         """The passes that score these histories."""
         ids, masks = [history.ids for history in histories], [history.mask for history in histories]
         prefix = find_shared_prefix(ids, masks) if self._shares else 0
@@ -120,21 +119,25 @@ class ScoringSampler(WrappedSampler):
         for batch in split_micro_batches(ids, masks, prefix=prefix, size=ROWS, budget=budget):
             yield batch, shared
 
-    def _chosen_again(self, histories: Sequence[History], batch: MicroBatch, shared: SharedPrefix | None) -> Iterator[Proved]:
+    def _select_proved(
+        self, histories: Sequence[History], batch: MicroBatch, shared: SharedPrefix | None
+    ) -> Iterator[ProvedTurn]:
         """Those turns of which the sampler's own choice is the recorded token at every place."""
         here = [histories[index] for index in batch.indices]
         starts = np.cumsum([0, *(history.mask.sum() for history in here)])
-        places = [start + history.places() for start, history in zip(starts, here, strict=False)]
+        places = [start + history.find_places() for start, history in zip(starts, here, strict=False)]
         turns = [turn for history in here for turn in history.turns]
-        ids, logprobs = self._choose(turns, self._hidden(batch, shared), torch.from_numpy(np.concatenate(places)))
+        ids, logprobs = self._choose(turns, self._compute_hidden(batch, shared), torch.from_numpy(np.concatenate(places)))
         start = 0
         for turn in turns:
             stop = start + len(turn.sampled)
             if ids[start:stop] == turn.sampled.tolist():
-                yield Proved(expected=turn, logprobs=logprobs[start:stop])
+                yield ProvedTurn(expected=turn, logprobs=logprobs[start:stop])
             start = stop
 
-    def _choose(self, turns: Sequence[Expected], hidden: torch.Tensor, places: torch.Tensor) -> tuple[list[int], list[float]]:
+    def _choose(
+        self, turns: Sequence[ExpectedTurn], hidden: torch.Tensor, places: torch.Tensor
+    ) -> tuple[list[int], list[float]]:
         """What the sampler chooses for each token of ``turns``; ``places`` [n] says which row of ``hidden`` comes before it."""
         drawn = [Turn(turn.request, self._max_model_len) for turn in turns]
         owners = [turn for turn, expected in zip(drawn, turns, strict=True) for _ in expected.sampled]
@@ -143,14 +146,14 @@ class ScoringSampler(WrappedSampler):
         size = max(LOGITS // self._vocabulary, 1)
         for part in (places[start : start + size] for start in range(0, len(places), size)):
             here = owners[len(ids) : len(ids) + len(part)]
-            uniforms = np.fromiter((turn.draw_uniform() for turn in here), np.float32, len(here))
-            logits = self._logits(hidden[part])
+            uniforms = np.fromiter((turn.uniform() for turn in here), np.float32, len(here))
+            logits = self._compute_logits(hidden[part])
             chosen, under = sample_tokens(logits, uniforms, [turn.temperature for turn in here], [turn.top_p for turn in here])
             ids += chosen
             logprobs += under
         return ids, logprobs
 
-    def _hidden(self, batch: MicroBatch, shared: SharedPrefix | None) -> torch.Tensor:
+    def _compute_hidden(self, batch: MicroBatch, shared: SharedPrefix | None) -> torch.Tensor:
         """What the model makes of the tokens before sampled ones, history by history; without a plain head the logits."""
         began = perf_counter()
         options: dict[str, Any] = {"use_cache": False}
@@ -164,7 +167,7 @@ class ScoringSampler(WrappedSampler):
         self.forward_seconds += perf_counter() - began
         return found
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [n, vocabulary]."""
         began = perf_counter()
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden) if self._plain_head else hidden
@@ -172,16 +175,16 @@ class ScoringSampler(WrappedSampler):
         return logits.float()
 
 
-def scoring_sampler(sampler: Sampler, folder: Path, *, max_model_len: int, threads: int) -> ScoringSampler | None:
+def make_scoring_sampler(sampler: Sampler, folder: Path, *, max_model_len: int, threads: int) -> ScoringSampler | None:
     """In front of a torch sampler of a causal language model of text; None in front of any other."""
     if type(sampler) is not TorchSampler or has_vision(folder):
         return None
     return ScoringSampler(sampler, folder, max_model_len=max_model_len, threads=threads)
 
 
-def _answer(known: Proved, request: GenerationRequest, max_model_len: int, version: int) -> Generation | None:
+def build_generation(proved: ProvedTurn, request: GenerationRequest, max_model_len: int, version: int) -> Generation | None:
     """The recorded tokens if this request is the one that they were proved for, and if it ends where they end."""
-    expected, turn = known.expected, Turn(request, max_model_len)
+    expected, turn = proved.expected, Turn(request, max_model_len)
     same = (request.seed, request.sampling) == (expected.request.seed, expected.request.sampling)
     if not same or not np.array_equal(turn.ids, expected.ids):
         return None
@@ -191,7 +194,7 @@ def _answer(known: Proved, request: GenerationRequest, max_model_len: int, versi
         return None
     return Generation(
         ids=ids,
-        logprobs=known.logprobs,
+        logprobs=proved.logprobs,
         finish_reason="stop" if stops else "length",
         versions=(VersionSpan(version=version, start=0, stop=len(ids)),),
     )

@@ -17,6 +17,7 @@ import math
 import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -44,6 +45,8 @@ from fleetbus_workers.environment.isolation.verifier.base import VerifierLimits,
 START_SECONDS = 10.0
 MAX_STARTS = 3
 STOP_SECONDS = 2.0
+MAX_IDLE = 8
+"""Children that wait for another request."""
 _ZYGOTE = Path(__file__).with_name("zygote.py")
 _log = structlog.get_logger(__name__)
 
@@ -56,15 +59,26 @@ class Verifier:
     """Grades episodes; use it inside `running`. ``limits`` hold for each verification.
 
     ``required``: entering `running` raises `IsolationUnavailable` where the code could see the host's files.
+    ``reuse_processes``, for episodes that need no protection from each other: a child gives one verdict after the other.
+    Whatever is not a plain verdict there is verified again in a fresh child, and that verdict counts.
     """
 
     program: ClassVar[Path] = _ZYGOTE
     """What the warm process runs."""
 
-    def __init__(self, limits: VerifierLimits | None = None, *, required: bool = False, kinds: Sequence[Kind] = KINDS) -> None:
+    def __init__(
+        self,
+        limits: VerifierLimits | None = None,
+        *,
+        required: bool = False,
+        kinds: Sequence[Kind] = KINDS,
+        reuse_processes: bool = False,
+    ) -> None:
         self.limits = limits or VerifierLimits()
         self._required = required
         self._kinds = kinds
+        self._reuse_processes = reuse_processes
+        self._idle: deque[Channel] = deque()
         self._unavailable = ""
         self.hides_files = False
         """Whether the code sees no file of the host; known once the first process is started."""
@@ -84,6 +98,8 @@ class Verifier:
             yield
         finally:
             self._running = False
+            while self._idle:
+                self._idle.pop().close()
             zygote, self._zygote = self._zygote, None
             if zygote is not None:
                 await zygote.stop()
@@ -96,9 +112,32 @@ class Verifier:
             raise RuntimeError("enter Verifier.running() before the first verification")
         request = {"code": code, "final_answer": final_answer, "conversation": conversation}
         async with self._slots:
+            if self._reuse_processes:
+                with anyio.move_on_after(self.limits.seconds):
+                    verdict = await self._verify_in_used_child(request | {"reuse": True}, tools)
+                    if verdict is not None:
+                        return verdict
             with anyio.move_on_after(self.limits.seconds):
                 return await self._verify(request, tools)
         return Verdict(reward=None, reason=f"no verdict within {self.limits.seconds:g} s")
+
+    async def _verify_in_used_child(self, request: dict[str, Any], tools: VerifierTools) -> Verdict | None:
+        """The verdict of a child that is kept for the next request if it gives one; None if it does not."""
+        channel: Channel | None = None
+        try:
+            channel = self._idle.pop() if self._idle else await _start_child(await self._running_zygote())
+            verdict = await answer_calls(channel, request, tools)
+            if verdict.reward is None:
+                return None
+            if len(self._idle) < MAX_IDLE:
+                self._idle.append(channel)
+                channel = None
+            return verdict
+        except (ChannelBroken, VerifierNotStarted):
+            return None
+        finally:
+            if channel is not None:
+                channel.close()
 
     async def _verify(self, request: dict[str, Any], tools: VerifierTools) -> Verdict:
         for _ in range(MAX_STARTS):
@@ -145,15 +184,8 @@ class Verifier:
 
 
 async def _verify_in_child(zygote: _Zygote, request: dict[str, Any], tools: VerifierTools) -> Verdict:
-    mine, theirs = socket.socketpair()
-    channel = Channel(mine)
+    channel = await _start_child(zygote)
     try:
-        try:
-            await zygote.adopt(theirs)
-        except OSError as error:
-            raise VerifierNotStarted from error
-        finally:
-            theirs.close()
         return await answer_calls(channel, request, tools)
     except ChannelBroken as broken:
         # The zygote reports the death of a child; without a report the zygote itself died.
@@ -162,6 +194,22 @@ async def _verify_in_child(zygote: _Zygote, request: dict[str, Any], tools: Veri
         raise
     finally:
         channel.close()
+
+
+async def _start_child(zygote: _Zygote) -> Channel:
+    """The socket of a new child; raises `VerifierNotStarted` if the warm process is gone."""
+    mine, theirs = socket.socketpair()
+    channel = Channel(mine)
+    try:
+        await zygote.adopt(theirs)
+    except BaseException as error:
+        channel.close()
+        if isinstance(error, OSError):
+            raise VerifierNotStarted from error
+        raise
+    finally:
+        theirs.close()
+    return channel
 
 
 async def answer_calls(channel: Channel, request: dict[str, Any], tools: VerifierTools) -> Verdict:

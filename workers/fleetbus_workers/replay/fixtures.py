@@ -1,4 +1,4 @@
-"""What the pytest plugin stands on: a declared in-memory run, and a replay from where there is no event loop."""
+"""What the fixtures of the pytest plugin do: a declared in-memory run, and a replay outside of any event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import Recording
-from fleetbus_workers.replay.adapters import Replay
+from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from fleetbus_workers.replay.run import replay_recording
 
@@ -28,7 +28,7 @@ async def memory_bus(run: str = "test", *, lanes: int = 4, server: MemoryServer 
         yield bus
 
 
-def replay_now(source: Recording | Path, **choices: Any) -> Report:
+def replay_blocking(source: Recording | Path, **choices: Any) -> Report:
     """Replay in an event loop of its own; ``choices`` are those of `Replay`, with ``ignored`` as any collection of names."""
     choices["ignored"] = frozenset(choices.get("ignored", ()))
     for name in ("model", "weights"):

@@ -15,7 +15,7 @@ from fleetbus_schemas import StepTrained, decode, encode
 from fleetbus_workers.learner import batches
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics
 from fleetbus_workers.replay import Report
-from fleetbus_workers.replay.ground import replay_now
+from fleetbus_workers.replay.fixtures import replay_blocking
 
 GUESSING = Path(__file__).parent / "recordings" / "guessing.fbrec"
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def replayed(source: Any = GUESSING) -> Report:
-    return replay_now(source, role="learner", until="batches")
+    return replay_blocking(source, role="learner", until="batches")
 
 
 def test_requests_batches_and_lineage_are_compared_and_the_report_says_what_was_not() -> None:
@@ -42,8 +42,8 @@ def test_neither_torch_nor_a_model_is_needed(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-from fleetbus_workers.replay.ground import replay_now
-report = replay_now({str(GUESSING)!r} and __import__("pathlib").Path({str(GUESSING)!r}), role="learner", until="batches",
+from fleetbus_workers.replay.fixtures import replay_blocking
+report = replay_blocking({str(GUESSING)!r} and __import__("pathlib").Path({str(GUESSING)!r}), role="learner", until="batches",
                     model="/no/such/folder")
 report.check()
 """
@@ -128,7 +128,7 @@ def test_the_moment_tells_places_apart_that_extremes_and_sizes_do_not() -> None:
 def test_a_step_that_takes_longer_than_the_patience_is_no_hanging_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from fleetbus_workers.replay.untrained import RecordedTrainer
+    from fleetbus_workers.replay.recorded_trainer import RecordedTrainer
 
     train = RecordedTrainer.train
 
@@ -137,4 +137,4 @@ def test_a_step_that_takes_longer_than_the_patience_is_no_hanging_learner(monkey
         return train(trainer, *arguments, **options)
 
     monkeypatch.setattr(RecordedTrainer, "train", slow)
-    replay_now(GUESSING, role="learner", until="batches", patience_seconds=4.0).check()
+    replay_blocking(GUESSING, role="learner", until="batches", patience_seconds=4.0).check()

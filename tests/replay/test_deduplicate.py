@@ -9,16 +9,16 @@ import msgspec
 
 from fleetbus.recording import Recording, load_recording
 from fleetbus_schemas import EpisodeFinished, Observation, decode, encode
-from fleetbus_workers.replay.ground import replay_now
+from fleetbus_workers.replay.deduplicate import remove_duplicates
+from fleetbus_workers.replay.fixtures import replay_blocking
+from fleetbus_workers.replay.recorded_episode import read_episodes
 from fleetbus_workers.replay.report import Report
-from fleetbus_workers.replay.story import read_stories
-from fleetbus_workers.replay.twins import distinct_stories
 
 HERE = Path(__file__).parent
 WAREHOUSE = HERE / "recordings" / "warehouse.fbrec"
 
 
-def with_twins() -> Recording:
+def with_duplicates() -> Recording:
     """The recording with each of its episodes a second time, under another name."""
     recording = load_recording(WAREHOUSE)
     last = recording.entries[-1].sequence
@@ -27,43 +27,43 @@ def with_twins() -> Recording:
         if entry.subject.split(".")[2] not in ("task", "obs", "act", "episode"):
             continue
         content = msgspec.msgpack.decode(entry.payload)
-        content |= {"episode_id": f"{episode}-twin"}
+        content |= {"episode_id": f"{episode}-duplicate"}
         content |= {"request_sequence": content["request_sequence"] + last} if "request_sequence" in content else {}
         payload = msgspec.msgpack.encode(content)
         if content["type"] == "EpisodeFinished":
             result = decode(EpisodeFinished, payload)
             actions = tuple(msgspec.structs.replace(each, sequence=each.sequence + last) for each in result.actions)
             payload = encode(msgspec.structs.replace(result, actions=actions))
-        twin = msgspec.structs.replace(
+        duplicate = msgspec.structs.replace(
             entry,
             sequence=entry.sequence + last,
-            subject=f"{entry.subject}-twin",
+            subject=f"{entry.subject}-duplicate",
             payload=payload,
         )
-        recording.entries.append(twin)
+        recording.entries.append(duplicate)
     return recording
 
 
 def distinct(recording: Recording) -> tuple[list[str], Report]:
     report = Report(role="environment")
-    found = distinct_stories(read_stories(recording.entries).values(), report)
-    return [story.episode_id for story in found], report
+    found = remove_duplicates(read_episodes(recording.entries).values(), report)
+    return [episode.episode_id for episode in found], report
 
 
-def test_twins_are_left_out_and_counted() -> None:
-    recording = with_twins()
+def test_duplicates_are_left_out_and_counted() -> None:
+    recording = with_duplicates()
     alone, _ = distinct(load_recording(WAREHOUSE))
     found, report = distinct(recording)
     assert found == alone
     assert sum(report.notes.values()) == 2 * 17 - len(found)
 
 
-def test_a_twin_of_which_something_else_came_is_played() -> None:
-    recording = with_twins()
+def test_a_duplicate_of_which_something_else_came_is_played() -> None:
+    recording = with_duplicates()
     before, _ = distinct(recording)
     changed = ""
     for index, entry in enumerate(recording.entries):
-        if entry.subject.endswith("-twin") and b"EpisodeFinished" in entry.payload:
+        if entry.subject.endswith("-duplicate") and b"EpisodeFinished" in entry.payload:
             result = decode(EpisodeFinished, entry.payload)
             assert result.reward is not None
             payload = encode(msgspec.structs.replace(result, reward=result.reward + 0.25))
@@ -72,13 +72,13 @@ def test_a_twin_of_which_something_else_came_is_played() -> None:
             break
     found, _ = distinct(recording)
     assert set(found) == {*before, changed}
-    difference = replay_now(recording, distinct=True).first
+    difference = replay_blocking(recording, distinct=True).first
     assert difference is not None and (difference.field, difference.episode_id) == ("reward", changed)
 
 
 def test_a_planted_change_is_found_though_few_episodes_are_played() -> None:
-    recording = with_twins()
-    report = replay_now(recording, distinct=True)
+    recording = with_duplicates()
+    report = replay_blocking(recording, distinct=True)
     report.check()
     assert report.compared["EpisodeFinished"] < 2 * 17
     for index, entry in enumerate(recording.entries):
@@ -88,5 +88,5 @@ def test_a_planted_change_is_found_though_few_episodes_are_played() -> None:
             payload = encode(msgspec.structs.replace(observation, messages=(message,)))
             recording.entries[index] = msgspec.structs.replace(entry, payload=payload)
             break
-    difference = replay_now(recording, distinct=True).first
+    difference = replay_blocking(recording, distinct=True).first
     assert difference is not None and difference.field == "messages[0].content"

@@ -1,0 +1,137 @@
+"""What learners published, lineage by lineage: the recorded messages that a replayed learner has to publish again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.lineage import compute_surviving_steps, is_surviving
+from fleetbus.episodes import read_entry
+from fleetbus.errors import UserError
+from fleetbus.recording import Recording
+from fleetbus_schemas import (
+    CheckpointStored,
+    EpisodeRequested,
+    EvaluationFinished,
+    LineageStarted,
+    Message,
+    PolicyPublished,
+    StepTrained,
+    TrainingFinished,
+)
+from fleetbus_schemas.stored import STORED
+
+KINDS = ("task", "train", "policy")
+"""Kinds of subjects that a learner publishes on."""
+
+Key = tuple[str, ...]
+
+
+class Lineage(msgspec.Struct, kw_only=True):
+    """What one learner published, in order and by key. ``sequence`` is the position of its start on ``train``, ``fence`` that
+    on ``policy``; its first step follows step ``start`` of its parent. ``operator_requests`` counts episodes that others asked
+    for under its name."""
+
+    name: str
+    started: LineageStarted
+    sequence: int
+    fence: int
+    published: dict[Key, tuple[StreamEntry, Message]] = msgspec.field(default_factory=dict)
+    operator_requests: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.started.parent_step
+
+    @property
+    def settings(self) -> Mapping[str, Mapping[str, Any]]:
+        """The learner's own settings by table; empty in recordings of learners that did not publish them."""
+        return self.started.settings
+
+    @property
+    def messages(self) -> list[Message]:
+        return [message for _, message in self.published.values()]
+
+    @property
+    def steps(self) -> list[StepTrained]:
+        return [message for message in self.messages if isinstance(message, StepTrained)]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that it trained, or that it began from."""
+        return max((step.step for step in self.steps), default=self.start)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it trained to its last step."""
+        return any(isinstance(message, TrainingFinished) for message in self.messages)
+
+
+def read_lineages(recording: Recording) -> list[Lineage]:
+    """All lineages in order; raises `UserError` when the recording does not hold the beginning of the first."""
+    found: dict[str, Lineage] = {}
+    for entry in recording.entries:
+        kind = entry.subject.split(".", 3)[2]
+        message = read_entry(STORED[kind], entry) if kind in KINDS else None
+        if message is None:
+            continue
+        if isinstance(message, LineageStarted):
+            if message.parent and not found:
+                name = f"lineage {message.lineage} of {message.parent}"
+                raise UserError(f"{recording.path} begins with {name}: record the run from its start")
+            at = entry.sequence
+            known = found.setdefault(message.lineage, Lineage(name=message.lineage, started=message, sequence=at, fence=at))
+            known.fence = at
+        elif not found:
+            raise UserError(f"{recording.path} does not hold the beginning of the training: record the whole run")
+        lineage = found.get(getattr(message, "lineage", ""))
+        if lineage is None:
+            continue
+        if isinstance(message, EpisodeRequested) and not is_requested_by_learner(message):
+            lineage.operator_requests += 1
+        else:
+            lineage.published.setdefault(key_of(entry.subject, message), (entry, message))
+    if not found:
+        raise UserError(f"{recording.path} holds nothing that a learner published: record the whole run, without --episode")
+    return [*found.values()]
+
+
+def is_requested_by_learner(request: EpisodeRequested) -> bool:
+    """False for episodes that others ask for, as `fleetbus evaluate` does: a learner's evaluations begin with its lineage."""
+    return bool(request.lineage) and (request.split == "train" or request.group_id.startswith(f"{request.lineage}-"))
+
+
+def find_settled(lineages: Sequence[Lineage], lineage: Lineage) -> set[str]:
+    """Episodes that were trained or excluded for good when ``lineage`` began."""
+    earlier = [each for each in lineages if each.sequence <= lineage.sequence]
+    surviving = compute_surviving_steps([each.started for each in earlier])
+    steps = [step for each in earlier[:-1] for step in each.steps if is_surviving(surviving, step.lineage, step.step)]
+    return set(map_to_steps(steps))
+
+
+def key_of(subject: str, message: Message) -> Key:
+    """What names a message among those of its lineage, in the recording and in the replay."""
+    match message:
+        case EpisodeRequested():
+            name = message.episode_id
+        case PolicyPublished():
+            name = f"version {message.version}"
+        case StepTrained() | CheckpointStored() | TrainingFinished():
+            name = f"step {message.step}"
+        case EvaluationFinished():
+            name = message.name
+        case _:
+            name = subject.split(".", 3)[2]
+    return (type(message).__name__, name)
+
+
+def map_to_steps(steps: Sequence[StepTrained]) -> dict[str, int]:
+    """The step that trained or excluded each episode."""
+    consumed: dict[str, int] = {}
+    for step in steps:
+        for episode_id in (*step.episodes, *(each.episode_id for each in step.excluded)):
+            consumed.setdefault(episode_id, step.step)
+    return consumed

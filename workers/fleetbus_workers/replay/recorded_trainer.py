@@ -1,0 +1,108 @@
+"""A trainer that does not train: it compares each batch with the recording and returns the recorded metrics of the step.
+
+So a learner can be replayed without a model: its requests, groups, advantages, batches and lineage are its own; losses,
+gradients and weights are the recorded ones and are not checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetbus.episodes import decode_entries
+from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.replay.compare import Found
+from fleetbus_workers.replay.recorded_episode import RecordedEpisode
+
+_VERSION = re.compile(r"l\d+-v(\d+)\.safetensors")
+
+
+class RecordedTrainer:
+    """`Trainer` of a recorded lineage that began at step ``start``. ``steps`` and ``versions`` by number; ``on_difference`` is
+    called with the step, the episode's id and the first value of a batch that is not the recorded one. ``sequences`` and
+    ``tokens`` count what was compared."""
+
+    def __init__(
+        self,
+        start: int,
+        steps: Mapping[int, StepTrained],
+        versions: Mapping[int, PolicyPublished],
+        *,
+        episodes: Mapping[str, RecordedEpisode],
+        on_difference: Callable[[int, str, Found], None],
+        mask_truncated: bool,
+    ) -> None:
+        self._steps = steps
+        self._versions = versions
+        self._episodes = episodes
+        self._on_difference = on_difference
+        self._mask_truncated = mask_truncated
+        self._step = start
+        self.sequences = 0
+        self.tokens = 0
+
+    def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
+        """The metrics of the recorded step, but for the tokens, which are counted."""
+        self._step += 1
+        for sequence in batch:
+            found = next(self._find_differences(sequence), None)
+            if found is not None:
+                self._on_difference(self._step, sequence.episode_id, found)
+                break
+            self.sequences += 1
+        tokens = sum(int(sequence.loss_mask.sum()) for sequence in batch)
+        self.tokens += tokens
+        recorded = self._steps.get(self._step)
+        return (dict(recorded.metrics) if recorded is not None else {}) | {"tokens": float(tokens)}
+
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        """An empty file of the recorded size, and the recorded manifest."""
+        version = _VERSION.fullmatch(file.name)
+        published = self._versions.get(int(version[1])) if version else None
+        with file.open("wb") as empty:
+            empty.truncate(published.size_bytes if published else 0)
+        return published.manifest if published else ()
+
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save_state(self, file: Path) -> None:
+        file.touch()
+
+    def restore(self, weights: Path, state: Path) -> None:
+        """There is no state to restore."""
+
+    def _find_differences(self, sequence: TrainingSequence) -> Iterator[Found]:
+        episode = self._episodes.get(sequence.episode_id)
+        if episode is None or episode.result is None:
+            yield Found("episode_id", repr("(nothing)"), repr(sequence.episode_id))
+            return
+        for field, recorded in build_sequence(episode, mask_truncated=self._mask_truncated).items():
+            replayed = np.asarray(getattr(sequence, field))
+            if len(recorded) != len(replayed):
+                yield Found(f"{field} (length)", repr(len(recorded)), repr(len(replayed)))
+            elif not np.array_equal(recorded, replayed):
+                place = int(np.nonzero(recorded != replayed)[0][0])
+                yield Found(f"{field}[{place}]", repr(recorded[place].item()), repr(replayed[place].item()))
+
+
+def build_sequence(episode: RecordedEpisode, *, mask_truncated: bool) -> dict[str, NDArray[np.generic]]:
+    """The training sequence of a recorded episode without its advantages: arrays [T] by field."""
+    parts: dict[str, list[NDArray[np.generic]]] = {"ids": [], "loss_mask": [], "logprobs": [], "versions": []}
+    for _, action in decode_entries(Action, episode.result_actions):
+        prompt, sampled = (np.frombuffer(packed, "<u4") for packed in (action.prompt_delta, action.sampled))
+        version = action.versions[0].version if len(action.versions) == 1 else -1
+        parts["ids"] += [prompt, sampled]
+        parts["loss_mask"] += [np.zeros(len(prompt), bool), np.ones(len(sampled), bool)]
+        parts["logprobs"] += [np.zeros(len(prompt), np.float32), np.frombuffer(action.logprobs, "<f4")]
+        parts["versions"] += [np.full(len(prompt), -1), np.full(len(sampled), version)]
+    whole = {name: np.concatenate(arrays) if arrays else np.zeros(0) for name, arrays in parts.items()}
+    if mask_truncated and episode.result is not None and episode.result.outcome == "truncated":
+        whole |= {"loss_mask": np.zeros_like(whole["loss_mask"]), "logprobs": np.zeros_like(whole["logprobs"])}
+        whole["versions"] = np.full_like(whole["versions"], -1)
+    return whole
