@@ -193,13 +193,14 @@ class LearnerDriver(Driver):
     ) -> None:
         super().__init__(context, environment, start=environment.next_sequence)
         self._lineage = lineage
+        self._last_step, self._is_whole = lineage.last_step, lineage.is_whole
         self._episodes = episodes
         self._expected = dict(lineage.published)
         self._stop_checkpoint = self._remove_unscheduled()
         self._optional = find_optional(lineage)
         steps = lineage.steps
         self._step = lineage.start + 1
-        self._consumed_in = defaultdict(lambda: lineage.last_step + 1, map_to_steps(steps))
+        self._consumed_in = defaultdict(lambda: self._last_step + 1, map_to_steps(steps))
         self._trained_in = {name: step.step for step in steps for name in step.episodes}
         self._training = lineage.start
         self._trained_at = {message.step: entry.sequence for entry, message in self._find(StepTrained)}
@@ -221,7 +222,7 @@ class LearnerDriver(Driver):
     def _remove_unscheduled(self) -> Key | None:
         """Expect no checkpoint that was not due, except that of the last step, which is returned: it was stored because the
         learner had to stop. Others were stored because the log was full."""
-        settings, last = self.environment.configuration.learner, self._lineage.last_step
+        settings, last = self.environment.configuration.learner, self._last_step
         due = {settings.steps, *range(0, last + 1, settings.checkpoint_every)}
         unscheduled = {message.step for _, message in self._find(CheckpointStored)} - due
         for step in unscheduled - {last}:
@@ -236,8 +237,8 @@ class LearnerDriver(Driver):
         if is_training:
             self._training += 1
             await self._wait_for_requests(self._trained_at.get(self._training, 0))
-            if self._step >= self._lineage.last_step and self._lineage.is_whole:
-                await self._store_results(self._lineage.last_step + 1)
+            if self._step >= self._last_step and self._is_whole:
+                await self._store_results(self._last_step + 1)
         began = anyio.current_time()
         self._offloaded += 1
         try:
@@ -286,7 +287,7 @@ class LearnerDriver(Driver):
     async def _check(self, entry: StreamEntry, message: Message) -> None:
         key = key_of(entry.subject, message)
         if key not in self._expected:
-            if self._lineage.is_whole:
+            if self._is_whole:
                 self._note_difference(key, 0, Found("type", "(nothing)", type(message).__name__))
             else:
                 self.report.skipped[f"messages beyond the recorded end of lineage {self._lineage.name}"] += 1
@@ -324,7 +325,7 @@ class LearnerDriver(Driver):
         Episodes that the step excluded come first: a batch is taken as soon as its last group is complete, so those that it
         trained wait until all that it consumed is requested.
         """
-        if step > self._lineage.last_step and not self._lineage.is_whole:
+        if step > self._last_step and not self._is_whole:
             return
         ready = sorted(self._ready.pop(step, []), key=lambda each: each.result_entry.sequence if each.result_entry else 0)
         ready.sort(key=lambda each: self._trains(step, each))
