@@ -19,6 +19,7 @@ from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry, decode, encode
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.learner_driver import replay_learner
@@ -73,7 +74,11 @@ async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int
                 learner.kill()
         await learner.ended.wait()
         await fleet.drain_members(workers)
-        entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
+        return await read_recording(fleet)
+
+
+async def read_recording(fleet: SmallDeployment) -> Recording:
+    entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
     return Recording(path=Path("in-memory"), header=RecordingHeader(run=RUN), entries=entries)
 
 
@@ -151,6 +156,56 @@ def test_a_learner_that_was_told_to_stop_says_goodbye_with_the_same_checkpoint(
     report.check()
     assert report.compared["CheckpointStored"] == 3 and report.compared["StepTrained"] == STEPS
     assert not any("steps of lineage" in reason for reason in report.skipped)
+
+
+def test_each_lineage_replays_with_the_settings_that_it_was_started_with(tmp_path: Path) -> None:
+    """The first evaluates two tasks before the first step; the second is resumed with another evaluation and batch, and those
+    are the settings that the recording's header holds."""
+    configuration = settings(tmp_path / "recorded", 2)
+    evaluation = EvaluationSettings(episodes=3, every=1, greedy=False)
+    learner = msgspec.structs.replace(configuration.learner, groups=3)
+    resumed = msgspec.structs.replace(configuration, evaluation=evaluation, learner=learner)
+
+    async def run() -> Recording:
+        async with small_deployment(configuration, published=False) as fleet:
+            workers = [fleet.environment("environment-0"), fleet.inference("inference-0")]
+            for name, chosen in (("l1", configuration), ("l2", resumed)):
+                curriculum = Curriculum(TASKS, TASKS, seed=1)
+                last = fleet.learner(name, trainer=CountingTrainer(), curriculum=curriculum, configuration=chosen)
+                if name == "l1":
+                    await until_stored(fleet, CheckpointStored, "l1", 2)
+                    last.kill()
+            await last.ended.wait()
+            await fleet.drain_members(workers)
+            return await read_recording(fleet)
+
+    recording = in_virtual_time(run)
+    report = replayed(recording, resumed, tmp_path / "replayed")
+    report.check()
+    assert report.compared["EvaluationFinished"] > 3 and report.compared["TrainingFinished"] == 1
+    assert begun(recording) == [("l1", 0), ("l2", 2)]
+    assert not any("steps of lineage" in reason for reason in report.skipped)
+
+
+def test_evaluations_of_an_operator_are_told_from_those_of_the_learner(tmp_path: Path) -> None:
+    configuration = settings(tmp_path / "recorded", 2)
+    tasks = [Task(key=f"other-{index}", prompt="play") for index in range(3)]
+
+    async def run() -> Recording:
+        async with small_deployment(configuration, published=False) as fleet:
+            workers = [fleet.environment("environment-0"), fleet.inference("inference-0")]
+            curriculum = Curriculum(TASKS, TASKS, seed=1)
+            learner = fleet.learner("learner", trainer=CountingTrainer(), curriculum=curriculum)
+            await learner.ended.wait()
+            published = await find_newest_version(fleet.bus, fleet.subjects, "default")
+            evaluate = partial(play, fleet.bus, configuration, tasks, name="eval-00c0ffee", samples=2)
+            await evaluate(temperature=0.0, published=published, pinned=True)
+            await fleet.drain_members(workers)
+            return await read_recording(fleet)
+
+    report = replayed(in_virtual_time(run), configuration, tmp_path / "replayed", None)
+    report.check()
+    assert report.notes["evaluation episodes that an operator asked for, which no learner repeats"] == 6
 
 
 def test_a_checkpoint_that_a_full_log_asked_for_is_counted_and_not_waited_for(recorded: Any, tmp_path: Path) -> None:

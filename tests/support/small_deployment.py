@@ -1,7 +1,6 @@
 """A small fleet in one process, with hands to break it: real workers on any bus, for tests on virtual time.
 
-A `Member` is one worker as if it were a process of its own: it may be killed, cut off, drained. `SmallDeployment` watches at
-all
+A `Member` is one worker as if it were a process of its own: it may be killed, cut off, drained. `SmallDeployment` watches at all
 times that nobody holds more than its slots, and can say whether everything came to rest.
 """
 
@@ -179,11 +178,13 @@ class SmallDeployment:
 
         return self.start("inference", name, work)
 
-    def learner(self, name: str, *, trainer: Trainer, curriculum: Curriculum) -> Member:
+    def learner(
+        self, name: str, *, trainer: Trainer, curriculum: Curriculum, configuration: Configuration | None = None
+    ) -> Member:
         async def work(member: Member, bus: Bus) -> None:
             await run_learner(
                 bus,
-                configuration=self.configuration,
+                configuration=configuration or self.configuration,
                 name=name,
                 drain=member.drain,
                 trainer=trainer,

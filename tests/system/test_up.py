@@ -258,6 +258,16 @@ async def test_a_second_up_of_the_same_run_is_refused(tmp_path: Path) -> None:
         assert f"run default is being trained already (process {running.process.pid})" in second.errors[0]
 
 
+async def test_an_up_that_is_refused_leaves_the_settings_of_the_last_start_as_they_were(tmp_path: Path) -> None:
+    code, running = await run_to_the_end(tmp_path, "--steps", "2")
+    assert code == 0
+    files = [running.run / name for name in ("config.json", "run.json")]
+    before = [file.read_bytes() for file in files]
+    other_limit = ("--nats-max-bytes", str(1 << 30))  # the server refuses: the log was declared with another
+    code, _ = await run_to_the_end(tmp_path, "--steps", "4", "--evaluation-episodes", "7", *other_limit)
+    assert code != 0 and [file.read_bytes() for file in files] == before
+
+
 async def test_settings_of_the_first_start_hold_when_it_is_resumed_and_its_identity_may_not_change(tmp_path: Path) -> None:
     code, _ = await run_to_the_end(tmp_path, "--steps", "7", "--seed", "5", script="train")
     assert code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -40,8 +41,6 @@ def run_up(loaded: LoadedConfiguration, json_summary: Path | None) -> int:
         return FINISHED
     _prepare(folder)
     with lock_run(folder.lock, configuration.run.name):
-        write_identity(folder.identity, build_identity(configuration))
-        replace_file(folder.configuration, dump_configuration(configuration))
         configure_logs(configuration.log, run=configuration.run.name, role="up")
         ending = anyio.run(_run, configuration, folder, backend_options={"use_uvloop": True})
         return _report_result(ending, folder, json_summary)
@@ -96,11 +95,19 @@ def _prepare(folder: RunFolder) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def _record_start(configuration: Configuration, folder: RunFolder) -> None:
+    """Write what the run is and how it was started. An `up` that is refused leaves both as they were: recordings and whoever
+    looks at the run read its settings here."""
+    write_identity(folder.identity, build_identity(configuration))
+    replace_file(folder.configuration, dump_configuration(configuration))
+
+
 async def _run(configuration: Configuration, folder: RunFolder) -> RunResult:
     progress = Progress(configuration.learner.steps)
     async with open_display(progress) as display:
         display.line(format_opening_line(configuration, folder))
-        run = Run(configuration, folder, command=build_role_command(folder.configuration), display=display)
+        command, record_start = build_role_command(folder.configuration), partial(_record_start, configuration, folder)
+        run = Run(configuration, folder, command=command, record_start=record_start, display=display)
         return await run.run(progress)
 
 

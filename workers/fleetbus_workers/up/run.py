@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,12 +53,22 @@ class RunResult(msgspec.Struct, kw_only=True):
 
 
 class Run:
-    """One run of everything. ``command`` makes the command lines of the roles."""
+    """One run of everything. ``command`` makes the command lines of the roles; ``record_start`` is called once the server has
+    accepted the run, before any role is started."""
 
-    def __init__(self, configuration: Configuration, folder: RunFolder, *, command: RoleCommand, display: Display) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        folder: RunFolder,
+        *,
+        command: RoleCommand,
+        record_start: Callable[[], None],
+        display: Display,
+    ) -> None:
         self._configuration = configuration
         self._folder = folder
         self._command = command
+        self._record_start = record_start
         self._display = display
         self._result = RunResult()
         self._stop_requested = anyio.Event()
@@ -145,6 +155,7 @@ class Run:
                 if self._stop_requested.is_set():
                     return
                 await bus.declare(build_stream_plan(self._configuration))
+                self._record_start()
                 self._roles = self._build_supervisor(url)
             if self._roles is not None and not self._starting.cancelled_caught:
                 await self._watch(bus, self._roles, progress, began)
