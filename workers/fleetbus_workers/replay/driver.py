@@ -15,9 +15,12 @@ import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.config.settings import Configuration
+from fleetbus.episodes import read_entry
 from fleetbus.recording import Recording
+from fleetbus.recording.redaction import Redactor
 from fleetbus.task_groups import open_flat_task_group
-from fleetbus_schemas import Message
+from fleetbus_schemas import Message, decode, encode
+from fleetbus_schemas.stored import STORED
 from fleetbus_workers.replay.compare import Found, first_difference
 from fleetbus_workers.replay.options import Replay, read_configuration
 from fleetbus_workers.replay.progress import Progress
@@ -81,13 +84,15 @@ class Driver(ABC):
         self.drain = anyio.Event()
         """Set when the worker has to stop as the recorded one did."""
         self._start = start
+        self._redactor = Redactor()
         self._delayed = 0
 
     async def run(self, work: Work) -> None:
         """Run the worker until `drive` returns; what the worker still has to do is cancelled."""
         async with open_flat_task_group() as self._tasks:
             self._tasks.start_soon(work, self.environment.connect_worker(), self.drain)
-            with self.environment.read_published(self.kinds, self.types, start=self._start) as self._published:
+            subjects = [self.environment.subjects.log.replace(">", f"{kind}.>") for kind in self.kinds]
+            async with self.environment.bus.read(subjects, start=self._start) as self._reader:
                 await self.drive()
             self._tasks.cancel_scope.cancel()
 
@@ -112,20 +117,25 @@ class Driver(ABC):
         """The next published message; None if the worker publishes none within the patience, while no input is delayed."""
         patience_seconds = self.options.patience_seconds if patience_seconds is None else patience_seconds
         while True:
-            received = await self._published.receive(patience_seconds)
-            if received is not None or not self._delayed:
-                return received
+            with anyio.move_on_after(patience_seconds):
+                while True:
+                    entry = await self._reader.receive()
+                    message = read_entry(STORED[entry.subject.split(".", 3)[2]], entry)
+                    if isinstance(message, self.types):
+                        return entry, message
+            if not self._delayed:
+                return None
 
-    def compare(
-        self, recorded: Message, replayed: Message, compared: Compared, *, clean: Callable[[Message], Message] | None = None
-    ) -> bool:
-        """Count a message, and note the first field that differs; True if none does. ``clean`` removes from the replayed
-        message what the recorder removed from the recorded one."""
+    def compare(self, recorded: Message, replayed: Message, compared: Compared, subject: str) -> bool:
+        """Count a message, and note the first field that differs; True if none does. What a recorder that redacts would have
+        removed from the replayed message is no difference."""
         self.report.compared[type(recorded).__name__] += 1
         ignored, tolerance = self.options.ignored, self.options.tolerance
         found = first_difference(recorded, replayed, ignored=ignored, tolerance=tolerance)
-        if found is not None and clean is not None:
-            found = first_difference(recorded, clean(replayed), ignored=ignored, tolerance=tolerance)
+        if found is not None and self.context.recording.header.redacted:
+            entry = StreamEntry(subject=subject, payload=encode(replayed), sequence=0, time_ns=0)
+            redacted = decode(type(replayed), self._redactor.clean(entry).payload)
+            found = first_difference(recorded, redacted, ignored=ignored, tolerance=tolerance)
         if found is not None:
             self.note_difference(found, compared)
         return found is None

@@ -13,8 +13,7 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.recording.redaction import Redactor
-from fleetbus_schemas import Action, ControlRequested, EpisodeFinished, Message, Observation, decode, encode
+from fleetbus_schemas import Action, ControlRequested, EpisodeFinished, Message, Observation, encode
 from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.replay.compare import Found
@@ -74,7 +73,6 @@ class EnvironmentDriver(Driver):
         super().__init__(context, environment)
         self._open = dict(episodes)
         self._next_turn = dict.fromkeys(episodes, 0)
-        self._redactor = Redactor() if context.recording.header.redacted else None
 
     async def drive(self) -> None:
         for episode in self._open.values():
@@ -113,7 +111,8 @@ class EnvironmentDriver(Driver):
         observation = msgspec.structs.replace(observation, request_sequence=position)
         recorded_turn = episode.turns[turn]
         name = f"Observation of turn {turn}"
-        return self._compare(episode, name, entry, recorded_turn.observation, observation, recorded_turn.observation_entry)
+        compared = self._compared(episode, name, recorded_turn.observation_entry)
+        return self.compare(recorded_turn.observation, observation, compared, entry.subject)
 
     def _check_result(self, episode: RecordedEpisode, turn: int, entry: StreamEntry, result: EpisodeFinished) -> None:
         if turn < len(episode.turns):
@@ -121,25 +120,8 @@ class EnvironmentDriver(Driver):
             self._note_difference(episode, f"Observation of turn {turn}", "Observation", shown)
         elif episode.result is not None and episode.result_entry is not None:  # else the recording ends before the episode
             translated = translate_positions(result, self.environment.recorded_positions)
-            self._compare(episode, "EpisodeFinished", entry, episode.result, translated, episode.result_entry)
-
-    def _compare(
-        self,
-        episode: RecordedEpisode,
-        name: str,
-        entry: StreamEntry,
-        recorded: Message,
-        replayed: Message,
-        recorded_entry: StreamEntry,
-    ) -> bool:
-        clean = partial(self._redact, entry) if self._redactor is not None else None
-        return self.compare(recorded, replayed, self._compared(episode, name, recorded_entry), clean=clean)
-
-    def _redact(self, entry: StreamEntry, message: Message) -> Message:
-        """What a recorder that redacts would have kept of the message."""
-        assert self._redactor is not None
-        cleaned = self._redactor.clean(msgspec.structs.replace(entry, payload=encode(message)))
-        return decode(type(message), cleaned.payload, subject=entry.subject)
+            compared = self._compared(episode, "EpisodeFinished", episode.result_entry)
+            self.compare(episode.result, translated, compared, entry.subject)
 
     def _note_difference(self, episode: RecordedEpisode, name: str, recorded: str, replayed: str) -> None:
         """A message of another type than the recorded one, or none."""

@@ -141,7 +141,7 @@ class InferenceDriver(Driver):
                 action = received[1]
                 assert isinstance(action, Action)
                 number = self._asked.pop((action.episode_id, action.turn), None) if action.worker == WORKER else None
-                if number is not None and self._check(self._episodes[number], action):
+                if number is not None and self._check(self._episodes[number], action, received[0].subject):
                     due.appendleft(number)
             else:
                 for number in self._asked.values():
@@ -205,18 +205,19 @@ class InferenceDriver(Driver):
         subject = subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
         self.store(subject, observation, turn.observation_entry)
 
-    def _check(self, episode: RecordedEpisode, action: Action) -> bool:
+    def _check(self, episode: RecordedEpisode, action: Action, subject: str) -> bool:
         """Compare the answer to the episode's next turn; True if the episode goes on."""
         turn = episode.turns[self._next_turn[episode.episode_id]]
         assert turn.action is not None
-        same = self.compare(turn.action, msgspec.structs.replace(action, attempt=turn.action.attempt), self._subject(episode))
+        replayed = msgspec.structs.replace(action, attempt=turn.action.attempt)
+        same = self.compare(turn.action, replayed, self._compared(episode), subject)
         self._next_turn[episode.episode_id] += same
         return same
 
     def _note_silence(self, episode: RecordedEpisode) -> None:
-        self.note_difference(Found("type", "Action", self.silence), self._subject(episode))
+        self.note_difference(Found("type", "Action", self.silence), self._compared(episode))
 
-    def _subject(self, episode: RecordedEpisode) -> Compared:
+    def _compared(self, episode: RecordedEpisode) -> Compared:
         turn = episode.turns[self._next_turn[episode.episode_id]]
         assert turn.action is not None and turn.action_entry is not None
         name = f"Action of turn {turn.observation.turn} of episode {episode.episode_id}"

@@ -296,7 +296,8 @@ class LearnerDriver(Driver):
         self._optional.discard(key)
         self.context.progress.advance()
         self.environment.map_position(recorded_entry.sequence, entry.sequence)
-        same = self.compare(sort_exclusions(recorded), sort_exclusions(message), self._compared(key, recorded_entry.sequence))
+        compared = self._compared(key, recorded_entry.sequence)
+        same = self.compare(sort_exclusions(recorded), sort_exclusions(message), compared, entry.subject)
         if same and isinstance(message, EpisodeRequested):
             await self._take_request(message)
         elif same and isinstance(message, StepTrained):
