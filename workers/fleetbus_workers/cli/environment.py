@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,28 +16,14 @@ if TYPE_CHECKING:
 
 
 def _load_work() -> Work:
+    from fleetbus_workers.assembly.environments import open_environments
     from fleetbus_workers.environment.images.store import build_run_image_store
-    from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
-    from fleetbus_workers.environment.keyed_specs import build_keyed_factory
-    from fleetbus_workers.environment.specs import build_environment_factory
     from fleetbus_workers.environment.worker import run_environment
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        verifier = Verifier(
-            VerifierLimits(seconds=configuration.limits.verify), required=configuration.environment.sandbox == "required"
-        )
-        observation_bytes = configuration.environment.observation_bytes
-        style = configuration.environment.prompt
-        make_factory = partial(
-            build_environment_factory,
-            verifier=verifier,
-            observation_bytes=observation_bytes,
-            prompt=None if style == "auto" else style,
-            configuration=configuration,
-            store_image=build_run_image_store(bus, configuration) if configuration.environment.images else None,
-        )
-        factory = build_keyed_factory(configuration.run.environment, make_factory)
-        async with verifier.running(), factory.running():
+        store_image = build_run_image_store(bus, configuration) if configuration.environment.images else None
+        required = configuration.environment.sandbox == "required"
+        async with open_environments(configuration, store_image=store_image, required=required) as factory:
             await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
 
     return work

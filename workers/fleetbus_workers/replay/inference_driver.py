@@ -42,7 +42,7 @@ async def replay_inference(
     template: Template,
     *,
     weights: dict[str, Path] | None = None,
-    images: Callable[[Bus], ImageSource | None] = lambda bus: None,
+    images: Callable[[Bus], ImageSource | None] = lambda _: None,
 ) -> None:
     """Answer every Observation again and compare the Actions. ``weights`` are files by their recorded name, for versions whose
     recorded URI does not exist any more; versions without weights are skipped. ``images`` reads the recorded objects for a

@@ -6,8 +6,6 @@ Heavy libraries are imported by the role that needs them, when it is replayed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +23,10 @@ from fleetbus_workers.replay.log_suppression import suppress_logs
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress
 from fleetbus_workers.replay.replay_environment import WORKER, MemoryObjects
-from fleetbus_workers.replay.report import FORWARD, SCORING, Report
+from fleetbus_workers.replay.report import Report
 
 if TYPE_CHECKING:
-    from fleetbus_workers.environment.base import Environment
-    from fleetbus_workers.inference.base import Sampler
     from fleetbus_workers.learner.base import Trainer
-    from fleetbus_workers.replay.scoring import ScoringSampler
 
 
 async def replay_recording(source: Recording | Path, replay: Replay, progress: Progress | None = None) -> Report:
@@ -64,37 +59,17 @@ async def replay_here(recording: Recording, replay: Replay, progress: Progress) 
 
 
 async def _replay_environment(context: ReplayContext, folder: Path) -> None:
+    from fleetbus_workers.assembly.environments import open_environments
+    from fleetbus_workers.environment.images.store import build_image_store
     from fleetbus_workers.replay.environment_driver import replay_environment
 
-    async with _open_environments(context.configuration, context.options.environment) as make:
-        await replay_environment(context, make)
-
-
-@asynccontextmanager
-async def _open_environments(
-    configuration: Configuration, wanted: str | Callable[[], Environment] | None
-) -> AsyncIterator[Callable[[], Environment]]:
+    wanted = context.options.environment
     if callable(wanted):
-        yield wanted
+        await replay_environment(context, wanted)
         return
-    from fleetbus_workers.environment.images.store import build_image_store
-    from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
-    from fleetbus_workers.environment.keyed_specs import build_keyed_factory
-    from fleetbus_workers.environment.specs import build_environment_factory
-
-    verifier = Verifier(VerifierLimits(seconds=configuration.limits.verify), reuse_processes=True)
-    style = configuration.environment.prompt
-    make_factory = partial(
-        build_environment_factory,
-        verifier=verifier,
-        observation_bytes=configuration.environment.observation_bytes,
-        prompt=None if style == "auto" else style,
-        configuration=configuration,
-        keep=build_image_store(MemoryObjects({})) if configuration.environment.images else None,
-    )
-    factory = build_keyed_factory(wanted or configuration.run.environment, make_factory)
-    async with verifier.running(), factory.running():
-        yield factory
+    keep = build_image_store(MemoryObjects({}))
+    async with open_environments(context.configuration, specs=wanted or "", keep=keep, reuse_verifiers=True) as make:
+        await replay_environment(context, make)
 
 
 async def _replay_inference(context: ReplayContext, folder: Path) -> None:
@@ -111,24 +86,14 @@ async def _replay_inference(context: ReplayContext, folder: Path) -> None:
     async with launch_engine(configuration, WORKER) as (sampler, template):
         scoring = None
         if configuration.inference.engine == "torch" and options.speed is None and not options.sample_again:
-            scoring = await anyio.to_thread.run_sync(_open_scoring, configuration, model, sampler)
+            from fleetbus_workers.replay.scoring import make_scoring_sampler
+
+            scoring = await anyio.to_thread.run_sync(make_scoring_sampler, sampler, model, configuration.inference)
         images = partial(build_image_source, template, run=context.recording.run)
-        await replay_inference(context, scoring or sampler, template, weights=weights, images=lambda bus: images(bus=bus))
-    if scoring is None:
-        context.report.checked = "every token was sampled again"
-        return
-    context.report.checked = "tokens are those that the sampler chooses from a forward pass over them, or sampled again"
-    context.report.notes["turns that a forward pass showed to be sampled so"] += scoring.proved
-    context.report.notes["turns sampled again"] += scoring.sampled
-    context.report.notes["tokens through the model at once"] += scoring.tokens
-    context.report.measured = {FORWARD: scoring.forward_seconds, SCORING: scoring.seconds}
-
-
-def _open_scoring(configuration: Configuration, model: Path, sampler: Sampler) -> ScoringSampler | None:
-    from fleetbus_workers.replay.scoring import make_scoring_sampler
-
-    settings = configuration.inference
-    return make_scoring_sampler(sampler, model, max_model_len=settings.max_model_len, threads=settings.threads)
+        await replay_inference(context, scoring or sampler, template, weights=weights, images=images)
+    context.report.checked = "every token was sampled again"
+    if scoring is not None:
+        scoring.describe(context.report)
 
 
 async def _replay_learner(context: ReplayContext, folder: Path) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from fleetbus.config.settings import InferenceSettings
 from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import Generation, GenerationRequest, Sampler
@@ -27,6 +28,7 @@ from fleetbus_workers.inference.torch.sampling import sample_tokens
 from fleetbus_workers.inference.torch.turn import Turn
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_share_prefix, has_plain_head
+from fleetbus_workers.replay.report import FORWARD, SCORING, Report
 from fleetbus_workers.replay.token_histories import ExpectedTurn, History, merge_histories
 from fleetbus_workers.replay.watched_sampler import WatchedSampler
 from fleetbus_workers.weights.file import read_weights, unique_tensors
@@ -92,6 +94,14 @@ class ScoringSampler(WatchedSampler):
             return await super().generate(request)
         self.proved += 1
         return generation
+
+    def describe(self, report: Report) -> None:
+        """Say in the report how its tokens were checked."""
+        report.checked = "tokens are those that the sampler chooses from a forward pass over them, or sampled again"
+        report.notes["turns that a forward pass showed to be sampled so"] += self.proved
+        report.notes["turns sampled again"] += self.sampled
+        report.notes["tokens through the model at once"] += self.tokens
+        report.measured = {FORWARD: self.forward_seconds, SCORING: self.seconds}
 
     def _copy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -175,11 +185,11 @@ class ScoringSampler(WatchedSampler):
         return logits.float()
 
 
-def make_scoring_sampler(sampler: Sampler, folder: Path, *, max_model_len: int, threads: int) -> ScoringSampler | None:
+def make_scoring_sampler(sampler: Sampler, folder: Path, settings: InferenceSettings) -> ScoringSampler | None:
     """In front of a torch sampler of a causal language model of text; None in front of any other."""
     if type(sampler) is not TorchSampler or has_vision(folder):
         return None
-    return ScoringSampler(sampler, folder, max_model_len=max_model_len, threads=threads)
+    return ScoringSampler(sampler, folder, max_model_len=settings.max_model_len, threads=settings.threads)
 
 
 def build_generation(proved: ProvedTurn, request: GenerationRequest, max_model_len: int, version: int) -> Generation | None:

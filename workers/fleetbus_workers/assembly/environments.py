@@ -1,0 +1,37 @@
+"""The environments that the configuration names, open while a worker plays them; imported by the role that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.keyed_specs import build_keyed_factory
+from fleetbus_workers.environment.specs import build_environment_factory
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+
+
+@asynccontextmanager
+async def open_environments(
+    configuration: Configuration, *, specs: str = "", keep: Any = None, required: bool = False, reuse_verifiers: bool = False
+) -> AsyncIterator[Any]:
+    """A factory of environments by task, of ``specs`` or of those configured. ``keep`` stores the pictures that they show;
+    ``required`` and ``reuse_verifiers`` are options of `Verifier`. Raises `UserError`."""
+    limits = VerifierLimits(seconds=configuration.limits.verify)
+    verifier = Verifier(limits, required=required, reuse_processes=reuse_verifiers)
+    style = configuration.environment.prompt
+    make_factory = partial(
+        build_environment_factory,
+        verifier=verifier,
+        observation_bytes=configuration.environment.observation_bytes,
+        prompt=None if style == "auto" else style,
+        configuration=configuration,
+        keep=keep if configuration.environment.images else None,
+    )
+    factory = build_keyed_factory(specs or configuration.run.environment, make_factory)
+    async with verifier.running(), factory.running():
+        yield factory
