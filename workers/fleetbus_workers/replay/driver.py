@@ -15,12 +15,10 @@ import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.config.settings import Configuration
-from fleetbus.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus.recording.redaction import Redactor
 from fleetbus.task_groups import open_flat_task_group
 from fleetbus_schemas import Message, decode, encode
-from fleetbus_schemas.stored import STORED
 from fleetbus_workers.replay.compare import Found, first_difference
 from fleetbus_workers.replay.options import Replay, read_configuration
 from fleetbus_workers.replay.progress import Progress
@@ -91,8 +89,7 @@ class Driver(ABC):
         """Run the worker until `drive` returns; what the worker still has to do is cancelled."""
         async with open_flat_task_group() as self._tasks:
             self._tasks.start_soon(work, self.environment.connect_worker(), self.drain)
-            subjects = [self.environment.subjects.log.replace(">", f"{kind}.>") for kind in self.kinds]
-            async with self.environment.bus.read(subjects, start=self._start) as self._reader:
+            with self.environment.read_published(self.kinds, self.types, start=self._start) as self._published:
                 await self.drive()
             self._tasks.cancel_scope.cancel()
 
@@ -117,14 +114,9 @@ class Driver(ABC):
         """The next published message; None if the worker publishes none within the patience, while no input is delayed."""
         patience_seconds = self.options.patience_seconds if patience_seconds is None else patience_seconds
         while True:
-            with anyio.move_on_after(patience_seconds):
-                while True:
-                    entry = await self._reader.receive()
-                    message = read_entry(STORED[entry.subject.split(".", 3)[2]], entry)
-                    if isinstance(message, self.types):
-                        return entry, message
-            if not self._delayed:
-                return None
+            received = await self._published.receive(patience_seconds)
+            if received is not None or not self._delayed:
+                return received
 
     def compare(self, recorded: Message, replayed: Message, compared: Compared, subject: str) -> bool:
         """Count a message, and note the first field that differs; True if none does. What a recorder that redacts would have

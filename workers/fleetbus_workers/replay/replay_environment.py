@@ -6,8 +6,8 @@ they are compared.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -18,12 +18,15 @@ from fleetbus.bus.base import PublishAck, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import HEADER_BYTES, MAX_PAYLOAD_BYTES, MemoryBus
 from fleetbus.bus.memory_connection import MemoryConnection
+from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
+from fleetbus.episodes import read_entry
 from fleetbus.errors import BusError
 from fleetbus.recording import Recording
 from fleetbus_schemas import EpisodeFinished, Message, Subjects, encode
+from fleetbus_schemas.stored import STORED
 
 WORKER = "replayed"
 """Name of the worker under test."""
@@ -77,6 +80,44 @@ class ReplayBus(MemoryBus):
         await anyio.lowlevel.checkpoint()
 
 
+class PublishedMessages:
+    """Reads messages of some types from the log, on subjects of some kinds; others are passed over without being decoded."""
+
+    def __init__(
+        self, log: MemoryStream, subjects: Subjects, kinds: tuple[str, ...], types: tuple[type[Message], ...], start: int
+    ) -> None:
+        self._log = log
+        self._prefixes = tuple(f"{subjects.log.removesuffix('>')}{kind}." for kind in kinds)
+        self._types = types
+        self._next = start
+        self._stored = anyio.Event()
+
+    async def receive(self, patience_seconds: float) -> tuple[StreamEntry, Message] | None:
+        """The next message; None if there is none within ``patience_seconds``. Cancelling loses nothing."""
+        found = self._advance()
+        if found is None:
+            with anyio.move_on_after(patience_seconds):
+                while found is None:
+                    self._stored = anyio.Event()
+                    await self._stored.wait()
+                    found = self._advance()
+        return found
+
+    def wake(self, entry: StreamEntry) -> None:
+        if entry.subject.startswith(self._prefixes):
+            self._stored.set()
+
+    def _advance(self) -> tuple[StreamEntry, Message] | None:
+        while self._next <= self._log.last_sequence:
+            entry = self._log.get(self._next)
+            self._next += 1
+            if entry is not None and entry.subject.startswith(self._prefixes):
+                message = read_entry(STORED[entry.subject.split(".", 3)[2]], entry)
+                if isinstance(message, self._types):
+                    return entry, message
+        return None
+
+
 class ReplayEnvironment:
     """The log of one replay; ``bus`` is the driver's connection to it."""
 
@@ -116,6 +157,18 @@ class ReplayEnvironment:
         """Position of the newest entry on that subject, 0 if there is none."""
         last = self._log.last(subject)
         return last.sequence if last is not None else 0
+
+    @contextmanager
+    def read_published(
+        self, kinds: tuple[str, ...], types: tuple[type[Message], ...], *, start: int = 1
+    ) -> Iterator[PublishedMessages]:
+        """Messages of ``types`` as they are stored on subjects of ``kinds``, from position ``start`` on."""
+        published = PublishedMessages(self._log, self.subjects, kinds, types, start)
+        self._log.on_stored[published] = published.wake
+        try:
+            yield published
+        finally:
+            del self._log.on_stored[published]
 
 
 def translate_positions(result: EpisodeFinished, positions: Mapping[int, int]) -> EpisodeFinished:
