@@ -163,7 +163,7 @@ async def pictures_recorded() -> Recording:
     from tests.support.small_deployment import Member, build_configuration, small_deployment
 
     bucket: dict[str, bytes] = {}
-    make = build_colours_factory("colours", "2", keep=build_image_store(MemoryObjects(bucket)))
+    make = build_colours_factory("colours", "2", store_image=build_image_store(MemoryObjects(bucket)))
     async with small_deployment(build_configuration()) as fleet:
         fleet.environment("env", make=make)
 

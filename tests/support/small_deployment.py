@@ -1,6 +1,7 @@
 """A small fleet in one process, with hands to break it: real workers on any bus, for tests on virtual time.
 
-A `Member` is one worker as if it were a process of its own: it may be killed, cut off, drained. `SmallDeployment` watches at all
+A `Member` is one worker as if it were a process of its own: it may be killed, cut off, drained. `SmallDeployment` watches at
+all
 times that nobody holds more than its slots, and can say whether everything came to rest.
 """
 

@@ -8,7 +8,7 @@ from fleetbus.audit import audit_run
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
-from tests.support.episode_history import SUBJECTS, audit_log, fold_audit, start_log
+from tests.support.log_builder import SUBJECTS, audit_log, fold_audit, start_log
 
 
 async def test_a_valid_log_balances_and_every_request_is_in_one_place() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fleetbus.core.audit_findings import KINDS
 from fleetbus_schemas import AttemptReleased
-from tests.support.episode_history import SUBJECTS, LogBuilder, audit_log, kinds, start_log
+from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
 
 
 def trained_twice(log_builder: LogBuilder) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus_schemas import Split
-from tests.support.episode_history import fold_audit, start_log
+from tests.support.log_builder import fold_audit, start_log
 
 
 class Fleet:

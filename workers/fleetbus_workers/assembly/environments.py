@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def open_environments(
-    configuration: Configuration, *, specs: str = "", keep: Any = None, required: bool = False, reuse_verifiers: bool = False
+    configuration: Configuration,
+    *,
+    specs: str = "",
+    store_image: Any = None,
+    required: bool = False,
+    reuse_verifiers: bool = False,
 ) -> AsyncIterator[Any]:
-    """A factory of environments by task, of ``specs`` or of those configured. ``keep`` stores the pictures that they show;
-    ``required`` and ``reuse_verifiers`` are options of `Verifier`. Raises `UserError`."""
+    """A factory of environments by task, of ``specs`` or of those configured. ``store_image`` stores the pictures that they
+    show; ``required`` and ``reuse_verifiers`` are options of `Verifier`. Raises `UserError`."""
     limits = VerifierLimits(seconds=configuration.limits.verify)
     verifier = Verifier(limits, required=required, reuse_processes=reuse_verifiers)
     style = configuration.environment.prompt
@@ -30,7 +35,7 @@ async def open_environments(
         observation_bytes=configuration.environment.observation_bytes,
         prompt=None if style == "auto" else style,
         configuration=configuration,
-        keep=keep if configuration.environment.images else None,
+        store_image=store_image if configuration.environment.images else None,
     )
     factory = build_keyed_factory(specs or configuration.run.environment, make_factory)
     async with verifier.running(), factory.running():

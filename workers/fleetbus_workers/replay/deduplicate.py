@@ -16,7 +16,7 @@ from fleetbus_workers.replay.report import Report
 OBSERVED = ("turn", "messages", "tools", "tokens_left")
 CONCLUDED = (
     *("outcome", "error_class", "error", "reward", "turn_rewards", "turns", "tokens", "loss_mask"),
-    *("tool_calls", "tool_errors", "task_key", "dataset_version", "env"),
+    *("tool_calls", "tool_errors", "task_key", "dataset_version", "env", "success", "info", "last_observation"),
 )
 """What environment and verifier decide of an Observation and of a result. The rest names episode, request, policy."""
 

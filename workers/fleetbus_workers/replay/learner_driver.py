@@ -21,6 +21,7 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, WeightsSettings
 from fleetbus.errors import UserError
+from fleetbus.notifier import Notifier
 from fleetbus.recording import Recording
 from fleetbus.recording.objects import find_referenced_objects
 from fleetbus.runtime import Runtime, run_in_thread
@@ -104,7 +105,7 @@ async def _run_learner(driver: LearnerDriver, trainer: Trainer, tasks: RecordedT
         drain=drain,
         trainer=trainer,
         curriculum=cast(Curriculum, tasks),
-        ports=Runtime(offload=driver.offload),
+        runtime=Runtime(offload=driver.offload),
     )
 
 
@@ -212,7 +213,7 @@ class LearnerDriver(Driver):
         self._unrequested: defaultdict[int, set[str]] = defaultdict(set)
         for _, request in self._find(EpisodeRequested):
             self._unrequested[self._consumed_in[request.episode_id]].add(request.episode_id)
-        self._requested = anyio.Event()
+        self._requested = Notifier()
         self._offloaded = 0
         self.train_seconds = 0.0
 
@@ -255,7 +256,6 @@ class LearnerDriver(Driver):
                 if recorded is None:  # it was published
                     self._requests.popleft()
                 elif recorded[0].sequence < sequence:
-                    self._requested = anyio.Event()
                     await self._requested.wait()
                 else:
                     return
@@ -307,7 +307,7 @@ class LearnerDriver(Driver):
     async def _take_request(self, request: EpisodeRequested) -> None:
         """Its result is stored at once if it is an evaluation, else with the others of its step."""
         episode = self._episodes[request.episode_id]
-        self._requested.set()
+        self._requested.notify()
         if request.split == "eval":
             await self._store_result(episode)
             return
@@ -362,7 +362,7 @@ class LearnerDriver(Driver):
             {message.version: inline_manifest(message, objects) for _, message in self._find(PolicyPublished)},
             episodes=self._episodes,
             on_difference=note,
-            mask_truncated=self.environment.configuration.algorithm.overlong == "mask",
+            mask_truncated=self.environment.configuration.algorithm.mask_truncated_completions,
         )
 
     def _note_difference(self, key: Key, sequence: int, found: Found) -> None:

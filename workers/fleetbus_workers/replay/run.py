@@ -68,7 +68,7 @@ async def _replay_environment(context: ReplayContext, folder: Path) -> None:
         await replay_environment(context, wanted)
         return
     keep = build_image_store(MemoryObjects({}))
-    async with open_environments(context.configuration, specs=wanted or "", keep=keep, reuse_verifiers=True) as make:
+    async with open_environments(context.configuration, specs=wanted or "", store_image=keep, reuse_verifiers=True) as make:
         await replay_environment(context, make)
 
 

@@ -156,7 +156,7 @@ class ScoringSampler(WatchedSampler):
         size = max(LOGITS // self._vocabulary, 1)
         for part in (places[start : start + size] for start in range(0, len(places), size)):
             here = owners[len(ids) : len(ids) + len(part)]
-            uniforms = np.fromiter((turn.uniform() for turn in here), np.float32, len(here))
+            uniforms = np.fromiter((turn.draw_uniform() for turn in here), np.float32, len(here))
             logits = self._compute_logits(hidden[part])
             chosen, under = sample_tokens(logits, uniforms, [turn.temperature for turn in here], [turn.top_p for turn in here])
             ids += chosen

@@ -1,6 +1,7 @@
 """One recording replayed by several processes, each with its share of the episodes, and one report of what all of them found.
 
-`python -m fleetbus_workers.replay.shards` per share gets its job on standard input and writes frames to standard output: a length in
+`python -m fleetbus_workers.replay.shards` per share gets its job on standard input and writes frames to standard output: a
+length in
 four bytes, then a pickle of its progress, its report or a `UserError`; both ends are the same program. Cancelling kills the
 processes; one whose parent was killed ends when it next reports its progress.
 """
@@ -20,10 +21,11 @@ from pathlib import Path
 import anyio
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
-from fleetbus.open_first_error_task_group import open_first_error_task_group
 
 from fleetbus.errors import UserError
+from fleetbus.python_process import build_module_command
 from fleetbus.recording import Recording, RecordingReader, read_header
+from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress, report_regularly
 from fleetbus_workers.replay.report import UNLOADED, Report
@@ -79,7 +81,7 @@ async def replay_shared(file: Path, replay: Replay, jobs: int, progress: Progres
 
 async def _run_share(job: Job, progress: Progress) -> Report:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # as many processes as CPUs, one thread each
-    command = [sys.executable, "-m", "fleetbus_workers.replay.shards"]
+    command = build_module_command("fleetbus_workers.replay.shards")
     async with await anyio.open_process(command, stderr=None, env={**os.environ, **threads}) as process:
         assert process.stdin is not None and process.stdout is not None
         frames = BufferedByteReceiveStream(process.stdout)

@@ -28,7 +28,7 @@ from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOC
 from mcp_types.version import LATEST_MODERN_VERSION
 from pydantic import ValidationError
 
-from fleetbus.core.prompts import truncate_text, find_result_error
+from fleetbus.core.prompts import find_result_error, truncate_text
 from fleetbus_schemas import ToolOutput, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.episode.normalization import to_plain_values

@@ -38,7 +38,7 @@ SUBJECTS = Subjects("run")
 PROMPT, SAMPLED = 3, 2
 
 
-class Story:
+class LogBuilder:
     """A log in the making; every method appends one entry and returns its sequence."""
 
     def __init__(self) -> None:
@@ -122,25 +122,25 @@ class Story:
         return self.add(SUBJECTS.train("default"), finished)
 
 
-def begun() -> Story:
-    story = Story()
-    story.lineage()
-    story.version()
-    return story
+def start_log() -> LogBuilder:
+    log_builder = LogBuilder()
+    log_builder.lineage()
+    log_builder.version()
+    return log_builder
 
 
-async def audited(story: Story) -> Report:
+async def audit_log(log_builder: LogBuilder) -> Report:
     """The audit of the story as the log of a bus."""
     async with MemoryServer().connect("run") as bus:
         await bus.declare(plan_run("run", lanes=1))
-        for subject, payload in story.entries:
+        for subject, payload in log_builder.entries:
             await bus.publish(subject, payload)
         return await audit_run(bus, SUBJECTS)
 
 
-def folded(story: Story) -> Audit:
+def fold_audit(log_builder: LogBuilder) -> Audit:
     audit = Audit()
-    for sequence, (subject, payload) in enumerate(story.entries, start=1):
+    for sequence, (subject, payload) in enumerate(log_builder.entries, start=1):
         enter(audit, StreamEntry(subject=subject, payload=payload, sequence=sequence, time_ns=0))
     return audit
 
