@@ -135,7 +135,7 @@ async def measure(bus: Bus, name: str, store: str, model: Path, trainer: FixedTr
         train = FencedAppender(bus, subjects.train(policy), 0)
         started = LineageStarted(lineage="l1", worker="learner")
         await train.append(started)
-        await publication.fence(started, authority=train)
+        await publication.fence(started)
         publication.version = sampler.version
         fetcher = WeightsFetcher(folder / "copies", get_object_store(bus, RUN))
         async with bus.read([subjects.policy(policy)], start=await bus.last_sequence() + 1) as reader:

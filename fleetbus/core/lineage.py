@@ -6,9 +6,18 @@ void. Resume, audit and trimming all ask here, so that they never disagree on wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from fleetbus_schemas import LineageStarted
+
+_NAME = re.compile(r"l(\d+)")
+
+
+def lineage_number(name: str) -> int:
+    """Of two lineages of a run the later one has the higher number; 0 for names that no learner of a run gives."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else 0
 
 
 def compute_surviving_steps(lineages: Sequence[LineageStarted]) -> dict[str, float]:

@@ -55,7 +55,7 @@ async def publication(bus: Bus, tmp_path: Path) -> Publication:
         bus, SUBJECTS, Experts(), policy="default", lineage="l1", folder=tmp_path / "weights", keep=2, runtime=Runtime(),
         objects=get_object_store(bus, RUN),
     )  # fmt: skip
-    await publication.fence(started, authority=train)
+    await publication.fence(started)
     return publication
 
 

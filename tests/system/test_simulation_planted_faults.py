@@ -244,10 +244,10 @@ def replaced_learner_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def versions_read_before_the_fence(patch: pytest.MonkeyPatch) -> None:
-    async def faulty(self: publication.Publication, started: Any, *, authority: Any) -> dict[int, int]:
+    async def faulty(self: publication.Publication, started: Any) -> dict[int, int]:
         versions = await publication.read_published_versions(self._bus, self._subjects, self._policy)
         await anyio.sleep(1)
-        await self._appender.take_over(started, authority=authority)
+        await self._appender.take_over(started)
         self.version = max(versions, default=-1)
         return versions
 

@@ -9,17 +9,20 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.episodes import decode_entries
+from fleetbus.core.lineage import lineage_number
+from fleetbus.episodes import decode_entries, read_entry
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
 from fleetbus_schemas import (
     CheckpointStored,
     EvaluationFinished,
     LineageStarted,
     Message,
+    PolicyPublished,
     StepTrained,
     TrainingFinished,
     encode,
 )
+from fleetbus_schemas.stored import STORED
 
 RETRY_SECONDS = 1.0
 
@@ -57,26 +60,24 @@ class FencedAppender:
                 self._unconfirmed = payload
                 raise
 
-    async def take_over(self, message: Message, *, authority: FencedAppender) -> None:
-        """Store an entry after whatever stands there by now: from then on the author before is refused.
+    async def take_over(self, started: LineageStarted) -> None:
+        """Store the start of a lineage after whatever stands there by now: from then on the author before is refused.
 
-        Who may take over is decided on another chain; raises `LearnerReplaced` when somebody else has written there since.
+        Raises `LearnerReplaced` when a later lineage has written there, so lineages follow each other in their order on this subject
+        as well, however old an answer of the log is: what is written upon an old one is refused.
         """
         while True:
             stored = await self._bus.last(self._subject)
-            await authority.confirm()
+            message = read_entry(STORED["policy"], stored) if stored is not None else None
+            assert message is None or isinstance(message, (LineageStarted, PolicyPublished))
+            if message is not None and lineage_number(message.lineage) > lineage_number(started.lineage):
+                raise LearnerReplaced(f"lineage {message.lineage} writes to {self._subject}")
             self.last = stored.sequence if stored is not None else 0
             try:
-                await self.append(message)
+                await self.append(started)
                 return
             except LearnerReplaced:
                 continue
-
-    async def confirm(self) -> None:
-        """Raise `LearnerReplaced` unless the newest entry is still this author's."""
-        stored = await self._bus.last(self._subject)
-        if stored is not None and stored.sequence != self.last:
-            raise LearnerReplaced(f"another learner writes to {self._subject}")
 
     async def watch(self) -> None:
         """For ever: raise `LearnerReplaced` when another learner begins; one without anything to append would not notice

@@ -64,13 +64,13 @@ class Publication:
         self._published = 0
         self.version = -1
 
-    async def fence(self, started: LineageStarted, *, authority: FencedAppender) -> dict[int, int]:
+    async def fence(self, started: LineageStarted) -> dict[int, int]:
         """From now on appends of the previous learner are refused; raises `LearnerReplaced` when this one is.
 
         Returns the step of every version so far. The learner before may have published until this very moment, and its
         numbers must not come again.
         """
-        await self._appender.take_over(started, authority=authority)
+        await self._appender.take_over(started)
         versions = await read_published_versions(self._bus, self._subjects, self._policy)
         self.version = max(versions, default=-1)
         return versions

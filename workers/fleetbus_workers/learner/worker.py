@@ -171,7 +171,7 @@ class Learner:
             settings=_select_settings(self._configuration),
         )
         await self._train.append(started)
-        versions = await self._publication.fence(started, authority=self._train)
+        versions = await self._publication.fence(started)
         log.info("lineage started", lineage=self._lineage, parent=resume_point.parent, step=self._step)
         for version, step in versions.items():
             self._pool.record_version(version, step)

@@ -49,7 +49,7 @@ class TrainingChecker:
         self._max_staleness = max_staleness
         self._groups = groups
         self._group_size = group_size
-        self._lineages: set[str] = set()
+        self._lineages: list[str] = []
         self._checkpoints: set[int] = set()
         self._step_of: dict[int, int] = {}
         self._last_step_at = 0
@@ -79,7 +79,10 @@ class TrainingChecker:
         """An entry of ``policy.<name>``."""
         policy = decode_any(STORED["policy"], entry.payload, subject=entry.subject)
         if isinstance(policy, LineageStarted):
-            self._observer.require(self._is_current(policy.lineage), "only the newest learner takes over", policy.lineage)
+            known, later = policy.lineage in self._lineages, self._order(policy.lineage) > self._order(self._publisher)
+            self._observer.require(
+                known and later, "no learner takes over from a later one", f"{policy.lineage}, {self._publisher}"
+            )
             self._publisher = policy.lineage
             return
         assert isinstance(policy, PolicyPublished)
@@ -90,6 +93,11 @@ class TrainingChecker:
             right = policy.step == self.steps
             require(right, "a version says which step made it", f"{name}: {policy.step}, {self.steps} trained")
         self._step_of[policy.version] = policy.step
+
+    def _order(self, lineage: str) -> int:
+        """Lineages begin on ``train.<name>``, one after the other; that a later one has begun there while an earlier one's
+        entry is on its way to ``policy.<name>`` is nobody's fault, and the later one's own entry follows it."""
+        return self._lineages.index(lineage) if lineage in self._lineages else -1
 
     def on_train(self, entry: StreamEntry) -> None:
         """An entry of ``train.<name>``."""
@@ -115,7 +123,7 @@ class TrainingChecker:
         require(started.lineage not in self._lineages, "a lineage begins once", started.lineage)
         require(started.parent == (self.lineage.lineage if self.lineage else ""), "a lineage follows the newest", str(started))
         require(step == 0 or step in self._checkpoints, "a lineage begins at a stored checkpoint", str(started))
-        self._lineages.add(started.lineage)
+        self._lineages.append(started.lineage)
         if self.lineage is not None:
             self.replaced.setdefault(self.lineage.worker, anyio.current_time())
         self.lineage, self.steps = started, step
