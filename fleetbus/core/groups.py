@@ -18,9 +18,16 @@ class Group(msgspec.Struct, kw_only=True):
     results: dict[str, EpisodeFinished] = msgspec.field(default_factory=dict)
     unusable: dict[str, str] = msgspec.field(default_factory=dict)
     """Graded episodes that cannot be trained after all, and why."""
+    is_cut: bool = False
+    """An episode of it was settled before: the others have lost their baseline."""
 
     def add(self, result: EpisodeFinished) -> None:
         self.results.setdefault(result.episode_id, result)
+
+    def cut(self) -> None:
+        """One of its episodes was settled before, and is waited for no more."""
+        self.size -= 1
+        self.is_cut = True
 
     @property
     def complete(self) -> bool:
@@ -29,6 +36,8 @@ class Group(msgspec.Struct, kw_only=True):
     @property
     def graded(self) -> list[EpisodeFinished]:
         """Results that enter advantages, by episode id, so that order of arrival never matters."""
+        if self.is_cut:
+            return []
         usable = [result for result in self.results.values() if result.outcome in GRADED and result.reward is not None]
         trainable = [result for result in usable if result.actions and result.episode_id not in self.unusable]
         return sorted(trainable, key=lambda result: result.episode_id)
@@ -46,7 +55,9 @@ class Group(msgspec.Struct, kw_only=True):
     def _reason(self, result: EpisodeFinished) -> str:
         if result.episode_id in self.unusable:
             return self.unusable[result.episode_id]
-        return result.outcome if result.outcome not in GRADED else "no_tokens"
+        if result.outcome not in GRADED:
+            return result.outcome
+        return "group_cut" if self.is_cut else "no_tokens"
 
     @property
     def versions(self) -> tuple[int, ...]:

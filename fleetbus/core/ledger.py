@@ -28,6 +28,10 @@ class Ledger:
         if episode_id not in self._sequences:
             self._asking[episode_id] = self._known + 1
 
+    def withdraw(self, episode_id: str) -> None:
+        """The request that was about to be stored stands in the log already, and is settled."""
+        self._asking.pop(episode_id, None)
+
     def register(self, episode_id: str, sequence: int) -> bool:
         """Enter a request; False if it is settled or known already."""
         asked = self._asking.pop(episode_id, None) is not None

@@ -14,7 +14,7 @@ from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitS
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.learner import pool, worker
+from fleetbus_workers.learner import pool
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import LANES, RUN, build_configuration, small_deployment
@@ -65,8 +65,7 @@ async def test_more_exclusions_than_an_entry_holds_are_spread_over_entries_also_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step whose entry could not be encoded would end the learner, and every one after it at the same step."""
-    for module in (pool, worker):
-        monkeypatch.setattr(module, "EXCLUSIONS_PER_ENTRY", 5)
+    monkeypatch.setattr(pool, "EXCLUSIONS_PER_ENTRY", 5)
     configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         limits=LimitSettings(),

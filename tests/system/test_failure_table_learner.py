@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,29 @@ import msgspec
 import pytest
 import trio.testing
 
+from fleetbus.audit import audit_run
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.core.lineage import compute_surviving_steps
 from fleetbus.episodes import decode_entries
 from fleetbus_schemas import (
+    Action,
     CheckpointStored,
     EpisodeRequested,
     EvaluationFinished,
+    Exclusion,
     LineageStarted,
     StepTrained,
     Task,
     TrainingFinished,
 )
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Step
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner import pool
 from fleetbus_workers.learner.checkpoints import STATE
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.journal import LearnerReplaced
+from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
 
@@ -70,6 +77,14 @@ class Training:
                     if trained.step == step and trained.lineage == lineages[-1].lineage:
                         return
 
+    async def until_checkpointed(self, step: int) -> None:
+        """Until a checkpoint of this step stands in the log."""
+        async with self.fleet.bus.read([self.fleet.subjects.train("default")]) as reader:
+            while not any(
+                each.step == step for _, each in decode_entries(CheckpointStored, [await reader.receive()], beside=ENTRIES)
+            ):
+                pass
+
     async def until_checkpoint(self, lineage: str) -> None:
         """Until the second step of a lineage stands in the log with its checkpoint, and older ones are pruned."""
         async with self.fleet.bus.read([self.fleet.subjects.train("default")]) as reader:
@@ -106,7 +121,14 @@ class Training:
 
 
 @asynccontextmanager
-async def training(folder: Path, *, tasks: list[Task] | None = None, slots: int = 8, **learner: Any) -> AsyncIterator[Training]:
+async def training(
+    folder: Path,
+    *,
+    tasks: list[Task] | None = None,
+    slots: int = 8,
+    environment: Callable[[], Environment] = ScriptedEnvironment,
+    **learner: Any,
+) -> AsyncIterator[Training]:
     settings: dict[str, Any] = {"steps": 6, "groups": 2, "group_size": 2, "checkpoint_every": 2, "max_staleness": 1}
     configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(folder)),
@@ -117,7 +139,7 @@ async def training(folder: Path, *, tasks: list[Task] | None = None, slots: int 
     )
     with anyio.fail_after(3000):
         async with small_deployment(configuration, published=False) as fleet:
-            fleet.environment("environment-0", make=ScriptedEnvironment, slots=slots)
+            fleet.environment("environment-0", make=environment, slots=slots)
             fleet.inference("inference-0", sampler=ScriptedSampler(delay=lambda _: 1.0))
             yield Training(fleet, tasks or TASKS)
 
@@ -211,6 +233,59 @@ async def test_what_was_trained_ahead_of_a_slow_group_stays_trained_however_ofte
         learner, trainer = run.begin()
         await learner.ended.wait()
         await run.check_books(trainer)
+
+
+class FailsOften(ScriptedEnvironment):
+    """All episodes but those of every fourth task fail."""
+
+    async def open(self, task: Task) -> None:
+        await super().open(task)
+        self._fails = int(task.key.rpartition("-")[2]) % 4 != 0
+
+    async def step(self, action: Action) -> Step:
+        if self._fails:
+            raise EnvironmentFailed("gone")
+        return await super().step(action)
+
+
+def cut_within_groups(self: GroupPool) -> list[Exclusion]:
+    """As exclusions were told of until groups were kept together."""
+    excluded = [exclusion for group in self._excluded for exclusion in group]
+    self._excluded = deque([[exclusion] for exclusion in excluded[5:]])
+    for exclusion in excluded[:5]:
+        self._settle(exclusion.episode_id)
+    return excluded[:5]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("kills", [1, 3])
+async def test_a_learner_goes_on_after_more_exclusions_than_one_entry_holds(
+    kills: int, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that the checkpoint calls settled in part would be asked for again, and settled twice."""
+    monkeypatch.setattr(pool, "EXCLUSIONS_PER_ENTRY", 5)
+    settings: dict[str, Any] = {"groups": 1, "group_size": 4, "checkpoint_every": 1, "max_staleness": 2}
+    async with training(tmp_path, environment=FailsOften, **settings) as run:
+        with monkeypatch.context() as patch:
+            if is_cut:
+                patch.setattr(GroupPool, "take_exclusions", cut_within_groups)
+            for step in range(1, kills + 1):
+                learner, _ = run.begin()
+                await run.until_checkpointed(step)
+                learner.kill()
+                await learner.ended.wait()
+        learner, trainer = run.begin()
+        await learner.ended.wait()
+        assert learner.error is None
+        surviving = await run.surviving()
+        trained = [episode for step in surviving for episode in step.episodes]
+        excluded = [each for step in surviving for each in step.excluded]
+        excluded += [each for entry in await run.entries(TrainingFinished) for each in entry.excluded]
+        settled = trained + [each.episode_id for each in excluded]
+        assert trainer.trained == trained
+        assert len(set(settled)) == len(settled), "an episode is settled twice"
+        assert len(excluded) > 5 * len(surviving), "no entry was full"
+        assert (await audit_run(run.fleet.bus, run.fleet.subjects)).balanced
 
 
 async def test_a_learner_that_was_replaced_is_refused_and_stops_for_good(tmp_path: Path) -> None:

@@ -209,8 +209,31 @@ def test_one_entry_tells_of_no_more_exclusions_than_it_holds_and_the_others_stay
     world.pool.discard_all("training_finished")
     ledger = world.pool._ledger
     told = [len(world.pool.take_exclusions()) for _ in range(3)]
-    assert told == [3, 3, 0]
+    assert told == [2, 2, 2], "a group is told of by one entry: settled in part, nobody could go on with it"
     assert (ledger.open_ids, ledger.floor) == ((), 7)
+
+
+def test_what_a_trained_group_leaves_out_is_told_of_by_the_entry_that_trains_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "EXCLUSIONS_PER_ENTRY", 1)
+    world = World("drop")
+    world.ask("a", "b")
+    for group in ("a", "b"):
+        world.finish(group)
+    taken = world.pool.take(2, 0)
+    for group in taken:
+        group.unusable[f"{group.group_id}-1"] = "image_missing"
+    trained, excluded = world.pool.settle(taken)
+    assert (trained, [each.episode_id for each in excluded]) == (["a-0", "b-0"], ["a-1", "b-1"])
+
+
+def test_a_group_of_which_an_episode_was_settled_before_is_excluded_and_the_settled_one_is_left_alone() -> None:
+    """As entries left groups that told of a part of one."""
+    world = World("drop")
+    world.ask("a")
+    world.pool.settled_before("a-1", "a")
+    world.finish("a")
+    assert world.pool.take_exclusions() == [Exclusion(episode_id="a-0", reason="group_cut")]
+    assert len(world.pool) == 0
 
 
 def test_a_full_entry_of_the_book_can_be_encoded() -> None:

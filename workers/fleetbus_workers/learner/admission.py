@@ -19,7 +19,10 @@ log = structlog.get_logger()
 
 
 class Admission:
-    """The training requests of one lineage. ``progress`` returns the steps done and the newest version."""
+    """The training requests of one lineage. ``progress`` returns the steps done and the newest version.
+
+    ``floor`` and ``next_group`` are those of the checkpoint: below the floor every request of an earlier group is settled.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Admission:
         *,
         settings: LearnerSettings,
         lineage: str,
+        floor: int = 1,
         next_group: int,
         progress: Callable[[], tuple[int, int]],
     ) -> None:
@@ -38,6 +42,8 @@ class Admission:
         self._settings = settings
         self._lineage = lineage
         self._progress = progress
+        self._floor = floor
+        self._first_new_group = next_group
         self.next_group = next_group
 
     async def take_over(self, requests: Iterable[tuple[int, EpisodeRequested]]) -> None:
@@ -46,8 +52,10 @@ class Admission:
         Of settled ones the ledger has to know the position, or the next checkpoint would not name them.
         """
         members: defaultdict[str, set[int]] = defaultdict(set)
+        settled: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for sequence, request in requests:
             if not self._pool.requested(request.episode_id, sequence):
+                settled[request.group_id][request.sample_index] = request.episode_id
                 continue
             self._pool.admit(request.group_id, request.group_size, version=request.policy_version)
             self._pool.expect(request.episode_id, request.group_id)
@@ -55,7 +63,9 @@ class Admission:
             members[request.group_id].add(request.sample_index)
         for group_id, indices in members.items():
             self.next_group = max(self.next_group, parse_group_number(group_id) + 1)
-            missing = set(range(self._pool.size(group_id))) - indices
+            missing = set(range(self._pool.size(group_id))) - indices - settled[group_id].keys()
+            for episode_id in settled[group_id].values():
+                self._pool.settled_before(episode_id, group_id)
             await self._request_group(group_id, sorted(missing))
 
     async def run(self, drain: anyio.Event) -> None:
@@ -115,6 +125,10 @@ class Admission:
             )
             self._pool.expect(request.episode_id, group_id)
             sequence, result = await self._requests.publish(request)
+            if sequence < self._floor and parse_group_number(group_id) < self._first_new_group:
+                self._requests.answered(request.episode_id)
+                self._pool.settled_before(request.episode_id, group_id)
+                return
             self._pool.requested(request.episode_id, sequence)
             if result is not None:
                 self._pool.add_result(result)

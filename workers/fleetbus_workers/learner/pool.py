@@ -5,6 +5,7 @@ The worker feeds results in and takes batches out. Everything here is bounded by
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Literal
 
 import anyio
@@ -16,8 +17,8 @@ from fleetbus.core.shaping import has_zero_variance
 from fleetbus_schemas import EpisodeFinished, Exclusion
 
 EXCLUSIONS_PER_ENTRY = 16_384
-"""Exclusions that fit into one journal entry; a message holds some 40,000. The others wait for the next one, unsettled until
-then."""
+"""Exclusions that fit into one journal entry; a message holds some 40,000. The groups beyond it wait for the next one,
+unsettled until then: a group is settled by one entry, because a learner cannot resume from half of one."""
 
 LONGEST_PAUSE_SECONDS = 60.0
 
@@ -51,7 +52,8 @@ class GroupPool:
         self._completion_steps: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}
-        self._excluded: list[Exclusion] = []
+        self._excluded: deque[list[Exclusion]] = deque()
+        """By group, what no entry has recorded yet."""
         self._step_of: dict[int, int] = {}
         self.published_step = -1
         """Steps behind the version that was published last."""
@@ -91,6 +93,15 @@ class GroupPool:
         """The episode's request stands at this position of the log; False if it is settled or known already."""
         return self._ledger.register(episode_id, sequence)
 
+    def settled_before(self, episode_id: str, group_id: str) -> None:
+        """An episode of an admitted group was settled by an earlier lineage: no batch can use the others, which are excluded
+        once their results are there."""
+        group = self._groups[group_id]
+        group.cut()
+        self._ledger.withdraw(episode_id)
+        self._group_of.pop(episode_id, None)
+        self._complete(group)
+
     def add_result(self, result: EpisodeFinished) -> None:
         """Add a result, which may be delivered twice; a group that can no longer fill a batch is discarded with reasons."""
         group = self._groups.get(self._group_of.get(result.episode_id, ""))
@@ -98,6 +109,9 @@ class GroupPool:
             return
         self._ledger.register(result.episode_id, result.request_sequence)
         group.add(result)
+        self._complete(group)
+
+    def _complete(self, group: Group) -> None:
         if group.complete:
             self._completion_steps.setdefault(group.group_id, self.published_step)
             self._discard_if_useless(group)
@@ -143,10 +157,10 @@ class GroupPool:
         return complete < len(due) and complete < count
 
     def settle(self, groups: list[Group]) -> tuple[list[str], list[Exclusion]]:
-        """The groups are trained: ids that were, and what was excluded since the last call (these groups' own included), as
-        far as one entry can tell."""
+        """The groups are trained: ids that were, what these groups leave out, and what was excluded since the last call as far
+        as one entry can tell."""
         trained = [result.episode_id for group in groups for result in group.graded]
-        self._excluded = [exclusion for group in groups for exclusion in group.excluded] + self._excluded
+        self._excluded.appendleft([exclusion for group in groups for exclusion in group.excluded])
         for episode_id in trained:
             self._settle(episode_id)
         excluded = self.take_exclusions()
@@ -167,15 +181,22 @@ class GroupPool:
         for group in [group for group in self._groups.values() if group.complete]:
             self._discard(group, reason)
 
+    @property
+    def has_exclusions(self) -> bool:
+        """True while something was excluded that no entry has recorded yet."""
+        return bool(self._excluded)
+
     def take_exclusions(self) -> list[Exclusion]:
-        """What was excluded and no entry has recorded yet, as much as one entry can tell; settled from now on."""
-        excluded, self._excluded = self._excluded[:EXCLUSIONS_PER_ENTRY], self._excluded[EXCLUSIONS_PER_ENTRY:]
+        """What was excluded and no entry has recorded yet, as many whole groups as one entry can tell; settled from now on."""
+        excluded: list[Exclusion] = []
+        while self._excluded and (not excluded or len(excluded) + len(self._excluded[0]) <= EXCLUSIONS_PER_ENTRY):
+            excluded += self._excluded.popleft()
         for exclusion in excluded:
             self._settle(exclusion.episode_id)
         return excluded
 
     def _discard(self, group: Group, reason: str) -> None:
-        self._excluded += group.discard(reason)
+        self._excluded.append(group.discard(reason))
         self._remove(group)
         self._notify()
 

@@ -42,7 +42,7 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.journal import FencedAppender
-from fleetbus_workers.learner.pool import EXCLUSIONS_PER_ENTRY, GroupPool
+from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.resume import ResumePoint, find_resume_point, read_requests_from_floor
 from fleetbus_workers.learner.signal_log import SignalLog
@@ -120,6 +120,7 @@ class Learner:
             curriculum,
             settings=self._settings,
             lineage=resume_point.lineage,
+            floor=resume_point.floor,
             next_group=resume_point.checkpoint.next_group if resume_point.checkpoint else 0,
             progress=lambda: (self._step, self._publication.version),
         )
@@ -212,7 +213,7 @@ class Learner:
             await self._train.append(
                 TrainingFinished(lineage=self._lineage, step=self._step, version=self._publication.version, excluded=excluded)
             )
-            if len(excluded) < EXCLUSIONS_PER_ENTRY:
+            if not self._pool.has_exclusions:
                 break
         log.info("training finished", model=str(self._folder.model))
 
