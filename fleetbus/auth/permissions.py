@@ -12,7 +12,7 @@ import msgspec
 
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import RunPlan
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import ANY_LANE, Subjects
 
 USERS = ("admin", "operator", "environment", "inference", "learner", "recorder", "gateway", "monitor")
 
@@ -97,8 +97,11 @@ class _RunSubjects:
         """To take work from the durable consumers whose names begin like this, and to ack it."""
         names = self.consumers(prefix)
         pulls = [f"{_API}.CONSUMER.MSG.NEXT.{self.log}.{name}" for name in names]
-        looks = [f"{_API}.CONSUMER.INFO.{self.log}.{name}" for name in names]
-        return [*pulls, *looks, *(f"$JS.ACK.{self.log}.{name}.>" for name in names)]
+        return [*pulls, *self.look_at(names), *(f"$JS.ACK.{self.log}.{name}.>" for name in names)]
+
+    def look_at(self, consumers: Iterable[str]) -> list[str]:
+        """To ask how far these durable consumers got."""
+        return [f"{_API}.CONSUMER.INFO.{self.log}.{name}" for name in consumers]
 
     def consumers(self, prefix: str = "") -> list[str]:
         return [consumer.name for consumer in self.plan.consumers if consumer.name.startswith(prefix)]
@@ -142,7 +145,8 @@ def _build_environment_rights(run: _RunSubjects) -> Rights:
     said = run.allow_worker_reports(
         "environment", subjects.observation("*", "*", "*"), subjects.episode("*"), subjects.session("*")
     )
-    asked = [subjects.control("inference", "*"), run.direct, f"{run.direct}.>"]
+    waiting = [name for name in run.consumers("obs_") if name.endswith(f"_{ANY_LANE}")]
+    asked = [subjects.control("inference", "*"), run.direct, f"{run.direct}.>", *run.look_at(waiting)]
     return Rights(
         publish=(*said, *run.lane("environment"), *run.pull("task_"), *run.pull("act_"), *asked, *run.allow_object_writes()),
         subscribe=run.list_subscriptions("environment", subjects.heartbeat("inference", "*"), subjects.rpc("*", "*")),

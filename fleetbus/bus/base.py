@@ -160,6 +160,9 @@ class Bus(Protocol):
     async def consumer_floors(self) -> list[ConsumerFloor]:
         """The durable consumers of the log, by name."""
 
+    async def ack_floor(self, consumer: str) -> int:
+        """Up to where the durable consumer of that name has acks for everything that it delivered (see `ConsumerFloor`)."""
+
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         """The first entry of the log with a sequence of ``start`` or more on a subject (wildcards allowed), or None."""
 

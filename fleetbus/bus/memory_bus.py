@@ -130,6 +130,13 @@ class MemoryBus:
             for consumer in self._server.consumers(self._log)
         ]
 
+    async def ack_floor(self, consumer: str) -> int:
+        await self._wait_for_server("ack floor")
+        found = self._server.consumer(self._log, consumer)
+        if found is None:
+            raise BusError(f"consumer {consumer} does not exist: create the run first")
+        return found.ack_floor
+
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         await self._wait_for_server(subject)
         return self._server.stream(self._log).next(matcher(subject), start)

@@ -53,6 +53,16 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
         newest = self.newest
         return newest is not None and newest.nonce == nonce and self.result is None and not self.released
 
+    def ends(self, claim: AttemptStarted) -> bool:
+        """True if a result, another claim or the claim's own goodbye ended this claim. A standing that was read from before it
+        was stored ends nothing."""
+        newest = self.newest
+        if self.result is not None:
+            return True
+        if newest is None or newest.attempt < claim.attempt:
+            return False
+        return newest.nonce != claim.nonce or self.released
+
 
 def build_result_without_attempt(
     request: EpisodeRequested,

@@ -54,6 +54,7 @@ async def test_the_floor_of_a_consumer_stands_before_what_is_held_and_stands_sti
                 floors = {"long": 0}
                 while floors["long"] == 0:  # acks are not confirmed
                     floors = {floor.name: floor.ack_floor for floor in await bus.consumer_floors()}
+                assert [await bus.ack_floor(name) for name in ("short", "long")] == [0, 1]
         assert floors == {"short": 0, "long": 1}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,12 +10,13 @@ import anyio
 import pytest
 import trio.testing
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, ShownImage, Subjects, encode
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 from fleetbus_workers.inference.history_cache import (
+    LONGEST_LAG_SECONDS,
     REBUILD_PAUSE_SECONDS,
     History,
     HistoryCache,
@@ -173,12 +174,37 @@ async def test_an_action_that_the_log_shows_a_moment_later_is_waited_for() -> No
             assert (await histories.take_or_rebuild(log.observation(1, 1, history_hash=digest))).ids == [1, 2]
 
 
-@pytest.mark.parametrize("what", ["a newer claim", "a result", "no claim at all"])
+@pytest.mark.parametrize("lags", ["before the claim", "before the Action", "before the claim of the attempt before"])
+async def test_a_read_from_before_what_an_observation_stands_on_is_repeated(lags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acked as stale, the observation would be answered by nobody: its worker waits for the Action."""
+    async with log_and_histories() as (log, histories):
+        await log.claim(1)
+        await log.act(1, 0, [1], [2])
+        await log.act(1, 1, [3], [4])
+        await log.claim(2, resumed_at=2)
+        await log.act(2, 2, [5], [6])
+        history, knows = log.bus.history, {"before the claim": 3, "before the Action": 4}.get(lags, 0)
+
+        async def lagging(subjects: Sequence[str]) -> list[StreamEntry]:
+            behind = knows if anyio.current_time() < 10 else 5
+            return [entry for entry in await history(subjects) if entry.sequence <= behind]
+
+        monkeypatch.setattr(log.bus, "history", lagging)
+        assert (await histories.take_or_rebuild(log.observation(2, 3))).ids == [1, 2, 3, 4, 5, 6]
+
+
+async def test_what_no_replica_shows_for_long_is_not_in_the_log_any_more() -> None:
+    async with log_and_histories() as (log, histories):
+        with pytest.raises(HistoryMismatch):
+            await histories.take_or_rebuild(log.observation(1, 1, history_hash=b"some history"))
+        assert anyio.current_time() == pytest.approx(LONGEST_LAG_SECONDS, abs=1)
+
+
+@pytest.mark.parametrize("what", ["a newer claim", "a result"])
 async def test_an_observation_that_nobody_waits_for_is_stale(what: str) -> None:
     async with log_and_histories() as (log, histories):
-        if what != "no claim at all":
-            await log.claim(1)
-            await log.act(1, 0, [1], [2])
+        await log.claim(1)
+        await log.act(1, 0, [1], [2])
         if what == "a newer claim":
             await log.claim(2)
         if what == "a result":

@@ -26,7 +26,7 @@ from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import open_reader, scan_histories
-from fleetbus.bus.nats.retention_api import list_floors, purge
+from fleetbus.bus.nats.retention_api import list_floors, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
@@ -145,6 +145,9 @@ class NatsBus:
 
     async def consumer_floors(self) -> list[ConsumerFloor]:
         return await list_floors(self._connection.api, self._log)
+
+    async def ack_floor(self, consumer: str) -> int:
+        return await read_floor(self._connection.api, self._log, consumer)
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         return await get_next(self._connection, self._log, subject, start)

@@ -30,6 +30,11 @@ async def list_floors(api: JetStreamApi, stream: str) -> list[ConsumerFloor]:
     ]
 
 
+async def read_floor(api: JetStreamApi, stream: str, consumer: str) -> int:
+    """The ack floor of one consumer; raises `ApiRefused` when there is none of that name."""
+    return int((await api.ask(f"CONSUMER.INFO.{stream}.{consumer}"))["ack_floor"]["stream_seq"])
+
+
 async def purge(api: JetStreamApi, stream: str, subject: str, below: int) -> None:
     """Remove the entries on a subject (wildcards allowed) with a sequence below this one."""
     if below > 1:

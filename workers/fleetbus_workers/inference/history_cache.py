@@ -1,6 +1,7 @@
 """Token histories of episodes that this worker answers, kept by their hash; rebuilt from the log when unknown or different.
 
-Delivery rule 4: a kept history is used only if its hash is the Observation's; otherwise the log decides, twice at most.
+Delivery rule 4: a kept history is used only if its hash is the Observation's; otherwise the log decides, twice at most. A read
+of the log may lag behind what the Observation stands on (its claim, its Actions): such an answer decides nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.history import collect_images, collect_token_ids, history_hash
+from fleetbus.core.history import Turn, collect_images, collect_token_ids, history_hash
 from fleetbus.episodes import read_episode_state, read_turns
 from fleetbus_schemas import Observation, ShownImage, Subjects
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 
 REBUILD_TRIES = 2
 REBUILD_PAUSE_SECONDS = 0.2
+LONGEST_LAG_SECONDS = 30.0
+"""An entry that is not read by then is not in the log any more."""
 
 log = structlog.get_logger()
 
@@ -54,7 +57,10 @@ class HistoryCache:
         self.rebuilt = 0
 
     async def take_or_rebuild(self, observation: Observation) -> History:
-        """The history that the observation stands on, given away; raises `HistoryMismatch` or `StaleObservation`."""
+        """The history that the observation stands on, given away; raises `HistoryMismatch` or `StaleObservation`.
+
+        Waits for reads that lag, `LONGEST_LAG_SECONDS` at most.
+        """
         entry = self.forget(observation.episode_id)
         if observation.history_hash == EMPTY_HISTORY:
             return History(digest=EMPTY_HISTORY, ids=[])
@@ -64,19 +70,34 @@ class HistoryCache:
 
     async def _rebuild(self, observation: Observation) -> History:
         episode = observation.episode_id
-        for attempt in range(REBUILD_TRIES):
-            if attempt:
-                await anyio.sleep(REBUILD_PAUSE_SECONDS)
-            episode_state = await read_episode_state(self._bus, self._subjects, episode)
-            newest = episode_state.newest
-            if episode_state.result is not None or newest is None or newest.attempt != observation.attempt:
-                raise StaleObservation(f"attempt {observation.attempt} of {episode} has ended")
-            turns = (await read_turns(self._bus, self._subjects, episode, episode_state))[: observation.turn]
-            if history_hash(turns) == observation.history_hash:
+        give_up_at = anyio.current_time() + LONGEST_LAG_SECONDS
+        tries = 0
+        while True:
+            turns = await self._turns_before(observation)
+            if turns is not None and history_hash(turns) == observation.history_hash:
                 self.rebuilt += 1
                 images = tuple(collect_images(turns))
                 return History(digest=observation.history_hash, ids=collect_token_ids(turns), images=images)
+            tries += turns is not None
+            if tries >= REBUILD_TRIES or anyio.current_time() >= give_up_at:
+                break
+            await anyio.sleep(REBUILD_PAUSE_SECONDS)
         raise HistoryMismatch(f"turn {observation.turn} of {episode} refers to a history that is not in the log")
+
+    async def _turns_before(self, observation: Observation) -> tuple[Turn, ...] | None:
+        """The turns before the observation's in the log; None if what was read ends before what the observation stands on.
+
+        Raises `StaleObservation` upon a newer claim or a result only: they stay true, whatever a later read shows.
+        """
+        episode = observation.episode_id
+        episode_state = await read_episode_state(self._bus, self._subjects, episode)
+        attempt = episode_state.newest.attempt if episode_state.newest is not None else 0
+        if episode_state.result is not None or attempt > observation.attempt:
+            raise StaleObservation(f"attempt {observation.attempt} of {episode} has ended")
+        if attempt < observation.attempt:
+            return None
+        turns = await read_turns(self._bus, self._subjects, episode, episode_state)
+        return turns[: observation.turn] if len(turns) >= observation.turn else None
 
     def put(self, episode_id: str, history: History) -> None:
         """Remember the history after an Action, most recently used last."""

@@ -219,6 +219,10 @@ class SimulatedBus:
         await self._delay_one_way()
         return await self._inner.consumer_floors()
 
+    async def ack_floor(self, consumer: str) -> int:
+        await self._delay_one_way()
+        return await self._inner.ack_floor(consumer)
+
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         await self._delay_one_way()
         return await self._inner.next_entry(subject, start=start)

@@ -86,6 +86,7 @@ class RunningAttempt:
         self.nonce = nonce
         self.scope = anyio.CancelScope()
         self.ended = anyio.Event()
+        self.claim: AttemptStarted | None = None
         self.policy_client: PolicyClient | None = None
         self.cancelled = False
         self.handed_back = False
@@ -172,7 +173,7 @@ class Attempts:
             return
         running = self._running.get(request.episode_id)
         if running is not None:
-            if episode_state.is_held_by(running.nonce) or not episode_state.claims:
+            if running.claim is None or not episode_state.ends(running.claim):
                 self._leases.hold(request.episode_id, delivery)
                 return
             running.scope.cancel()
@@ -238,7 +239,7 @@ class Attempts:
         recorded = (
             await read_turns(self._bus, self._subjects, request.episode_id, episode_state) if environment.replayable else ()
         )
-        claim = AttemptStarted(
+        running.claim = claim = AttemptStarted(
             episode_id=request.episode_id,
             attempt=episode_state.attempts + 1,
             worker=context.worker,

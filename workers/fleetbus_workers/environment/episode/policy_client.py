@@ -2,6 +2,7 @@
 
 Sticky: after its first Action an episode's observations go to that inference worker's lane. When an Action is late the log is
 read first - result, newest claim, the Action itself - and only then is the observation sent again, to any worker (hop + 1).
+What was sent to any worker waits its turn there, and is sent again when the log has lost it or its consumer calls it acked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
+from fleetbus.bus.streams import observations_consumer
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.history import Turn
 from fleetbus.episodes import decode_entries, read_episode_state, store_message
@@ -24,6 +26,9 @@ from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 
 MAX_CHECK_INTERVAL_SECONDS = 10.0
 """Checks of a late Action are at most this far apart."""
+
+CHECKS_OF_QUEUE = 4
+"""Before this many checks nobody asks whether an observation for any worker still waits: it costs the server two answers."""
 
 log = structlog.get_logger()
 
@@ -59,6 +64,7 @@ class PolicyClient:
         self._answer: Turn | None = None
         self._wakeup = anyio.Event()
         self._check_at = math.inf
+        self._observation_sequence = 0
         self.lane_in_use = ANY_LANE
 
     def deliver(self, sequence: int, action: Action) -> None:
@@ -131,7 +137,7 @@ class PolicyClient:
         self._wakeup = anyio.Event() if self._answer is None else self._wakeup
         subject = self._subjects.observation(observation.policy, lane, observation.episode_id)
         name = f"obs.{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
-        await store_message(self._bus, subject, observation, message_id=name)
+        self._observation_sequence = await store_message(self._bus, subject, observation, message_id=name)
 
     def _reroute(self, observation: Observation) -> Observation:
         hop = observation.hop + 1
@@ -144,7 +150,7 @@ class PolicyClient:
         """The log first: a result or a newer claim ends this attempt, an Action that was missed is taken."""
         episode_id = observation.episode_id
         episode_state = await read_episode_state(self._bus, self._subjects, episode_id)
-        if not episode_state.is_held_by(self._claim.nonce):
+        if episode_state.ends(self._claim):
             raise Superseded(f"attempt {self._claim.attempt} of {episode_id} no longer holds the episode")
         stored = await self._bus.last(self._subjects.action(self._claim.lane, episode_id))
         for entry, action in decode_entries(Action, [stored] if stored is not None else []):
@@ -153,8 +159,20 @@ class PolicyClient:
             self._action_sequence = stored.sequence
 
     async def _needs_resend(self, observation: Observation, lane: str, checks: int) -> bool:
-        """True if the answer would be refused (a late Action of an earlier attempt came between), or its lane is stuck."""
-        return observation.action_sequence != self._action_sequence or (lane != ANY_LANE and await self._is_stuck(lane, checks))
+        """True if the answer would be refused (a late Action of an earlier attempt came between), or none will come."""
+        if observation.action_sequence != self._action_sequence:
+            return True
+        if lane != ANY_LANE:
+            return await self._is_stuck(lane, checks)
+        return checks >= CHECKS_OF_QUEUE and await self._is_gone(observation)
+
+    async def _is_gone(self, observation: Observation) -> bool:
+        """Acked without an answer, or no longer in the log: nobody will be given this observation any more."""
+        subject = self._subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
+        stored = await self._bus.last(subject)
+        if stored is None or stored.sequence < self._observation_sequence:
+            return True
+        return await self._bus.ack_floor(observations_consumer(observation.policy, ANY_LANE)) >= self._observation_sequence
 
     async def _is_stuck(self, lane: str, checks: int) -> bool:
         """Dead, draining, or alive without having taken the observation for two checks."""

@@ -1,0 +1,98 @@
+"""A fleet whose reads of the log lag, as those of a replica may: no answer that is too old ends an episode or loses a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+
+from fleetbus.audit import audit_run
+from fleetbus.bus.base import StreamEntry
+from fleetbus.bus.memory import MemoryBus
+from fleetbus.bus.streams import observations_consumer
+from fleetbus.config.settings import LimitSettings
+from fleetbus_schemas import Task
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from tests.support.small_deployment import build_configuration, small_deployment
+
+PATIENT = LimitSettings(action=300, drain=10)
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+def lag_behind(patch: pytest.MonkeyPatch, role: str, seconds: float) -> None:
+    """Single entries and histories that workers of this role read are as old as this, whatever they have stored themselves."""
+    history = MemoryBus.history
+
+    async def lagging_history(self: MemoryBus, subjects: Sequence[str]) -> list[StreamEntry]:
+        entries = await history(self, subjects)
+        behind_ns = int(seconds * 1e9) if self._worker.startswith(role) else 0
+        return [entry for entry in entries if entry.time_ns <= self.now_ns() - behind_ns]
+
+    async def lagging_last(self: MemoryBus, subject: str) -> StreamEntry | None:
+        entries = await lagging_history(self, [subject]) if subject.startswith("fb.") else await history(self, [subject])
+        return entries[-1] if entries else None
+
+    patch.setattr(MemoryBus, "history", lagging_history)
+    patch.setattr(MemoryBus, "last", lagging_last)
+
+
+@pytest.mark.parametrize("role", ["inference", "environment"])
+@pytest.mark.parametrize("seconds", [0.3, 1.5, 5.0])
+async def test_episodes_that_are_taken_over_complete_though_reads_lag(
+    role: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers of an episode die; who goes on with it asks somebody who reads its history from a replica that lags."""
+    lag_behind(monkeypatch, role, seconds)
+    with anyio.fail_after(1000):
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+            players = [fleet.environment("environment-0"), fleet.inference("inference-0", sampler=slow())]
+            for number in range(6):
+                await fleet.request(f"e{number}", task=Task(key="t", prompt="play", config={"turns": 6}))
+            await anyio.sleep(3.5)
+            for player in players:
+                player.kill()
+            fleet.environment("environment-1")
+            fleet.inference("inference-1", sampler=slow())
+            results = await fleet.all_results(6)
+            assert [result.outcome for result in results] == ["completed"] * 6
+            assert max(fleet.finished_at.values()) < 120
+            assert (await audit_run(fleet.bus, fleet.subjects)).balanced
+
+
+def slow() -> ScriptedSampler:
+    return ScriptedSampler(delay=lambda _: 1.0)
+
+
+@pytest.mark.parametrize("what", ["acked without an answer", "lost by the log"])
+async def test_an_observation_for_any_worker_that_will_reach_none_is_sent_again(what: str) -> None:
+    with anyio.fail_after(1000):
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+            fleet.environment("environment-0")
+            await fleet.request()
+            async with fleet.bus.pull(observations_consumer("default", "any"), credits=1) as subscription:
+                delivery = await subscription.receive()
+                if what == "acked without an answer":
+                    await delivery.ack()
+                else:
+                    await fleet.bus.purge(fleet.subjects.observations(), below=delivery.message.sequence + 1)
+            fleet.inference("inference-0")
+            assert (await fleet.result()).outcome == "completed"
+            assert [observation.hop for observation in await fleet.observations()][-3:] == [1, 0, 0]
+
+
+async def test_an_observation_that_waits_for_a_free_worker_is_not_sent_again() -> None:
+    with anyio.fail_after(1000):
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+            fleet.environment("environment-0")
+            await fleet.request()
+            await anyio.sleep(120)
+            fleet.inference("inference-0")
+            assert (await fleet.result()).outcome == "completed"
+            assert [observation.hop for observation in await fleet.observations()] == [0, 0, 0]
