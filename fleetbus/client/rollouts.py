@@ -13,8 +13,9 @@ is one, do not count them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -22,11 +23,13 @@ import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectSendStream
 
+from fleetbus.actions import MissingActions, read_actions
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.core.history import collect_token_ids, loss_mask
-from fleetbus.episodes import decode_episode_entry, read_episode_state, read_turns
+from fleetbus.core.history import Turn, collect_token_ids, loss_mask
+from fleetbus.episodes import decode_episode_entry
 from fleetbus.requests import Requests
+from fleetbus.runtime import Runtime
 from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
 from fleetbus_schemas.tokens import unpack_logprobs
@@ -82,15 +85,20 @@ async def rollouts(
     version: int = 0,
     temperature: float | None = None,
     worker: str = "rollouts",
+    ports: Runtime | None = None,
 ) -> AsyncIterator[AsyncIterator[RolloutGroup]]:
     """Groups in the order in which they finish; every task is played ``group_size`` times.
 
     At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the workers down. Episodes end
     by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
+
+    Beside a recorder the log keeps the Actions of a finished episode for a minute. What is read later, because the caller held
+    up its event loop, comes from ``learner.archive``; without play_episode such an episode is ``lost``, with the reason.
     """
     subjects = Subjects(configuration.run.name)
     requests = Requests(bus, subjects, configuration=configuration, worker=worker)
-    group_runner = _GroupRunner(bus, subjects, requests, group_size, version, temperature)
+    archive = Path(configuration.learner.archive) if configuration.learner.archive else None
+    group_runner = _GroupRunner(bus, subjects, requests, group_size, version, temperature, archive, ports or Runtime())
     places = anyio.Semaphore(groups_at_a_time)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
@@ -119,7 +127,15 @@ class _GroupRunner:
     """Groups that are out, and who waits for which result."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, requests: Requests, group_size: int, version: int, temperature: float | None
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        requests: Requests,
+        group_size: int,
+        version: int,
+        temperature: float | None,
+        archive: Path | None,
+        ports: Runtime,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -127,6 +143,8 @@ class _GroupRunner:
         self._group_size = group_size
         self._version = version
         self._temperature = temperature
+        self._archive = archive
+        self._ports = ports
         self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
 
     async def follow_results(self, start: int) -> None:
@@ -177,28 +195,36 @@ class _GroupRunner:
             del self._waiting[request.episode_id]
 
     async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:
-        """The episode's tokens, from the Actions that its result stands on."""
-        episode_state = await read_episode_state(self._bus, self._subjects, result.episode_id)
-        named = {reference.sequence for reference in result.actions}
-        history = await read_turns(self._bus, self._subjects, result.episode_id, episode_state)
-        turns = [turn for turn in history if turn.sequence in named]
-        mask = loss_mask(turns)
-        sampled = iter([value for turn in turns for value in unpack_logprobs(turn.action.logprobs)])
-        graded = result.outcome in GRADED
-        return Episode(
-            episode_id=result.episode_id,
-            task=task,
-            outcome=result.outcome,
-            reward=result.reward if graded else None,
-            turn_rewards=result.turn_rewards,
-            ids=tuple(collect_token_ids(turns)),
-            loss_mask=tuple(mask),
-            logprobs=tuple(next(sampled) if own else 0.0 for own in mask),
-            prompt_tokens=mask.index(True) if True in mask else len(mask),
-            texts=tuple(turn.action.text for turn in turns),
-            policy_versions=result.policy_versions,
-            error=result.error,
-            success=result.success,
-            info=result.info,
-            last_observation=result.last_observation,
-        )
+        """The episode's tokens, from the Actions that its result names; without them it is lost, whatever its outcome was."""
+        try:
+            found = await read_actions(self._bus, self._subjects, [result], archive=self._archive, runtime=self._runtime)
+        except MissingActions as missing:
+            log.error("a finished episode cannot be read", episode=result.episode_id, reason=str(missing))
+            return _build_episode(task, result, (), outcome="lost", error=str(missing))
+        turns = [
+            Turn(sequence=reference.sequence, lane=reference.lane, action=action)
+            for reference, action in zip(result.actions, found[result.episode_id], strict=True)
+        ]
+        return _build_episode(task, result, turns, outcome=result.outcome, error=result.error)
+
+
+def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *, outcome: Outcome, error: str) -> Episode:
+    mask = loss_mask(turns)
+    sampled = iter([value for turn in turns for value in unpack_logprobs(turn.action.logprobs)])
+    return Episode(
+        episode_id=result.episode_id,
+        task=task,
+        outcome=outcome,
+        reward=result.reward if outcome in GRADED else None,
+        turn_rewards=result.turn_rewards,
+        ids=tuple(collect_token_ids(turns)),
+        loss_mask=tuple(mask),
+        logprobs=tuple(next(sampled) if own else 0.0 for own in mask),
+        prompt_tokens=mask.index(True) if True in mask else len(mask),
+        texts=tuple(turn.action.text for turn in turns),
+        policy_versions=result.policy_versions,
+        error=error,
+        success=result.success,
+        info=result.info,
+        last_observation=result.last_observation,
+    )

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import trio.testing
 
+from fleetbus.actions import MissingActions, read_actions
 from fleetbus.archive_writer import open_archive
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
@@ -33,7 +34,6 @@ from fleetbus_schemas import (
 )
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.learner.batches import MissingActions, read_actions
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.scripted import ScriptedTrainer

@@ -23,12 +23,12 @@ import fleetbus_workers.environment.episode.runner as session
 import fleetbus_workers.inference.history_cache as histories
 import fleetbus_workers.inference.observation_handler as answers
 import fleetbus_workers.inference.worker as inference
-import fleetbus_workers.learner.batches as batches
 import fleetbus_workers.learner.journal as book
 import fleetbus_workers.learner.pool as pool
 import fleetbus_workers.learner.publication as publication
 import fleetbus_workers.learner.resume as beginning
 import fleetbus_workers.learner.worker as learner
+from fleetbus import actions
 from fleetbus.core.claims import EpisodeState
 from fleetbus.leases import Leases
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
@@ -270,7 +270,7 @@ def idle_timer_runs_during_a_step(patch: pytest.MonkeyPatch) -> None:
 
 def trimmed_content_not_looked_for(patch: pytest.MonkeyPatch) -> None:
     """A learner that resumes behind its newest checkpoint knows of no archive."""
-    patch.setattr(batches, "read_archived_entries", lambda folder, sequences, run: {})
+    patch.setattr(actions, "read_archived_entries", lambda folder, sequences, run: {})
 
 
 PLANTS: dict[Plant, tuple[int, str]] = {

@@ -5,41 +5,26 @@ Token ids and log-probabilities are used as they stand in the Actions; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import anyio
 import msgspec
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
-from fleetbus.archive import read_archived_entries
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.actions import read_actions
+from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
 from fleetbus.core.shaping import overlong_penalty
 from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns, unpaid_reward
-from fleetbus.episodes import RETRY_SECONDS, decode_entries
-from fleetbus.errors import RequestUnanswered, UserError
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
 from fleetbus_workers.images.reader import ImageReader
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.images import read_images
-
-READS_AT_A_TIME = 32
-LAG_PAUSES_SECONDS = (0.1, 0.5, 2.0)
-"""Before Actions that are not there are looked for again: the replica of the log that answered may lag."""
-
-
-log = structlog.get_logger()
-
-
-class MissingActions(UserError):
-    """The log does not hold the Actions that a result names; the message says where they may be."""
 
 
 class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,62 +114,6 @@ def _shape_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
         result.tokens, limit=plan.overlong_limit, buffer=plan.overlong_buffer, factor=plan.overlong_penalty_factor
     )
     return result.reward + penalty
-
-
-async def read_actions(
-    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
-) -> dict[str, list[Action]]:
-    """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
-    wanted = {reference.sequence for result in results for reference in result.actions}
-    entries = await _read_entries(bus, subjects, results)
-    for pause in LAG_PAUSES_SECONDS:
-        missing = wanted - set(entries)
-        if missing and archive is not None:
-            log.info("actions trimmed from the log; reading them from the archive", entries=len(missing))
-            entries |= await runtime.offload(read_archived_entries, archive, missing, run=subjects.run)
-        if not wanted - set(entries):
-            break
-        await anyio.sleep(pause)
-        entries |= await _read_entries(bus, subjects, results)
-    actions = {
-        entry.sequence: action for entry, action in decode_entries(Action, [entries[key] for key in wanted & set(entries)])
-    }
-    return {result.episode_id: _select_actions(result, actions, archive) for result in results}
-
-
-async def _read_entries(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, StreamEntry]:
-    """By position what stands on the subjects of the episodes' Actions."""
-    entries: dict[int, StreamEntry] = {}
-    limiter = anyio.CapacityLimiter(READS_AT_A_TIME)
-
-    async def read(result: EpisodeFinished) -> None:
-        lanes = sorted({reference.lane for reference in result.actions})
-        async with limiter:
-            found = await _read_history(bus, [subjects.action(lane, result.episode_id) for lane in lanes])
-        entries.update((entry.sequence, entry) for entry in found)
-
-    async with anyio.create_task_group() as group:
-        for result in results:
-            group.start_soon(read, result)
-    return entries
-
-
-async def _read_history(bus: Bus, subjects: list[str]) -> list[StreamEntry]:
-    """However long the server is away: the batch is complete, and nobody else would train it."""
-    while True:
-        try:
-            return await bus.history(subjects)
-        except RequestUnanswered as unanswered:
-            log.warning("log read failed; retrying", reason=str(unanswered))
-            await anyio.sleep(RETRY_SECONDS)
-
-
-def _select_actions(result: EpisodeFinished, actions: Mapping[int, Action], archive: Path | None) -> list[Action]:
-    try:
-        return [actions[reference.sequence] for reference in result.actions]
-    except KeyError as missing:
-        hint = "nor does its archive" if archive else "it may have been trimmed: give the recorder's archive (learner.archive)"
-        raise MissingActions(f"episode {result.episode_id}: the log has no Action at position {missing}; {hint}") from missing
 
 
 def _build_sequence(

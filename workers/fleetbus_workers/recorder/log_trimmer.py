@@ -15,10 +15,13 @@ from fleetbus.core.retention import Retention
 from fleetbus.episodes import read_entry
 from fleetbus.runtime import Runtime
 from fleetbus.trim_limit import compute_trim_limit
-from fleetbus_schemas import Message, Subjects
+from fleetbus_schemas import EpisodeFinished, Message, Subjects
 from fleetbus_schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64
+
+READING_SECONDS = 60.0
+"""Whoever asked for an episode that no learner trains reads its Actions within this time of its result."""
 
 _READ = {kind: STORED[kind] for kind in ("task", "episode", "train")}
 
@@ -39,6 +42,8 @@ class LogTrimmer:
         self._retention = Retention()
         self._ages: deque[tuple[int, int]] = deque()
         self._old_sequence = 0
+        self._unread: deque[tuple[StreamEntry, Message]] = deque()
+        """Results that whoever waits for them may be about to read."""
         self.last_entered = 0
         self.trimmed = 0
 
@@ -49,7 +54,11 @@ class LogTrimmer:
 
     def enter(self, entry: StreamEntry) -> None:
         """One entry that is in the archive for good."""
-        self._retention.enter(entry.sequence, entry.subject, _decode_entry(entry))
+        message = _decode_entry(entry)
+        if isinstance(message, EpisodeFinished):
+            self._unread.append((entry, message))
+        else:
+            self._retention.enter(entry.sequence, entry.subject, message)
         self.last_entered = entry.sequence
         if not self._ages or entry.time_ns - self._ages[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
             self._ages.append((entry.sequence, entry.time_ns))
@@ -65,6 +74,7 @@ class LogTrimmer:
 
     async def trim(self) -> None:
         """Remove what may be removed by now."""
+        self._enter_read()
         limit = min(self._retention.limit(self.last_entered), self._find_expired_position())
         if limit <= self.trimmed:
             return
@@ -77,6 +87,12 @@ class LogTrimmer:
         self.trimmed = floor
         used, limit_bytes = await self._bus.usage()
         log.info("log trimmed", up_to=floor, used_bytes=used, limit_bytes=limit_bytes, unsettled=self.unsettled)
+
+    def _enter_read(self) -> None:
+        latest_ns = self._bus.now_ns() - int(READING_SECONDS * 1e9)
+        while self._unread and self._unread[0][0].time_ns < latest_ns:
+            entry, message = self._unread.popleft()
+            self._retention.enter(entry.sequence, entry.subject, message)
 
     def _find_expired_position(self) -> int:
         """The newest sampled entry that is older than the duplicate window."""
