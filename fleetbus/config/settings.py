@@ -166,6 +166,12 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1, description="Threads of the trainer")] = 1
     checkpoint_every: Annotated[int, Meta(ge=1, description="Steps between checkpoints")] = 10
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept")] = 3
+    checkpoint_wait: Annotated[
+        float, Meta(ge=0, description="Seconds to wait for a checkpoint that cannot be read, as while its disk is away")
+    ] = 300.0
+    restart_from: Annotated[
+        str, Meta(description="Go on from the checkpoint of this step, or from `start`; followed once, STEP/2 does it again")
+    ] = ""
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
     archive: Annotated[str, Meta(description="The recorder's archive: what a resumed learner misses in a trimmed log")] = ""
 

@@ -14,6 +14,7 @@ class LineageStarted(Message, frozen=True, kw_only=True):
 
     ``floor`` is the log position of the lowest request that is not settled at ``parent_step``. ``settings`` are those of the
     configuration that decide what this learner does, by table and key; empty from learners that did not publish them.
+    ``restart`` is the order of a person (``learner.restart_from``) that it follows; one order is followed by one lineage.
     """
 
     lineage: str
@@ -24,6 +25,7 @@ class LineageStarted(Message, frozen=True, kw_only=True):
     seed: int = 0
     nonce: str = ""
     settings: dict[str, dict[str, bool | int | float | str]] = msgspec.field(default_factory=dict)
+    restart: str = ""
 
 
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

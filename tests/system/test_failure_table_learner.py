@@ -77,13 +77,13 @@ class Training:
                     if trained.step == step and trained.lineage == lineages[-1].lineage:
                         return
 
-    async def until_checkpointed(self, step: int) -> None:
-        """Until a checkpoint of this step stands in the log."""
+    async def until_checkpointed(self, step: int, *, lineage: str = "") -> None:
+        """Until a checkpoint of this step, of that lineage or of any, stands in the log."""
         async with self.fleet.bus.read([self.fleet.subjects.train("default")]) as reader:
-            while not any(
-                each.step == step for _, each in decode_entries(CheckpointStored, [await reader.receive()], beside=ENTRIES)
-            ):
-                pass
+            while True:
+                for _, stored in decode_entries(CheckpointStored, [await reader.receive()], beside=ENTRIES):
+                    if stored.step == step and lineage in ("", stored.lineage):
+                        return
 
     async def until_checkpoint(self, lineage: str) -> None:
         """Until the second step of a lineage stands in the log with its checkpoint, and older ones are pruned."""

@@ -28,9 +28,9 @@ from fleetbus_schemas import (
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
 from fleetbus_workers.learner.held_out import find_newest_version
-from fleetbus_workers.learner.resume import find_resume_point, read_published_versions
+from fleetbus_workers.learner.resume import find_resume_point, read_book, read_published_versions
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_deployment import small_deployment
+from tests.support.small_deployment import run_inline, small_deployment
 
 SUBJECTS = Subjects("r")
 
@@ -84,7 +84,7 @@ async def test_an_inference_worker_begins_with_the_newest_version(a_learner_begi
     assert sampler.loaded == [49, 50]
 
 
-async def test_a_learner_begins_where_the_surviving_lineage_stands() -> None:
+async def test_a_learner_begins_where_the_surviving_lineage_stands(tmp_path: Path) -> None:
     async with MemoryServer().connect("r", worker="learner") as bus:
         await bus.declare(plan_run("r", lanes=1))
 
@@ -98,15 +98,18 @@ async def test_a_learner_begins_where_the_surviving_lineage_stands() -> None:
         def step(lineage: str, number: int) -> StepTrained:
             return StepTrained(lineage=lineage, step=number, version=number, episodes=())
 
-        checkpoint = CheckpointStored(lineage="l1", step=2, version=2, file="/nowhere", floor=1)
+        whole = Checkpoint(lineage="l1", step=2, version=2, floor=1, settled=(), next_group=0)
+        file = write_checkpoint(tmp_path, whole, ScriptedTrainer())
+        checkpoint = CheckpointStored(lineage="l1", step=2, version=2, file=str(file), floor=1)
         started = LineageStarted(lineage="l1", worker="w")
         await book(started, step("l1", 1), step("l1", 2), checkpoint, b"not a message", step("l1", 3))
         last = await book(LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=2), b"not a message")
-        beginning = await find_resume_point(bus, SUBJECTS, "default")
+        told = await read_book(bus, SUBJECTS, "default")
+        beginning = await find_resume_point(told, runtime=Runtime(offload=run_inline))
         assert (beginning.lineage, beginning.parent, beginning.train_last) == ("l3", "l2", last)
-        assert (beginning.checkpoint, beginning.finished_step) == (None, -1)
+        assert (beginning.step, told.finished_step) == (2, -1)
         await book(TrainingFinished(lineage="l2", step=4, version=4))
-        assert (await find_resume_point(bus, SUBJECTS, "default")).finished_step == 4
+        assert (await read_book(bus, SUBJECTS, "default")).finished_step == 4
 
 
 async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:
@@ -126,7 +129,7 @@ async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) ->
             CheckpointStored(lineage="l1", step=2, version=2, file=str(path), floor=1),
         ):
             await bus.publish(SUBJECTS.train("default"), encode(entry))
-        beginning = await find_resume_point(bus, SUBJECTS, "default", runtime=Runtime(offload=offload))
+        beginning = await find_resume_point(await read_book(bus, SUBJECTS, "default"), runtime=Runtime(offload=offload))
     assert (beginning.step, beginning.checkpoint_path) == (2, path)
     assert offloaded == [(path,)]
 

@@ -17,7 +17,6 @@ from fleetbus.client.rollouts import RolloutGroup, rollouts
 from fleetbus.config.settings import LearnerSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.recorder.log_trimmer import READING_SECONDS
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from tests.support.small_deployment import RUN, Member, SmallDeployment, small_deployment
 
@@ -31,7 +30,9 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 @asynccontextmanager
-async def fleet_with_recorder(folder: Path, *, duplicate_window_seconds: float = 120.0) -> AsyncIterator[SmallDeployment]:
+async def fleet_with_recorder(
+    folder: Path, *, seconds: float = 1.0, duplicate_window_seconds: float = 120.0
+) -> AsyncIterator[SmallDeployment]:
     async with small_deployment() as fleet:
         stream = fleet.server.stream(log_stream(RUN))
         stream.plan = msgspec.structs.replace(stream.plan, duplicate_window_seconds=duplicate_window_seconds)
@@ -49,7 +50,7 @@ async def fleet_with_recorder(folder: Path, *, duplicate_window_seconds: float =
 
         fleet.start("recorder", "recorder", record)
         fleet.environment("e1")
-        fleet.inference("i1", sampler=ScriptedSampler(delay=lambda _: 1.0))
+        fleet.inference("i1", sampler=ScriptedSampler(delay=lambda _: seconds))
         yield fleet
 
 
@@ -86,10 +87,10 @@ async def test_what_was_trimmed_and_cannot_be_read_is_lost_and_says_why(tmp_path
 
 
 async def test_the_log_keeps_the_actions_of_a_finished_episode_while_they_may_be_read(tmp_path: Path) -> None:
-    """Also where messages are older than the duplicate window by then."""
+    """Counted from its result: the first ones are older than the duplicate window by then."""
     with anyio.fail_after(1000):
-        async with fleet_with_recorder(tmp_path, duplicate_window_seconds=1.0) as fleet:
-            group = await group_of_a_busy_trainer(fleet, archive="", seconds=READING_SECONDS - 5)
+        async with fleet_with_recorder(tmp_path, seconds=7.0, duplicate_window_seconds=30.0) as fleet:
+            group = await group_of_a_busy_trainer(fleet, archive="", seconds=46)
             assert [len(episode.texts) for episode in group.graded] == [3] * EPISODES
-            await anyio.sleep(READING_SECONDS)
+            await anyio.sleep(60)
             assert len(await fleet.actions()) < 3 * EPISODES

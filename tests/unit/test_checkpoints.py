@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from fleetbus_schemas import TensorEntry
-from fleetbus_workers.learner.checkpoints import STATE, Checkpoint, prune_checkpoints, read_checkpoint, write_checkpoint
+from fleetbus_workers.learner.checkpoints import (
+    STATE,
+    Checkpoint,
+    CheckpointDamaged,
+    open_checkpoint,
+    prune_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 
@@ -71,3 +79,30 @@ def test_a_checkpoint_with_a_changed_byte_is_passed_over(tmp_path: Path) -> None
     assert read_checkpoint(path) is not None
     (path / STATE).write_text("{ }")
     assert read_checkpoint(path) is None
+
+
+def test_what_cannot_be_read_and_what_is_damaged_are_two_things(tmp_path: Path) -> None:
+    path = written(tmp_path, "l1", 1)
+    (path / STATE).rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        open_checkpoint(path)
+    (path / STATE).write_text("{ }")
+    with pytest.raises(CheckpointDamaged):
+        open_checkpoint(path)
+
+
+def test_a_checkpoint_of_a_cut_lineage_stays_until_one_that_counts_has_come_as_far(tmp_path: Path) -> None:
+    for lineage, step in (("l1", 8), ("l1", 9), ("l2", 1)):
+        written(tmp_path, lineage, step)
+    prune_checkpoints(tmp_path, 1, lambda lineage, step: lineage == "l1")
+    assert names(tmp_path) == ["l1-000008", "l1-000009", "l2-000001"]
+    written(tmp_path, "l2", 8)
+    prune_checkpoints(tmp_path, 1, lambda lineage, step: lineage == "l1")
+    assert names(tmp_path) == ["l1-000009", "l2-000008"]
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    written(tmp_path, "l1", 1)
+    (written(tmp_path, "l1", 2) / STATE).unlink()
+    prune_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["l1-000001", "l1-000002"]

@@ -25,6 +25,7 @@ SHORT_FLAGS = {
     "run.environment": "--environment",
     "nats.url": "--nats",
     "learner.steps": "--steps",
+    "learner.restart_from": "--restart-from",
 }
 """Settings that are common enough for a flag without their table's name; the long form works too."""
 

@@ -74,31 +74,66 @@ def _write_files(partial: Path, checkpoint: Checkpoint, trainer: Trainer) -> Non
     _fsync(partial)
 
 
+class CheckpointDamaged(Exception):
+    """What lies there is no whole checkpoint, and will not become one."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``; blocking. Raises `OSError` when it cannot be read, as while its disk is away, and
+    `CheckpointDamaged` when it was read and is not whole."""
+    try:
+        checkpoint = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
+    except msgspec.DecodeError as error:
+        raise CheckpointDamaged(f"{INDEX}: {error}") from error
+    broken = [name for name, digest in checkpoint.sha256.items() if _hash_file(path / name) != digest]
+    if broken or not checkpoint.sha256:
+        raise CheckpointDamaged(f"{', '.join(broken) or INDEX} differs from its checksum")
+    return checkpoint
+
+
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint at ``path`` if it is whole, else None (and a line in the log)."""
     try:
-        checkpoint = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
-        broken = [name for name, digest in checkpoint.sha256.items() if _hash_file(path / name) != digest]
-    except (OSError, msgspec.DecodeError) as error:
+        return open_checkpoint(path)
+    except (OSError, CheckpointDamaged) as error:
         log.warning("checkpoint unusable; skipping it", path=str(path), reason=str(error))
         return None
-    if broken or not checkpoint.sha256:
-        log.warning("checkpoint unusable; skipping it", path=str(path), reason=f"{', '.join(broken)} differs from its checksum")
-        return None
-    return checkpoint
 
 
 def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], bool] = lambda lineage, step: False) -> None:
     """Remove all checkpoints but the newest ``keep``, those of steps that do not count, and what kills left half written.
 
-    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``is_voided`` says what does not count.
+    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``is_voided`` says what does not count; it
+    stays until one that counts has come as far. Nothing is removed unless the newest that counts can be read.
     """
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
-    kept = {path for _, _, path in [each for each in whole if not is_voided(f"l{each[0]}", each[1])][-keep:]}
+    counting = [each for each in whole if not is_voided(f"l{each[0]}", each[1])]
+    if not counting or not _is_there(counting[-1][2]):
+        log.error("no checkpoint is removed: the newest cannot be read", folder=str(folder))
+        return
+    reached = counting[-1][1]
+    kept = {path for _, _, path in counting[-keep:]}
+    kept |= {each[2] for each in whole if each not in counting and each[1] > reached}
     for _, path in found:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def highest_lineage(folder: Path) -> int:
+    """The highest number of a lineage that left anything in a folder of checkpoints; 0 for none. Blocking."""
+    if not folder.is_dir():
+        return 0
+    return max((int(match["lineage"]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))), default=0)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether all files of a checkpoint are where it was written; it was synced, and its checksums made, when it was."""
+    try:
+        index = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
+        return all((path / name).stat().st_size for name in index.sha256)
+    except (OSError, msgspec.DecodeError):
+        return False
 
 
 def _hash_file(file: Path) -> str:

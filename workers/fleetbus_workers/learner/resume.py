@@ -1,17 +1,16 @@
-"""Where a learner resumes: at step 0, or at the newest complete checkpoint of the surviving lineage (delivery rule 8).
+"""Where a learner begins: from nothing, or from a checkpoint of the lineage that survives (delivery rules 8 and 11).
 
 Read from the log alone; nothing is written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
+from fleetbus.core.lineage import compute_surviving_steps, lineage_number
 from fleetbus.episodes import decode_entries
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
@@ -26,21 +25,25 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
-from fleetbus_workers.learner.checkpoints import Checkpoint, read_checkpoint
+from fleetbus_workers.learner.checkpoints import Checkpoint, highest_lineage
+from fleetbus_workers.learner.choice import choose_checkpoint
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run's training, and what the next lineage starts from; ``evaluated``: evaluations that count, by name."""
+    """The state of a run's training, and what the next lineage starts from; ``evaluated``: evaluations that count, by name.
+
+    ``restart`` is the order of a person that the lineage follows, if it follows one.
+    """
 
     lineage: str
     parent: str
     train_last: int
     evaluated: frozenset[str]
-    finished_step: int
     checkpoint: Checkpoint | None
     checkpoint_path: Path | None
+    restart: str = ""
     counted: dict[str, float] = msgspec.field(default_factory=dict)
-    """Of each lineage so far the last step that counted, before this one begins; -1 if none did."""
+    """Of each lineage so far the last step that counts once this one has begun; -1 if none does."""
 
     @property
     def step(self) -> int:
@@ -51,11 +54,25 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
         return self.checkpoint.floor if self.checkpoint else 1
 
     def is_voided(self, lineage: str, step: int) -> bool:
-        """True for a step so far that does not count any more, so that no learner will ever begin there."""
-        return lineage in self.counted and step > min(self.counted[lineage], self.step)
+        """True for a step so far that does not count any more, so that no learner will begin there by itself."""
+        return step > self.counted.get(lineage, float("inf"))
 
 
-async def find_resume_point(bus: Bus, subjects: Subjects, policy: str, *, runtime: Runtime | None = None) -> ResumePoint:
+class Book(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands on ``train.<name>``, as far as a resume_point depends on it. ``finished_step``: -1 unless that is its end."""
+
+    lineages: tuple[LineageStarted, ...]
+    checkpoints: tuple[CheckpointStored, ...]
+    evaluations: tuple[EvaluationFinished, ...]
+    train_last: int
+    finished_step: int
+
+    def has_followed(self, restart: str) -> bool:
+        """True if a lineage has begun upon this order; there is none to follow in an empty one."""
+        return not restart or any(started.restart == restart for started in self.lineages)
+
+
+async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
     """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory."""
     lineages: list[LineageStarted] = []
     checkpoints: list[CheckpointStored] = []
@@ -73,18 +90,39 @@ async def find_resume_point(bus: Bus, subjects: Subjects, policy: str, *, runtim
                 checkpoints.append(entry)
             case EvaluationFinished():
                 evaluations.append(entry)
-    surviving = compute_surviving_steps(lineages)
-    checkpoint, path = await _find_newest_checkpoint(checkpoints, surviving, runtime or Runtime())
-    step = checkpoint.step if checkpoint else 0
+    return Book(
+        lineages=tuple(lineages),
+        checkpoints=tuple(checkpoints),
+        evaluations=tuple(evaluations),
+        train_last=train_last,
+        finished_step=last.step if isinstance(last, TrainingFinished) else -1,
+    )
+
+
+async def find_resume_point(
+    book: Book, *, folder: Path | None = None, restart: str = "", runtime: Runtime | None = None
+) -> ResumePoint:
+    """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered.
+
+    Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does. No lineage before had the name of the new one, not
+    even one that the log has lost and that left a checkpoint.
+    """
+    runtime, lineages = runtime or Runtime(), book.lineages
+    choice = await choose_checkpoint(lineages, book.checkpoints, folder=folder, restart=restart, runtime=runtime)
+    before = max((lineage_number(started.lineage) for started in lineages), default=0)
+    left = await runtime.offload(highest_lineage, folder) if folder is not None else 0
+    name = f"l{max(before, left) + 1}"
+    next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
+    surviving = compute_surviving_steps([*lineages, next_start])
     counted = {started.lineage: surviving.get(started.lineage, -1.0) for started in lineages}
     return ResumePoint(
-        lineage=f"l{len(lineages) + 1}",
-        parent=lineages[-1].lineage if lineages else "",
-        train_last=train_last,
-        evaluated=frozenset(each.name for each in evaluations if each.step <= min(counted.get(each.lineage, -1.0), step)),
-        finished_step=last.step if isinstance(last, TrainingFinished) else -1,
-        checkpoint=checkpoint,
-        checkpoint_path=path,
+        lineage=name,
+        parent=choice.parent,
+        train_last=book.train_last,
+        evaluated=frozenset(each.name for each in book.evaluations if each.step <= counted.get(each.lineage, -1.0)),
+        checkpoint=choice.checkpoint,
+        checkpoint_path=choice.path,
+        restart=choice.restart,
         counted=counted,
     )
 
@@ -115,15 +153,3 @@ def _decode_entry(subject: str, payload: bytes) -> Message | None:
         return decode_any(STORED["train"], payload, subject=subject)
     except MalformedMessage:
         return None
-
-
-async def _find_newest_checkpoint(
-    stored: Sequence[CheckpointStored], surviving: dict[str, float], runtime: Runtime
-) -> tuple[Checkpoint | None, Path | None]:
-    for entry in reversed(stored):
-        if is_surviving(surviving, entry.lineage, entry.step):
-            path = Path(entry.file)
-            checkpoint = await runtime.offload(read_checkpoint, path)
-            if checkpoint is not None:
-                return checkpoint, path
-    return None, None

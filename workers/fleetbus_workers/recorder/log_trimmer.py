@@ -20,9 +20,6 @@ from fleetbus_schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64
 
-READING_SECONDS = 60.0
-"""Whoever asked for an episode that no learner trains reads its Actions within this time of its result."""
-
 _READ = {kind: STORED[kind] for kind in ("task", "episode", "train")}
 
 log = structlog.get_logger()
@@ -43,7 +40,7 @@ class LogTrimmer:
         self._ages: deque[tuple[int, int]] = deque()
         self._old_sequence = 0
         self._unread: deque[tuple[StreamEntry, Message]] = deque()
-        """Results that whoever waits for them may be about to read."""
+        """Results of the last window: whoever asked for an episode that no learner trains may be about to read its Actions."""
         self.last_entered = 0
         self.trimmed = 0
 
@@ -89,7 +86,7 @@ class LogTrimmer:
         log.info("log trimmed", up_to=floor, used_bytes=used, limit_bytes=limit_bytes, unsettled=self.unsettled)
 
     def _enter_read(self) -> None:
-        latest_ns = self._bus.now_ns() - int(READING_SECONDS * 1e9)
+        latest_ns = self._bus.now_ns() - self._window_ns
         while self._unread and self._unread[0][0].time_ns < latest_ns:
             entry, message = self._unread.popleft()
             self._retention.enter(entry.sequence, entry.subject, message)

@@ -27,6 +27,9 @@ LOG_BYTES = 1 << 30
 TURNS = (2, 3, 4, 4, 5, 6, 7)
 MAX_TURNS = 6
 
+CHECKPOINT_WAIT_SECONDS = 60.0
+"""What a learner waits for a checkpoint before it leaves the decision to an operator."""
+
 
 def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     """What every worker of the scenario is given."""
@@ -54,6 +57,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
             group_size=scenario.group_size,
             checkpoint_every=scenario.checkpoint_every,
             max_staleness=scenario.max_staleness,
+            checkpoint_wait=CHECKPOINT_WAIT_SECONDS,
             archive=str(folder / ARCHIVE) if scenario.recorder else "",
         ),
         evaluation=EvaluationSettings(episodes=scenario.evaluation_episodes),

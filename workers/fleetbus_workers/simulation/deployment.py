@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from fleetbus.errors import BusError, UserError
@@ -22,6 +23,7 @@ from fleetbus.runtime import Runtime
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.choice import START, CheckpointUnread
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -106,9 +108,18 @@ class Deployment:
         if isinstance(error, LearnerReplaced):
             newest = self._log_checker.training.lineage
             return newest is not None and newest.worker != process.name
+        if isinstance(error, CheckpointUnread):
+            return self._order_restart()
         if isinstance(error, (LaneLost, BusError)):
             return self._observer.was_disturbed(process.name, since=anyio.current_time() - 60)
         return isinstance(error, UserError) and "server is down" in str(error)
+
+    def _order_restart(self) -> bool:
+        """An operator reads that no checkpoint can be read, and has the training begun anew; False if none was spoiled."""
+        spoiled = [each for each in self._observer.disturbances if each.kind == "spoil_checkpoint"]
+        learner = msgspec.structs.replace(self._configuration.learner, restart_from=f"{START}/{len(spoiled)}")
+        self._configuration = msgspec.structs.replace(self._configuration, learner=learner)
+        return bool(spoiled)
 
     # Work
 

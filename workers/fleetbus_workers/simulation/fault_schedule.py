@@ -127,7 +127,7 @@ class FaultInjector:
         weights = whole[-1].parent / WEIGHTS
         before = weights.read_bytes()
         weights.write_text("damaged")
-        self._observer.trace("spoil", weights.parent.name)
+        self._observer.disturb("spoil_checkpoint", weights.parent.name)
         learners[-1].crash()
         if fault.pick % 2:
             await anyio.sleep(SHORTEST_DAMAGE_SECONDS + fault.seconds)
