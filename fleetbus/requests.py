@@ -6,6 +6,7 @@ The log admits new requests only up to a share of its size; the rest is reserved
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import anyio
 import structlog
@@ -130,22 +131,26 @@ class Requests:
     def mark_answered(self, episode_id: str) -> None:
         self._open.pop(episode_id, None)
 
-    async def close_expired(self) -> None:
-        """Until cancelled, store a ``timeout`` result for every request whose deadline and grace have passed (rule 9)."""
+    async def close_expired(self, found: Callable[[EpisodeFinished], None] = lambda result: None) -> None:
+        """Until cancelled, store a ``timeout`` result for every request whose deadline and grace have passed (rule 9).
+
+        ``found`` is given a result that stands there by then: it may be older than where its requester began to read results.
+        """
         while True:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             latest_ns = self._bus.now_ns() - int(self._configuration.limits.grace * 1e9)
             for request, sequence in tuple(self._open.values()):
                 if request.deadline_ns < latest_ns and sequence != _UNKNOWN:
                     try:
-                        await self._close(request, sequence)
+                        await self._close(request, sequence, found)
                     except RequestUnanswered as unanswered:
                         log.warning("request close failed; retrying later", episode=request.episode_id, reason=str(unanswered))
 
-    async def _close(self, request: EpisodeRequested, sequence: int) -> None:
+    async def _close(self, request: EpisodeRequested, sequence: int, found: Callable[[EpisodeFinished], None]) -> None:
         episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
         if episode_state.result is not None:
             self.mark_answered(request.episode_id)
+            found(episode_state.result)
             return
         result = build_result_without_attempt(
             request,

@@ -103,7 +103,7 @@ async def rollouts(
     places = anyio.Semaphore(groups_at_a_time)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
-        working.start_soon(requests.close_expired)
+        working.start_soon(requests.close_expired, group_runner.enter)
         working.start_soon(group_runner.follow_results, await bus.last_sequence() + 1)
 
         async def ask() -> None:
@@ -153,10 +153,15 @@ class _GroupRunner:
         async with self._bus.read([self._subjects.episodes], start=start) as reader:
             while True:
                 entry = decode_episode_entry(await reader.receive())
-                if isinstance(entry, EpisodeFinished) and entry.episode_id in self._waiting:
-                    event, results = self._waiting[entry.episode_id]
-                    results.append(entry)
-                    event.set()
+                if isinstance(entry, EpisodeFinished):
+                    self.enter(entry)
+
+    def enter(self, result: EpisodeFinished) -> None:
+        """Pass a result on to who waits for it, if anybody does."""
+        if result.episode_id in self._waiting:
+            event, results = self._waiting[result.episode_id]
+            results.append(result)
+            event.set()
 
     async def play_group(self, task: Task, finished: MemoryObjectSendStream[RolloutGroup]) -> None:
         """One group from its requests to its last episode."""

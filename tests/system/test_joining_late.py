@@ -28,6 +28,7 @@ from fleetbus_schemas import (
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
 from fleetbus_workers.learner.held_out import find_newest_version
+from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.resume import find_resume_point, read_book, read_published_versions
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import run_inline, small_deployment
@@ -110,6 +111,27 @@ async def test_a_learner_begins_where_the_surviving_lineage_stands(tmp_path: Pat
         assert (beginning.step, told.finished_step) == (2, -1)
         await book(TrainingFinished(lineage="l2", step=4, version=4))
         assert (await read_book(bus, SUBJECTS, "default")).finished_step == 4
+
+
+async def test_names_and_numbers_of_lineages_that_the_log_has_lost_do_not_come_again(tmp_path: Path) -> None:
+    """The log went back in time: what lies beside it still knows. A checkpoint of that name would be written over."""
+    checkpoints, weights, runtime = tmp_path / "checkpoints", tmp_path / "weights", Runtime(offload=run_inline)
+    lost = Checkpoint(lineage="l3", step=7, version=9, floor=1, settled=(), next_group=0)
+    write_checkpoint(checkpoints, lost, ScriptedTrainer())
+    weights.mkdir()
+    (weights / "l3-v000009.safetensors").write_bytes(b"weights")
+    async with MemoryServer().connect("r", worker="learner") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="l1", worker="w")))
+        await bus.publish(SUBJECTS.policy("default"), encode(version(4, 4)))
+        told = await read_book(bus, SUBJECTS, "default")
+        beginning = await find_resume_point(told, folder=checkpoints, runtime=runtime)
+        assert (beginning.lineage, beginning.parent) == ("l4", "l1")
+        publication = Publication(
+            bus, SUBJECTS, ScriptedTrainer(), policy="default", lineage="l4", folder=weights, keep=2, runtime=runtime
+        )
+        await publication.fence(LineageStarted(lineage="l4", worker="w"))
+        assert await publication.publish(4) == 10
 
 
 async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:

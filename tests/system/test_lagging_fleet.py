@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import trio.testing
 
 from fleetbus.audit import audit_run
-from fleetbus.bus.base import StreamEntry
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryBus
 from fleetbus.bus.streams import observations_consumer
 from fleetbus.config.settings import LimitSettings
-from fleetbus_schemas import Task
+from fleetbus_schemas import CheckpointStored, EpisodeRequested, LineageStarted, Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import build_configuration, small_deployment
+from tests.system.test_failure_table_learner import training
 
 PATIENT = LimitSettings(action=300, drain=10)
 
@@ -96,3 +101,52 @@ async def test_an_observation_that_waits_for_a_free_worker_is_not_sent_again() -
             fleet.inference("inference-0")
             assert (await fleet.result()).outcome == "completed"
             assert [observation.hop for observation in await fleet.observations()] == [0, 0, 0]
+
+
+async def test_a_result_that_is_older_than_the_floor_of_a_learner_is_trained_though_its_first_read_lags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner that was cut off had asked for the group after its successor began, and it was played; a third one, whose
+    floor is behind it, asks for it again, and a replica that lags does not show the results."""
+    async with training(tmp_path, steps=2, groups=1, group_size=2, checkpoint_every=1) as run:
+        fleet = run.fleet
+        for index in range(2):
+            await fleet.stored(fleet.subjects.task("default", f"g000000-{index}"), stray(fleet.bus, index))
+        await fleet.publish_policy()
+        await fleet.all_results(2)
+        floor = await fleet.bus.last_sequence() + 1
+        checkpoint = Checkpoint(lineage="l1", step=1, version=1, floor=floor, settled=(), next_group=0)
+        file = write_checkpoint(tmp_path, checkpoint, ScriptedTrainer())
+        for entry in (
+            LineageStarted(lineage="l1", worker="l"),
+            CheckpointStored(lineage="l1", step=1, version=1, file=str(file), floor=floor),
+        ):
+            await fleet.stored(fleet.subjects.train("default"), entry)
+        history, lags_until = MemoryBus.history, anyio.current_time() + 10
+
+        async def lagging(self: MemoryBus, subjects: Sequence[str]) -> list[StreamEntry]:
+            entries = await history(self, subjects)
+            lags = self._worker.startswith("learner") and anyio.current_time() < lags_until
+            return [entry for entry in entries if not lags or ".episode." not in entry.subject]
+
+        monkeypatch.setattr(MemoryBus, "history", lagging)
+        soon = LimitSettings(episode=20, grace=5)
+        fleet.configuration = msgspec.structs.replace(fleet.configuration, limits=soon)
+        learner, trainer = run.begin()
+        await learner.ended.wait()
+        assert learner.error is None
+        assert trainer.trained == ["g000000-0", "g000000-1"]
+
+
+def stray(bus: Bus, index: int) -> EpisodeRequested:
+    return EpisodeRequested(
+        episode_id=f"g000000-{index}",
+        group_id="g000000",
+        sample_index=index,
+        group_size=2,
+        split="train",
+        task=Task(key="t", prompt="play"),
+        policy="default",
+        deadline_ns=bus.now_ns() + 30 * 10**9,
+        lineage="l1",
+    )

@@ -119,6 +119,30 @@ async def test_a_redelivery_takes_the_place_of_the_delivery_before() -> None:
     assert leases.get("a") is None
 
 
+class Stopped(FakeDelivery):
+    """The process is stopped for a while when this is extended for the second time."""
+
+    async def extend(self) -> None:
+        await super().extend()
+        if len(self.extended_at) == 2:
+            await anyio.sleep(30)
+
+
+async def test_what_was_held_while_the_process_was_stopped_is_not_extended_until_it_is_delivered_again() -> None:
+    """Somebody else has it by then: who waits for that one's end would have to wait for this one's, too."""
+    leases, first, second, again = Leases(2.0, 8.0), Stopped(), FakeDelivery(), FakeDelivery()
+    leases.hold("a", first)
+    leases.hold("b", second)
+    with anyio.move_on_after(50):
+        async with anyio.create_task_group() as group:
+            group.start_soon(leases.run)
+            await anyio.sleep(45)
+            leases.hold("a", again)
+    assert (first.extended_at, second.extended_at) == ([2, 4], [2])
+    assert again.extended_at == [46, 48, 50][: len(again.extended_at)] != []
+    assert leases.take("b") is second, "it is still acked at the end"
+
+
 async def test_an_episode_much_longer_than_its_lease_is_played_once() -> None:
     with anyio.fail_after(1000):
         async with small_deployment(build_configuration(limits=PATIENT)) as fleet:

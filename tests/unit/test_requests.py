@@ -106,6 +106,19 @@ async def test_what_expired_gets_a_result_once_and_is_forgotten(answered: bool) 
         assert here.remembered == 0
 
 
+async def test_a_result_that_is_found_when_a_request_expires_is_told() -> None:
+    """A reader that begins behind it does not tell of it."""
+    async with world() as here:
+        request, told = here.request(), list[EpisodeFinished]()
+        await here.requests.publish(request)
+        await here.bus.publish(SUBJECTS.episode("e"), encode(finished(request)), expected_last=0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.requests.close_expired, told.append)
+            await anyio.sleep(300)
+            group.cancel_scope.cancel()
+        assert told == [finished(request)]
+
+
 async def test_a_server_that_is_away_when_requests_expire_ends_nobody() -> None:
     async with world() as here:
         await here.requests.publish(here.request())

@@ -44,7 +44,7 @@ class EnvironmentWorker:
         self._drain = drain
         self._lane = lane
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._leases = Leases(TASK_LEASE_SECONDS / 4)
+        self._leases = Leases(TASK_LEASE_SECONDS / 4, TASK_LEASE_SECONDS)
         self._attempts = Attempts(context, self._leases, self._counters)
         self._slots = Slots(bus, self._attempts.handle_request)
         self._session_slots = configuration.environment.session_slots

@@ -63,7 +63,7 @@ class InferenceWorker:
         self._lane = lane
         self._sampler = sampler
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._leases = Leases(OBSERVATION_LEASE_SECONDS / 3)
+        self._leases = Leases(OBSERVATION_LEASE_SECONDS / 3, OBSERVATION_LEASE_SECONDS)
         self._handler = ObservationHandler(
             bus,
             self._subjects,

@@ -68,11 +68,12 @@ class Publication:
         """From now on appends of the previous learner are refused; raises `LearnerReplaced` when this one is.
 
         Returns the step of every version so far. The learner before may have published until this very moment, and its
-        numbers must not come again.
+        numbers must not come again; nor may those of versions that the log has lost, and that left a file.
         """
         await self._appender.take_over(started)
         versions = await read_published_versions(self._bus, self._subjects, self._policy)
-        self.version = max(versions, default=-1)
+        left = await self._runtime.offload(highest_version, self._folder)
+        self.version = max(max(versions, default=-1), left)
         return versions
 
     async def publish(self, step: int) -> int:
@@ -147,6 +148,11 @@ def prune_versions(folder: Path, keep: int) -> list[Path]:
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+def highest_version(folder: Path) -> int:
+    """The highest version that left a file; -1 if none did. Blocking."""
+    return max((int(found["version"]) for found in _list_version_files(folder)), default=-1) if folder.is_dir() else -1
 
 
 def _list_version_files(folder: Path) -> Iterator[re.Match[str]]:

@@ -152,7 +152,7 @@ class Learner:
             group.start_soon(control.run)
             group.start_soon(self._follow_results)
             group.start_soon(self._train.watch)
-            group.start_soon(self._requests.close_expired)
+            group.start_soon(self._requests.close_expired, self._enter_result)
             group.start_soon(self._admission.run, self._drain)
             await self._train_steps()
             group.cancel_scope.cancel()
@@ -258,10 +258,13 @@ class Learner:
                 if isinstance(entry, EpisodeFinished):
                     self._requests.mark_answered(entry.episode_id)
                     self._counters["results"] += 1
-                    if entry.split == "eval":
-                        self._evaluations.add_result(entry)
-                    else:
-                        self._pool.add_result(entry)
+                    self._enter_result(entry)
+
+    def _enter_result(self, result: EpisodeFinished) -> None:
+        if result.split == "eval":
+            self._evaluations.add_result(result)
+        else:
+            self._pool.add_result(result)
 
     # One step
 
