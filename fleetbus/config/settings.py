@@ -41,6 +41,9 @@ class NatsSettings(Settings, frozen=True, kw_only=True):
     url: Annotated[str, Meta(description="Server to use; empty: `up` starts one of its own")] = ""
     auth: Annotated[str, Meta(description="Folder of `fleetbus auth init` with key and certificates; empty: neither")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of the server that `up` starts; 0: a free one")] = 0
+    sync: Annotated[
+        float, Meta(ge=0, description="Seconds of the log that a loss of power may take from that server; 0: none, and slower")
+    ] = 1.0
     lanes: Annotated[int, Meta(ge=1, le=1024, description="Lanes declared per role: the most workers of one role")] = 16
     replicas: Annotated[int, Meta(ge=0, le=5, description="Servers that keep a copy of the log; 0: as the server has it")] = 0
     max_bytes: Annotated[int, Meta(ge=1 << 20, description="Limit of the log in bytes")] = 4 << 30

@@ -6,6 +6,7 @@ It must never touch a server that it did not start.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -32,6 +33,10 @@ START_LIMIT_SECONDS = 600.0
 million. A server that ends meanwhile is noticed at once."""
 
 STOP_LIMIT_SECONDS = 5.0
+
+SYNC_SECONDS = 1.0
+"""What a loss of power may take of the log; the server's own choice is two minutes."""
+
 _POLL_SECONDS = 0.01
 
 
@@ -83,9 +88,11 @@ class NatsServerProcess:
         monitor_port: int | None,
         config: Path | None,
         *,
+        sync_seconds: float = SYNC_SECONDS,
         ends_with_parent: bool = False,
     ) -> None:
         self.store = store
+        self.sync_seconds = sync_seconds
         self.log_file = store / "nats-server.log"
         self._binary = binary
         self._host = host
@@ -152,14 +159,22 @@ class NatsServerProcess:
 
     async def _spawn(self, log: IO[bytes]) -> anyio.abc.Process:
         command = [str(self._binary), "-js", "-sd", str(self.store), "-a", self._host, "-p", str(self._port or -1)]
-        command += ["--ports_file_dir", str(self.store)]
+        command += ["--ports_file_dir", str(self.store), "-c", str(self._write_config())]
         if self._monitor_port is not None:
             command += ["-m", str(self._monitor_port or -1)]
-        if self._config is not None:
-            command += ["-c", str(self._config)]
         if self._ends_with_parent:
             command = build_parent_death_command(command, sent=signal.SIGTERM)
         return await anyio.open_process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+    def _write_config(self) -> Path:
+        """What has no flag, and the configuration that was given; the server takes the path of that from where this lies."""
+        file = self.store / "nats-server.conf"
+        interval = f"{max(int(self.sync_seconds * 1000), 1)}ms" if self.sync_seconds else "always"
+        lines = [f"jetstream {{ sync_interval: {interval} }}"]
+        if self._config is not None:
+            lines.append(f"include {json.dumps(os.path.relpath(self._config, self.store))}")
+        file.write_text("\n".join(lines) + "\n")
+        return file
 
     async def _stop_process(self, sign: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -261,17 +276,24 @@ async def run_server(
     port: int = 0,
     monitor_port: int | None = 0,
     config: Path | None = None,
+    sync_seconds: float = SYNC_SECONDS,
     ends_with_parent: bool = False,
 ) -> AsyncGenerator[NatsServerProcess]:
     """A nats-server with JetStream in the folder ``store`` for the length of the block; port 0 is any free one.
 
-    Its output goes to ``nats-server.log`` in the folder. Raises `UserError` if it is not found, the port or the store is in
-    use, or it does not get ready. It is stopped at the end, whatever happens, within 5 s; with ``ends_with_parent`` also when
-    this
-    process is killed.
+    What it has acked is on the disk ``sync_seconds`` later; with 0 before the ack. Its output goes to ``nats-server.log``
+    in the folder. Raises `UserError` if it is not found, the port or the store is in use, or it does not get ready. It is
+    stopped at the end, whatever happens, within 5 s; with ``ends_with_parent`` also when this process is killed.
     """
     server = NatsServerProcess(
-        find_server(), _prepare(store), host, port, monitor_port, config, ends_with_parent=ends_with_parent
+        find_server(),
+        _prepare(store),
+        host,
+        port,
+        monitor_port,
+        config,
+        sync_seconds=sync_seconds,
+        ends_with_parent=ends_with_parent,
     )
     await server.end_orphan()
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fleetbus.auth.folder import AuthFolder
+from fleetbus.bus.nats.server import SYNC_SECONDS
 from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import list_settings
 from fleetbus.config.run_folder import RunFolder
@@ -82,13 +83,16 @@ def build_role_plans(
     ]
 
 
-def build_server_plan(folder: RunFolder, port: Callable[[], int], variables: Mapping[str, str], auth: str = "") -> ProcessPlan:
+def build_server_plan(
+    folder: RunFolder, port: Callable[[], int], variables: Mapping[str, str], auth: str = "", sync_seconds: float = SYNC_SECONDS
+) -> ProcessPlan:
     """The process that holds the run's own server; ``port`` is asked at each start, so that it can stay the same. ``auth`` is
     the folder whose configuration it gets; empty: none."""
     config = [str(AuthFolder(Path(auth)).server_config)] if auth else []
 
     def command(_start: int) -> Sequence[str]:
-        return build_module_command("fleetbus_workers.up.server", str(folder.store), str(port()), str(folder.server), *config)
+        settings = [str(folder.store), str(port()), str(folder.server), str(sync_seconds), *config]
+        return build_module_command("fleetbus_workers.up.server", *settings)
 
     return ProcessPlan(
         name="server",

@@ -75,7 +75,9 @@ class Run:
         self._starting = anyio.CancelScope()
         self._roles: Supervisor | None = None
         self._server = Supervisor(
-            [build_server_plan(folder, self._choose_port, os.environ, configuration.nats.auth)], final="", report=display.line
+            [build_server_plan(folder, self._choose_port, os.environ, configuration.nats.auth, configuration.nats.sync)],
+            final="",
+            report=display.line,
         )
 
     async def run(self, progress: Progress) -> RunResult:

@@ -1,4 +1,4 @@
-"""The run's own nats-server, held by a process of its own: ``python -m fleetbus_workers.up.server STORE PORT FILE [CONFIG]``.
+"""The run's own nats-server, held by a process of its own: ``python -m fleetbus_workers.up.server STORE PORT FILE [SYNC [CONFIG]]``.
 
 It starts the server again when that dies, or when its disk was full and is not any more, writes the address to FILE, and stops
 it on a signal or when `up` is gone. `up` cannot own the server itself: killed with SIGKILL, it would leave an orphan.
@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, NatsServerProcess, run_server
+from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, SYNC_SECONDS, NatsServerProcess, run_server
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
 from fleetbus_workers.exit_status import CRASHED, FINISHED, REFUSED
@@ -37,10 +37,15 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     monitor: str = ""
 
 
-async def hold_server(store: Path, port: int, file: Path, config: Path | None = None) -> int:
+async def hold_server(
+    store: Path, port: int, file: Path, sync_seconds: float = SYNC_SECONDS, config: Path | None = None
+) -> int:
     """Run a server until SIGTERM; the exit status."""
     status = FINISHED
-    async with run_server(store, port=port, config=config) as server, anyio.create_task_group() as tasks:
+    async with (
+        run_server(store, port=port, config=config, sync_seconds=sync_seconds) as server,
+        anyio.create_task_group() as tasks,
+    ):
         tasks.start_soon(_cancel_on_signal, tasks.cancel_scope)
         tasks.start_soon(_restart_after_full_disk, server)
         status = await _keep_running(server, file)
@@ -103,10 +108,10 @@ def _write_address(file: Path, address: Address) -> None:
     replace_file(file, msgspec.json.encode(address))
 
 
-def _main(store: str, port: str, file: str, config: str = "") -> int:
+def _main(store: str, port: str, file: str, sync: str = str(SYNC_SECONDS), config: str = "") -> int:
     exit_with_parent(seconds_to_drain=0, exit_timeout_seconds=STOP_LIMIT_SECONDS + 2)
     try:
-        arguments = (Path(store), int(port), Path(file), Path(config) if config else None)
+        arguments = (Path(store), int(port), Path(file), float(sync), Path(config) if config else None)
         return anyio.run(hold_server, *arguments, backend_options={"use_uvloop": True})
     except UserError as error:
         print(f"fleetbus: {error}", file=sys.stderr)  # noqa: T201
