@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+import structlog
 import trio.testing
 
 from fleetbus.config.settings import LearnerSettings
@@ -165,3 +166,31 @@ async def test_a_step_that_has_no_checkpoint_is_refused_with_those_that_have_one
         await second.ended.wait()
         assert "2 | 4" in str(second.failure())
         assert [step.step for step in await run.entries(StepTrained)][:4] == [1, 2, 3, 4]
+
+
+async def test_a_log_that_went_back_to_before_its_first_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
+    """All that it still has of the training is the beginning of the first lineage; the folder has more."""
+    async with killed_after(tmp_path, 4) as (run, folder):
+        await run.fleet.bus.purge(run.fleet.subjects.train("default"), below=await run.fleet.bus.last_sequence() + 1)
+        left = names(folder)
+        second, _ = run.begin()
+        await second.ended.wait()
+        assert "l1-000002, l1-000004" in str(second.failure())
+        assert "--restart-from start" in str(second.failure())
+        assert names(folder) == left
+        third, _ = begin(run, "start")
+        await run.until_checkpointed(2, lineage="l2")
+        third.kill()
+
+
+async def test_a_log_that_lost_its_newest_checkpoint_is_gone_on_with_from_the_one_before_and_says_so(tmp_path: Path) -> None:
+    async with killed_after(tmp_path, 4) as (run, folder):
+        shutil.copytree(folder / "l1-000004", folder / "l1-000008")
+        with structlog.testing.capture_logs() as lines:
+            second, trainer = run.begin()
+            await second.ended.wait()
+        assert second.error is None
+        await run.check_books(trainer)
+        assert await starts(run) == [("", 0), ("l1", 4)]
+        (said,) = [line for line in lines if "went back in time" in line["event"]]
+        assert said["checkpoints"] == ["l1-000008"]

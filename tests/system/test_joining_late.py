@@ -125,7 +125,7 @@ async def test_names_and_numbers_of_lineages_that_the_log_has_lost_do_not_come_a
         await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="l1", worker="w")))
         await bus.publish(SUBJECTS.policy("default"), encode(version(4, 4)))
         told = await read_book(bus, SUBJECTS, "default")
-        beginning = await find_resume_point(told, folder=checkpoints, runtime=runtime)
+        beginning = await find_resume_point(told, folder=checkpoints, restart="start", runtime=runtime)
         assert (beginning.lineage, beginning.parent) == ("l4", "l1")
         publication = Publication(
             bus, SUBJECTS, ScriptedTrainer(), policy="default", lineage="l4", folder=weights, keep=2, runtime=runtime

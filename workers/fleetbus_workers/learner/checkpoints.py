@@ -120,11 +120,12 @@ def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], b
             shutil.rmtree(path, ignore_errors=True)
 
 
-def highest_lineage(folder: Path) -> int:
-    """The highest number of a lineage that left anything in a folder of checkpoints; 0 for none. Blocking."""
+def written_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
+    """Of everything in a folder of checkpoints the number of its lineage, its step, and whether it was finished; in order."""
     if not folder.is_dir():
-        return 0
-    return max((int(match["lineage"]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))), default=0)
+        return []
+    found = [match for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match["lineage"]), int(match["step"]), not match["part"]) for match in found)
 
 
 def _is_there(path: Path) -> bool:

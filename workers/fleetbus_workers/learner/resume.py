@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
 import msgspec
+import structlog
 
 from fleetbus.bus.base import Bus
+from fleetbus.config.run_folder import run_folder
+from fleetbus.config.settings import Configuration
 from fleetbus.core.lineage import compute_surviving_steps, lineage_number
 from fleetbus.episodes import decode_entries
+from fleetbus.errors import UserError
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
     CheckpointStored,
@@ -20,13 +25,19 @@ from fleetbus_schemas import (
     LineageStarted,
     Message,
     PolicyPublished,
+    StepTrained,
     Subjects,
     TrainingFinished,
 )
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
-from fleetbus_workers.learner.checkpoints import Checkpoint, highest_lineage
-from fleetbus_workers.learner.choice import choose_checkpoint
+from fleetbus_workers.learner.checkpoints import Checkpoint, written_checkpoints
+from fleetbus_workers.learner.choice import START, CheckpointUnread, choose_checkpoint
+
+CHECK_SECONDS = 5.0
+"""How often a learner looks for a checkpoint that it cannot read."""
+
+log = structlog.get_logger()
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +70,20 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Book(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands on ``train.<name>``, as far as a resume_point depends on it. ``finished_step``: -1 unless that is its end."""
+    """What stands on ``train.<name>``, as far as a resume_point depends on it. ``finished_step``: -1 unless that is its end;
+    ``reached``: the last step of the newest lineage."""
 
     lineages: tuple[LineageStarted, ...]
     checkpoints: tuple[CheckpointStored, ...]
     evaluations: tuple[EvaluationFinished, ...]
     train_last: int
     finished_step: int
+    reached: int = 0
+
+    @property
+    def newest_lineage(self) -> int:
+        """The highest number of a lineage; 0 if none began."""
+        return max((lineage_number(started.lineage) for started in self.lineages), default=0)
 
     def has_followed(self, restart: str) -> bool:
         """True if a lineage has begun upon this order; there is none to follow in an empty one."""
@@ -78,7 +96,7 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
     checkpoints: list[CheckpointStored] = []
     evaluations: list[EvaluationFinished] = []
     last: Message | None = None
-    train_last = 0
+    train_last = reached = 0
     async for stored in bus.scan([subjects.train(policy)]):
         train_last = stored.sequence
         entry = _decode_entry(stored.subject, stored.payload)
@@ -86,6 +104,9 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
         match entry:
             case LineageStarted():
                 lineages.append(entry)
+                reached = entry.parent_step
+            case StepTrained():
+                reached = entry.step
             case CheckpointStored():
                 checkpoints.append(entry)
             case EvaluationFinished():
@@ -96,6 +117,7 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
         evaluations=tuple(evaluations),
         train_last=train_last,
         finished_step=last.step if isinstance(last, TrainingFinished) else -1,
+        reached=reached,
     )
 
 
@@ -104,14 +126,21 @@ async def find_resume_point(
 ) -> ResumePoint:
     """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered.
 
-    Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does. No lineage before had the name of the new one, not
-    even one that the log has lost and that left a checkpoint.
+    Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does, and `UserError` when the log has lost all checkpoints
+    that the folder holds. No lineage before had the name of the new one, not even one that the log has lost.
     """
     runtime, lineages = runtime or Runtime(), book.lineages
     choice = await choose_checkpoint(lineages, book.checkpoints, folder=folder, restart=restart, runtime=runtime)
-    before = max((lineage_number(started.lineage) for started in lineages), default=0)
-    left = await runtime.offload(highest_lineage, folder) if folder is not None else 0
-    name = f"l{max(before, left) + 1}"
+    written = await runtime.offload(written_checkpoints, folder) if folder is not None else []
+    lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
+    if lost:
+        log.error("the log went back in time: it has lost what these checkpoints hold", checkpoints=lost, reached=book.reached)
+    if lost and choice.checkpoint is None and not choice.restart:
+        raise UserError(
+            f"the log knows of no checkpoint, and {folder} holds {', '.join(lost)}: it was lost, or is that of another run; "
+            f"to begin anew, say --restart-from {START}"
+        )
+    name = f"l{max([book.newest_lineage, *(number for number, _, _ in written)]) + 1}"
     next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
     surviving = compute_surviving_steps([*lineages, next_start])
     counted = {started.lineage: surviving.get(started.lineage, -1.0) for started in lineages}
@@ -125,6 +154,33 @@ async def find_resume_point(
         restart=choice.restart,
         counted=counted,
     )
+
+
+async def wait_for_beginning(
+    bus: Bus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
+) -> ResumePoint | None:
+    """Where to begin; None if training is finished, or was drained while a checkpoint was waited for."""
+    settings, folder = configuration.learner, run_folder(configuration.run).checkpoints.absolute()
+    give_up_at = anyio.current_time() + settings.checkpoint_wait
+    while not drain.is_set():
+        book = await read_book(bus, subjects, configuration.run.policy)
+        if book.finished_step >= settings.steps and book.has_followed(settings.restart_from):
+            log.info("training is finished already", step=book.finished_step)
+            return None
+        try:
+            return await find_resume_point(book, folder=folder, restart=settings.restart_from, runtime=runtime)
+        except CheckpointUnread as unread:
+            if anyio.current_time() >= give_up_at:
+                raise
+            log.error("training waits for a checkpoint", reason=str(unread))
+        with anyio.move_on_after(CHECK_SECONDS):
+            await drain.wait()
+    return None
+
+
+def _is_lost(book: Book, number: int, step: int) -> bool:
+    """True if a checkpoint holds a step that the log does not: it is written after its step was acked."""
+    return number > book.newest_lineage or (number == book.newest_lineage and step > book.reached)
 
 
 async def read_published_versions(bus: Bus, subjects: Subjects, policy: str) -> dict[int, int]:

@@ -38,14 +38,13 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, compute_group_metrics
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune_checkpoints, write_checkpoint
-from fleetbus_workers.learner.choice import CheckpointUnread
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.publication import Publication
-from fleetbus_workers.learner.resume import ResumePoint, find_resume_point, read_book, read_requests_from_floor
+from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, wait_for_beginning
 from fleetbus_workers.learner.signal_log import SignalLog
 from fleetbus_workers.weights.store import get_object_store, open_store
 
@@ -53,9 +52,6 @@ log = structlog.get_logger()
 
 FULL_CHECK_SECONDS = 1.0
 """How often a learner that waits for groups looks whether admission waits for the log."""
-
-CHECKPOINT_CHECK_SECONDS = 5.0
-"""How often a learner looks for a checkpoint that it cannot read."""
 
 
 LINEAGE_TABLES = ("episode", "limits", "learner", "algorithm", "trainer", "evaluation")
@@ -391,28 +387,6 @@ def _compute_max_replaced(configuration: Configuration) -> int:
     return algorithm.dynamic_sampling_batches * configuration.learner.groups if algorithm.dynamic_sampling else 0
 
 
-async def _resume_point(
-    bus: Bus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
-) -> ResumePoint | None:
-    """Where to begin; None if training is finished, or was drained while a checkpoint was waited for."""
-    settings, folder = configuration.learner, run_folder(configuration.run).checkpoints.absolute()
-    give_up_at = anyio.current_time() + settings.checkpoint_wait
-    while not drain.is_set():
-        book = await read_book(bus, subjects, configuration.run.policy)
-        if book.finished_step >= settings.steps and book.has_followed(settings.restart_from):
-            log.info("training already finished; nothing to do", step=book.finished_step)
-            return None
-        try:
-            return await find_resume_point(book, folder=folder, restart=settings.restart_from, runtime=runtime)
-        except CheckpointUnread as unread:
-            if anyio.current_time() >= give_up_at:
-                raise
-            log.error("training waits for a checkpoint", reason=str(unread))
-        with anyio.move_on_after(CHECKPOINT_CHECK_SECONDS):
-            await drain.wait()
-    return None
-
-
 async def run_learner(
     bus: Bus,
     *,
@@ -426,7 +400,7 @@ async def run_learner(
     """A learner from where the log says training stands to the last step."""
     subjects = Subjects(configuration.run.name)
     runtime = runtime or Runtime()
-    resume_point = await _resume_point(bus, subjects, configuration, drain, runtime)
+    resume_point = await wait_for_beginning(bus, subjects, configuration, drain, runtime)
     if resume_point is None:
         return
     learner = Learner(
