@@ -225,6 +225,7 @@ _EXAMPLES: tuple[Message, ...] = (
             "evaluation": {"greedy": True},
             "trainer": {"device": "cpu"},
         },
+        restart="10",
     ),
     StepTrained(
         lineage="l0002",
