@@ -122,7 +122,7 @@ class TrainingChecker:
         require, step = self._observer.require, started.parent_step
         require(started.lineage not in self._lineages, "a lineage begins once", started.lineage)
         require(started.parent == (self.lineage.lineage if self.lineage else ""), "a lineage follows the newest", str(started))
-        anew = step == 0 and (not self._checkpoints or started.restart)
+        anew = step == 0 and (not self._checkpoints or bool(started.restart))
         require(anew or step in self._checkpoints, "a lineage begins at a stored checkpoint", str(started))
         self._lineages.append(started.lineage)
         if self.lineage is not None:
