@@ -30,7 +30,7 @@ class MissingActions(UserError):
 
 
 async def read_actions(
-    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, ports: Runtime
+    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
 ) -> dict[str, list[Action]]:
     """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
     wanted = {reference.sequence for result in results for reference in result.actions}
@@ -39,7 +39,7 @@ async def read_actions(
         missing = wanted - set(entries)
         if missing and archive is not None:
             log.info("actions read from the archive", entries=len(missing))
-            entries |= await ports.offload(read_archived_entries, archive, missing, run=subjects.run)
+            entries |= await runtime.offload(read_archived_entries, archive, missing, run=subjects.run)
         if not wanted - set(entries):
             break
         await anyio.sleep(pause)

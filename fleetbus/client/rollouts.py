@@ -85,7 +85,7 @@ async def rollouts(
     version: int = 0,
     temperature: float | None = None,
     worker: str = "rollouts",
-    ports: Runtime | None = None,
+    runtime: Runtime | None = None,
 ) -> AsyncIterator[AsyncIterator[RolloutGroup]]:
     """Groups in the order in which they finish; every task is played ``group_size`` times.
 
@@ -93,13 +93,14 @@ async def rollouts(
     by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
 
     Beside a recorder the log keeps the Actions of a finished episode for its duplicate window, two minutes. What is read later,
-    because the caller held up its event loop, comes from ``learner.archive``; without play_episode such an episode is ``lost``, with the
+    because the caller held up its event loop, comes from ``learner.archive``; without play_episode such an episode is
+    ``lost``, with the
     reason.
     """
     subjects = Subjects(configuration.run.name)
     requests = Requests(bus, subjects, configuration=configuration, worker=worker)
     archive = Path(configuration.learner.archive) if configuration.learner.archive else None
-    group_runner = _GroupRunner(bus, subjects, requests, group_size, version, temperature, archive, ports or Runtime())
+    group_runner = _GroupRunner(bus, subjects, requests, group_size, version, temperature, archive, runtime or Runtime())
     places = anyio.Semaphore(groups_at_a_time)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
@@ -136,7 +137,7 @@ class _GroupRunner:
         version: int,
         temperature: float | None,
         archive: Path | None,
-        ports: Runtime,
+        runtime: Runtime,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -145,7 +146,7 @@ class _GroupRunner:
         self._version = version
         self._temperature = temperature
         self._archive = archive
-        self._ports = ports
+        self._runtime = runtime
         self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
 
     async def follow_results(self, start: int) -> None:

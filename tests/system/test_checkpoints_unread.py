@@ -16,7 +16,7 @@ import trio.testing
 
 from fleetbus.config.settings import LearnerSettings
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained
-from fleetbus_workers.learner.choice import CheckpointUnread
+from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import Member
 from tests.system.test_failure_table_learner import Training, damage, training

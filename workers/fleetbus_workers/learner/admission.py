@@ -126,7 +126,7 @@ class Admission:
             self._pool.expect(request.episode_id, group_id)
             sequence, result = await self._requests.publish(request)
             if sequence < self._floor and parse_group_number(group_id) < self._first_new_group:
-                self._requests.answered(request.episode_id)
+                self._requests.mark_answered(request.episode_id)
                 self._pool.settled_before(request.episode_id, group_id)
                 return
             self._pool.requested(request.episode_id, sequence)

@@ -103,7 +103,8 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], bool] = lambda lineage, step: False) -> None:
     """Remove all checkpoints but the newest ``keep``, those of steps that do not count, and what kills left half written.
 
-    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``is_voided`` says what does not count; it
+    Newest by lineage and step, as in the log: clocks and file times may go backwards. ``is_voided`` says what does not count;
+    it
     stays until one that counts has come as far. Nothing is removed unless the newest that counts can be read.
     """
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]

@@ -63,7 +63,8 @@ class FencedAppender:
     async def take_over(self, started: LineageStarted) -> None:
         """Store the start of a lineage after whatever stands there by now: from then on the author before is refused.
 
-        Raises `LearnerReplaced` when a later lineage has written there, so lineages follow each other in their order on this subject
+        Raises `LearnerReplaced` when a later lineage has written there, so lineages follow each other in their order on this
+        subject
         as well, however old an answer of the log is: what is written upon an old one is refused.
         """
         while True:

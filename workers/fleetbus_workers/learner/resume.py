@@ -32,7 +32,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.checkpoints import Checkpoint, written_checkpoints
-from fleetbus_workers.learner.choice import START, CheckpointUnread, choose_checkpoint
+from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
 
 CHECK_SECONDS = 5.0
 """How often a learner looks for a checkpoint that it cannot read."""
@@ -156,7 +156,7 @@ async def find_resume_point(
     )
 
 
-async def wait_for_beginning(
+async def wait_for_resume_point(
     bus: Bus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
 ) -> ResumePoint | None:
     """Where to begin; None if training is finished, or was drained while a checkpoint was waited for."""

@@ -44,7 +44,7 @@ from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.publication import Publication
-from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, wait_for_beginning
+from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, wait_for_resume_point
 from fleetbus_workers.learner.signal_log import SignalLog
 from fleetbus_workers.weights.store import get_object_store, open_store
 
@@ -400,7 +400,7 @@ async def run_learner(
     """A learner from where the log says training stands to the last step."""
     subjects = Subjects(configuration.run.name)
     runtime = runtime or Runtime()
-    resume_point = await wait_for_beginning(bus, subjects, configuration, drain, runtime)
+    resume_point = await wait_for_resume_point(bus, subjects, configuration, drain, runtime)
     if resume_point is None:
         return
     learner = Learner(

@@ -23,7 +23,7 @@ from fleetbus.runtime import Runtime
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
-from fleetbus_workers.learner.choice import START, CheckpointUnread
+from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.scripted import ScriptedTrainer

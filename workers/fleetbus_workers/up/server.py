@@ -1,4 +1,5 @@
-"""The run's own nats-server, held by a process of its own: ``python -m fleetbus_workers.up.server STORE PORT FILE [SYNC [CONFIG]]``.
+"""The run's own nats-server, held by a process of its own: ``python -m fleetbus_workers.up.server STORE PORT FILE [SYNC
+[CONFIG]]``.
 
 It starts the server again when that dies, or when its disk was full and is not any more, writes the address to FILE, and stops
 it on a signal or when `up` is gone. `up` cannot own the server itself: killed with SIGKILL, it would leave an orphan.

@@ -42,7 +42,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def choose_checkpoint(
-    lineages: Sequence[LineageStarted], stored: Sequence[CheckpointStored], *, folder: Path | None, restart: str, ports: Runtime
+    lineages: Sequence[LineageStarted],
+    stored: Sequence[CheckpointStored],
+    *,
+    folder: Path | None,
+    restart: str,
+    runtime: Runtime,
 ) -> Choice:
     """The choice after what the log says; ``folder`` is where checkpoints lie if they do not where the log says.
 
@@ -55,20 +60,20 @@ async def choose_checkpoint(
     if restart and any(started.restart == restart for started in lineages):
         log.info("learner.restart_from was followed before: write it as STEP/2 to do it again", restart_from=restart)
     elif restart:
-        return await _ordered(restart, parent, counting, stored, folder, ports)
+        return await _choose_ordered(restart, parent, counting, stored, folder, runtime)
     if not counting:
         return Choice(parent=parent)
-    checkpoint, path = await _newest_whole(counting, folder, ports)
+    checkpoint, path = await _find_newest_readable(counting, folder, runtime)
     return Choice(parent=parent, checkpoint=checkpoint, path=path)
 
 
-async def _ordered(
+async def _choose_ordered(
     restart: str,
     parent: str,
     counting: Sequence[CheckpointStored],
     stored: Sequence[CheckpointStored],
     folder: Path | None,
-    ports: Runtime,
+    runtime: Runtime,
 ) -> Choice:
     """What a person names may be of a lineage that was cut: then it becomes the parent."""
     order = _ORDER.fullmatch(restart)
@@ -78,48 +83,50 @@ async def _ordered(
         return Choice(parent=parent, restart=restart)
     named = [entry for entry in stored if entry.step == int(order["step"])]
     if not named:
-        raise UserError(f"learner.restart_from = {restart}: the log names checkpoints of {_steps(stored) or 'no step'}")
+        raise UserError(f"learner.restart_from = {restart}: the log names checkpoints of {_format_steps(stored) or 'no step'}")
     found = [entry for entry in named if entry in counting] or named
-    checkpoint, path = await _newest_whole(found, folder, ports)
+    checkpoint, path = await _find_newest_readable(found, folder, runtime)
     return Choice(
         parent=parent if found[-1] in counting else checkpoint.lineage, checkpoint=checkpoint, path=path, restart=restart
     )
 
 
-async def _newest_whole(entries: Sequence[CheckpointStored], folder: Path | None, ports: Runtime) -> tuple[Checkpoint, Path]:
+async def _find_newest_readable(
+    entries: Sequence[CheckpointStored], folder: Path | None, runtime: Runtime
+) -> tuple[Checkpoint, Path]:
     """Damaged ones are passed over, for they stay so; one that is not there is not: older ones would be begun at for ever."""
     reason = ""
     for entry in reversed(entries):
         try:
-            return await _opened(entry, folder, ports)
+            return await _open_checkpoint(entry, folder, runtime)
         except CheckpointDamaged as damaged:
             log.warning("checkpoint passed over", path=entry.file, reason=str(damaged))
             reason = reason or f"{entry.file} is damaged: {damaged}"
         except OSError as error:
             reason = reason or f"{entry.file} cannot be read ({error.strerror or error})"
             break
-    there = _steps([entry for entry in entries if _place(entry, folder).joinpath(INDEX).is_file()])
+    there = _format_steps([entry for entry in entries if _locate(entry, folder).joinpath(INDEX).is_file()])
     raise CheckpointUnread(
         f"the checkpoint of step {entries[-1].step}: {reason}; mount or restore it, or say where to go on: "
         f"--restart-from {' | '.join(filter(None, (there, START)))}"
     )
 
 
-async def _opened(entry: CheckpointStored, folder: Path | None, ports: Runtime) -> tuple[Checkpoint, Path]:
-    path = _place(entry, folder)
-    checkpoint = await ports.offload(open_checkpoint, path)
+async def _open_checkpoint(entry: CheckpointStored, folder: Path | None, runtime: Runtime) -> tuple[Checkpoint, Path]:
+    path = _locate(entry, folder)
+    checkpoint = await runtime.offload(open_checkpoint, path)
     assert isinstance(checkpoint, Checkpoint)
     if (checkpoint.lineage, checkpoint.step) != (entry.lineage, entry.step):
         raise CheckpointDamaged(f"it is step {checkpoint.step} of {checkpoint.lineage}")
     return checkpoint, path
 
 
-def _place(entry: CheckpointStored, folder: Path | None) -> Path:
+def _locate(entry: CheckpointStored, folder: Path | None) -> Path:
     """Where the log says, or under the same name in the run's folder, which may have been moved."""
     path = Path(entry.file)
     moved = folder / path.name if folder is not None else path
     return moved if moved.exists() and not path.exists() else path
 
 
-def _steps(entries: Sequence[CheckpointStored]) -> str:
+def _format_steps(entries: Sequence[CheckpointStored]) -> str:
     return " | ".join(map(str, sorted({entry.step for entry in entries})))
