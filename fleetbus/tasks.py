@@ -163,8 +163,8 @@ def _find_value(entry: dict[str, Any], field: str) -> Any:
 
 
 def _parse_prompt(place: str, prompt: Any) -> str:
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f'{place} has no prompt; add "prompt": what the policy is asked to do')
+    if not isinstance(prompt, str) or (prompt and not prompt.strip()):
+        raise UserError(f'{place} has no prompt; add "prompt": what the policy is to do, "" where the environment says it')
     return prompt
 
 

@@ -252,3 +252,9 @@ async def test_another_gateway_goes_on_after_a_failure_too() -> None:
         assert await second.call(broken, "close") == {"closed": True}
         assert (await first.post("/call", {"session_id": broken, "method": "step"})).status_code == 404
         await first.call(session, "close")
+
+
+def test_a_handler_with_calls_of_its_own_is_refused_and_not_ignored() -> None:
+    """The protocol's own servers would ask them."""
+    with pytest.raises(TypeError, match="create_env"):
+        type("Own", (Handler,), {"connect": lambda self, env_config: None})

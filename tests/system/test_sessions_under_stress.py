@@ -196,3 +196,13 @@ async def test_a_prompt_longer_than_the_model_is_an_outcome_without_tokens() -> 
     result = await play_episode(FaultyStages(reset=make_returning(start)))
     assert (result.outcome, result.error_class) == ("truncated", "tokens")
     assert (result.turns, result.actions, result.tokens) == (0, (), 0)
+    assert "the prompt leaves no room for a turn" in result.error
+
+
+async def test_without_a_verdict_an_episode_whose_prompt_is_too_long_says_so() -> None:
+    start = Start(messages=(ChatMessage(role="user", content="x" * 5000),))
+    result = await play_episode(
+        FaultyStages(reset=make_returning(start), verify=make_returning(Verdict(reward=None, reason="no reward yet")))
+    )
+    assert (result.outcome, result.error_class) == ("verifier_unknown", "prompt_too_long")
+    assert "the prompt leaves no room for a turn" in result.error

@@ -104,6 +104,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("same key twice", [ENTRY, {"key": "t2", "prompt": "p"}, ENTRY], "tasks 1 and 3 have the same key (t1)"),
     ("no prompt", [{"key": "t1"}], "task 1 (t1) has no prompt"),
     ("blank prompt", [{"key": "t1", "prompt": " "}], "task 1 (t1) has no prompt"),
+    ("prompt that is null", [{"key": "t1", "prompt": None}], '"" where the environment says it'),
     ("environment that is no text", [ENTRY | {"env_id": 3}], "task 1 (t1): env_id is a number"),
     ("variables that are no JSON", [ENTRY | {"env_variables": "{"}], "task 1 (t1): env_variables is text that is not JSON"),
     ("variables that are a list", [ENTRY | {"env_variables": [1]}], "task 1 (t1): env_variables is a list"),
@@ -111,6 +112,11 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("number that no message carries", [ENTRY | {"limit": 1 << 70}], "task 1 (t1) cannot be sent"),
     ("task that is too large", [ENTRY | {"document": "x" * 300_000}], "262144 at most"),
 ]
+
+
+def test_a_prompt_is_left_to_the_environment_by_saying_so(tmp_path: Path) -> None:
+    (task,) = load_tasks(write(tmp_path, [{"key": "t1", "prompt": ""}]))
+    assert task.prompt == ""
 
 
 @pytest.mark.parametrize(("content", "words"), [pytest.param(row[1], row[2], id=row[0]) for row in MISTAKES])

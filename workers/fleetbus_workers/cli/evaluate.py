@@ -13,7 +13,7 @@ import anyio
 import click
 
 from fleetbus.errors import UserError
-from fleetbus_workers.cli.log_access import open_run, reach_options
+from fleetbus_workers.cli.log_access import open_run, reach_options, run_argument
 from fleetbus_workers.cli.options import NumberRange, load_settings
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Report = dict[str, Any]
 
 
 @click.command("evaluate")
-@click.argument("run", required=False, metavar="[RUN]")
+@run_argument
 @click.option("--tasks", "run__tasks", metavar="FILE", help="Tasks file; its held-out tasks are played (default: the run's)")
 @click.option("--episodes", type=click.IntRange(1), metavar="N", help="Held-out tasks to play (default: the run's setting)")
 @click.option("--samples", type=click.IntRange(1), default=1, metavar="N", help="Episodes per task [1]")

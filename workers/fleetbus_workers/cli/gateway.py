@@ -75,20 +75,25 @@ def gym(host: str, port: int, **values: Any) -> int:
 )
 @click.option("--session-timeout", type=SECONDS, default=1800.0, help="Seconds without a call until a named session is closed")
 @click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to come back")
-@click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine: the protocol has no key")
+@click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine without OPENENV_TOKEN")
 @role_options
 @settings_options("run", "nats", "log")
 def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     """The OpenEnv protocol (WebSocket /ws): EnvClient and its like play on the bus's environments.
 
     Over capacity a reset waits instead of failing; a bad action harms nothing; a client that is gone frees its slot. With
-    the base URL http://HOST:PORT/sessions/NAME an episode outlives connections, and the gateway.
+    the base URL http://HOST:PORT/sessions/NAME an episode outlives connections, and the gateway. Clients have to send
+    what the variable OPENENV_TOKEN holds, if it is set: EnvClient(headers={"Authorization": "Bearer ..."}).
     """
     given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
+    given["token"] = os.environ.get("OPENENV_TOKEN", "")
     from fleetbus_workers.serving.listeners import is_loopback
 
-    if not is_loopback(host) and not open_to_others:
-        raise UserError(f"--host {host} is open to others and the protocol has no key: add --open-to-others if that is meant")
+    if not is_loopback(host) and not open_to_others and not given["token"]:
+        raise UserError(
+            f"--host {host} is open to others and anybody may use it: set OPENENV_TOKEN to what clients have to send, or add "
+            "--open-to-others if that is meant"
+        )
     return run_role("gateway", partial(_load_openenv, host, port, given), values)
 
 

@@ -36,6 +36,25 @@ def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the run as an argument, or as ``--run`` as for the commands that work; the function gets it as ``run``."""
+
+    def kept(context: click.Context, _: click.Parameter, value: str | None) -> None:
+        context.meta["fleetbus.run"] = value
+
+    def chosen(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
+        named = context.meta.get("fleetbus.run")
+        if value is not None and named not in (None, value):
+            raise click.UsageError(f"two runs are named: {value} and --run {named}")
+        return value if value is not None else named
+
+    argument = click.argument("run", required=False, metavar="[RUN]", callback=chosen)
+    option = click.option(
+        "--run", "named_run", metavar="RUN", is_eager=True, expose_value=False, callback=kept, help="The same as RUN"
+    )
+    return argument(option(function))
+
+
 def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is passed in addition."""
     from pathlib import Path

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import click
 
-from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options
+from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options, run_argument
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.sources import build_address_resolver, nats_http_option
 from fleetbus_workers.exit_status import FINISHED
@@ -33,7 +33,7 @@ CLOSE_SECONDS = 60.0
 
 
 @click.command("metrics")
-@click.argument("run", required=False, metavar="[RUN]")
+@run_argument
 @click.option(
     "--port", type=click.IntRange(-1, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any, -1: none [9464]"
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options
+from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options, run_argument
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.sources import build_address_resolver, nats_http_option
 from fleetbus_workers.exit_status import FINISHED
@@ -25,7 +25,7 @@ DEFAULT_PORT = 8450
 
 
 @click.command("monitor")
-@click.argument("run", required=False, metavar="[RUN]")
+@run_argument
 @click.option("--port", type=click.IntRange(0, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any [8450]")
 @click.option(
     "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; anything but loopback is for all to see"

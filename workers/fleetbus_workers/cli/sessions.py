@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import open_run, reach_options
+from fleetbus_workers.cli.log_access import open_run, reach_options, run_argument
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.exit_status import FINISHED
 
@@ -24,7 +24,7 @@ ROLES = ("environment", "inference")
 
 
 @click.command("sessions")
-@click.argument("run", required=False, metavar="[RUN]")
+@run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 @click.option("--limit", type=int, default=50, show_default=True, help="Most rows; 0: all")
 @reach_options

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options
+from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options, run_argument
 from fleetbus_workers.cli.options import SECONDS, load_settings
 from fleetbus_workers.cli.sources import build_address_resolver, nats_http_option
 from fleetbus_workers.exit_status import FINISHED, INTERRUPTED
@@ -28,7 +28,7 @@ FIRST_LOOK_SECONDS = 2.5
 
 
 @click.command("top")
-@click.argument("run", required=False, metavar="[RUN]")
+@run_argument
 @click.option("--once", is_flag=True, help="Show one picture and end")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON, one line per second (with --once: one)")
 @click.option("--stall", type=SECONDS, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")

@@ -49,8 +49,21 @@ WORKER = "local"
 UNLIMITED_SLOTS = 4096
 
 
+NOT_OVERRIDDEN = ("connect", "call")
+"""What handlers of the protocol's own servers may override, and what nothing here would ask."""
+
+
 class BaseGymHandler(ABC):
     """Makes environments. A session without a call for ``session_timeout`` seconds is closed; ``max_sessions`` 0: no limit."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        overridden = [name for name in NOT_OVERRIDDEN if name in vars(cls)]
+        if overridden:
+            raise TypeError(
+                f"{cls.__name__} overrides {' and '.join(overridden)}, which are not asked here: sessions, repeated calls and "
+                "images are the service's; change what create_env gives, or wrap the environment that it makes"
+            )
 
     def __init__(self, session_timeout: float = 3600.0, max_sessions: int = 0) -> None:
         self.session_timeout = session_timeout

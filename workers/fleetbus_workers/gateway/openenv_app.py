@@ -15,6 +15,7 @@ import anyio
 import msgspec
 import structlog
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route, WebSocketRoute
@@ -23,6 +24,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from fleetbus.client.sessions import SessionClient, SessionUnavailable
 from fleetbus.errors import BusError
 from fleetbus_schemas.subjects import InvalidName, check_name
+from fleetbus_workers.gateway.bearer import Guarded
 from fleetbus_workers.gateway.images import LoadImage
 from fleetbus_workers.gateway.openenv_episode import NOT_STARTED, AtCapacity, OpenEnvEpisode
 from fleetbus_workers.gateway.openenv_frames import FrameError, read_frame, read_id, read_object, write_json
@@ -51,7 +53,8 @@ log = structlog.get_logger()
 class OpenEnvSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``capacity_timeout``: seconds a reset waits for a slot; ``max_sessions``: most named sessions, which are closed after
     ``session_timeout`` seconds without a call, or ``resume_timeout`` after their connection broke off; ``idle_timeout``:
-    seconds without a frame until a socket that has no environment is closed (its client connects anew with its next call)."""
+    seconds without a frame until a socket that has no environment is closed (its client connects anew with its next call);
+    ``token``: what clients have to send as ``Authorization: Bearer``, empty for nothing."""
 
     capacity_timeout: float = 30.0
     idle_timeout: float = 600.0
@@ -59,6 +62,7 @@ class OpenEnvSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: int = 1024
     session_timeout: float = 1800.0
     resume_timeout: float = 60.0
+    token: str = ""
 
 
 class OpenEnvGateway:
@@ -93,7 +97,8 @@ class OpenEnvGateway:
             WebSocketRoute("/ws", self._serve),
         ]
         mounted = Mount("/sessions/{session}", routes=[*routes, *build_metadata_routes()])
-        return Starlette(routes=[*routes, mounted, *build_metadata_routes()], lifespan=self._lifespan)
+        known = [Middleware(Guarded, token=self._settings.token)] if self._settings.token else []
+        return Starlette(routes=[*routes, mounted, *build_metadata_routes()], lifespan=self._lifespan, middleware=known)
 
     @asynccontextmanager
     async def _lifespan(self, application: Starlette) -> AsyncIterator[None]:

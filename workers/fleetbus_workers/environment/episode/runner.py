@@ -118,7 +118,7 @@ class EpisodeRunner:
         while self.turn < self._request.max_turns:
             turn = await self._obtain_turn(messages, tools)
             if turn is None:
-                return Conclusion(outcome="truncated", error_class="tokens")
+                return Conclusion(outcome="truncated", error_class="tokens", error="" if self.turn else self._no_room())
             step = await self._step_environment(turn)
             if step.terminated:
                 return Conclusion(outcome="completed")
@@ -126,6 +126,12 @@ class EpisodeRunner:
                 return Conclusion(outcome="truncated", error_class="environment")
             messages, tools = self._append_status(step.messages), ()
         return Conclusion(outcome="truncated", error_class="turns")
+
+    def _no_room(self) -> str:
+        return (
+            "the prompt leaves no room for a turn: it uses up the "
+            f"{self._request.max_tokens} tokens of the episode, or those that the model takes; shorten it, or raise the limit"
+        )
 
     def _append_status(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
@@ -195,6 +201,8 @@ class EpisodeRunner:
         except EpisodeEnded as ended:
             reward, reason = math.nan, to_printable(f"{ended.error_class}: {ended.error}")
         if not math.isfinite(reward):
+            if conclusion.error:  # nothing was played: that is why there is nothing to grade
+                return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=conclusion.error)
             return Conclusion(outcome="verifier_unknown", error_class="no_verdict", error=reason)
         return msgspec.structs.replace(conclusion, reward=reward)
 
