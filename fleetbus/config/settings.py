@@ -231,8 +231,20 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
     mask_truncated_completions: Annotated[
         bool, Meta(description="Leave truncated episodes out of the loss; they still count in the mean of their group")
     ] = False
+    truncated_when: Annotated[
+        Literal["outcome", "no_end_token"],
+        Meta(
+            description="What counts as truncated there: the outcome, or a last response without its end token (TRL's and "
+            "SkyRL's rule)"
+        ),
+    ] = "outcome"
     overlong_buffer: Annotated[int, Meta(ge=0, description="Tokens before the limit with a soft overlong penalty; 0: none")] = 0
     overlong_penalty_factor: Annotated[float, Meta(ge=0, description="Largest soft overlong penalty")] = 1.0
+
+    @property
+    def truncation_mask(self) -> Literal["", "outcome", "no_end_token"]:
+        """Which truncated episodes are left out of the loss; empty: none."""
+        return self.truncated_when if self.mask_truncated_completions else ""
 
 
 class TrainerSettings(Settings, frozen=True, kw_only=True):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+from fleetbus_schemas import Outcome
+from fleetbus_schemas.action import FinishReason
 
 TOLERANCE = 1e-6
 """Rewards that differ by less are equal."""
@@ -17,6 +21,16 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float = 1.
         return 0.0
     exceeding = length - (limit - buffer)
     return -factor * min(max(exceeding / buffer, 0.0), 1.0)
+
+
+TruncationMask = Literal["", "outcome", "no_end_token"]
+"""Which episodes are left out of the loss and only counted in their group's mean: none; those with the outcome ``truncated``; those
+whose last response has no end token, because the limit of a turn, of the episode or of the model cut it."""
+
+
+def is_masked(mask: TruncationMask, outcome: Outcome, last: FinishReason) -> bool:
+    """Whether an episode is left out of the loss; ``last`` is how its last response ended."""
+    return (mask == "outcome" and outcome == "truncated") or (mask == "no_end_token" and last != "stop")
 
 
 def has_zero_variance(rewards: Sequence[float]) -> bool:

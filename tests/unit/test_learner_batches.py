@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fleetbus.config.check import check_configuration
@@ -16,6 +17,7 @@ from fleetbus.config.settings import (
 from fleetbus.core.groups import Group
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
+from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.learner.batches import CreditPlan, _build_sequence, compute_episode_advantages
 
 
@@ -97,6 +99,17 @@ def test_overlong_filtering_takes_truncated_episodes_out_of_the_loss(outcome: Ou
         assert sequence.advantages.tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, -0.5, -0.5]
     else:
         assert not sequence.advantages.any()
+
+
+@pytest.mark.parametrize("outcome", ["completed", "truncated"])
+@pytest.mark.parametrize(("last", "trained"), [("stop", 4), ("length", 0)])
+def test_a_filter_by_the_end_token_goes_by_the_last_response_and_not_by_the_outcome(
+    outcome: Outcome, last: FinishReason, trained: int
+) -> None:
+    result = finished("a", 1.0, outcome=outcome)
+    actions = [msgspec.structs.replace(turn(0), finish_reason="length"), msgspec.structs.replace(turn(1), finish_reason=last)]
+    plan = CreditPlan(truncation_mask="no_end_token")
+    assert int(_build_sequence(result, actions, [0.5, -0.5], plan, 1.0).loss_mask.sum()) == trained
 
 
 def test_the_plan_is_read_off_the_configuration() -> None:

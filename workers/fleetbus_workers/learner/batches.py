@@ -18,7 +18,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
-from fleetbus.core.shaping import overlong_penalty
+from fleetbus.core.shaping import TruncationMask, is_masked, overlong_penalty
 from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns, unpaid_reward
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
@@ -34,7 +34,7 @@ class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
     minimum: int = 2
     credit_assignment: Literal["episode", "turn"] = "episode"
     turn_discount: float = 1.0
-    mask_truncated_completions: bool = False
+    truncation_mask: TruncationMask = ""
     overlong_limit: int = 0
     overlong_buffer: int = 0
     overlong_penalty_factor: float = 1.0
@@ -47,7 +47,7 @@ class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
             minimum=learner.min_group_size,
             credit_assignment=algorithm.credit_assignment,
             turn_discount=algorithm.turn_discount,
-            mask_truncated_completions=algorithm.mask_truncated_completions,
+            truncation_mask=algorithm.truncation_mask,
             overlong_limit=configuration.episode.max_episode_tokens,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty_factor=algorithm.overlong_penalty_factor,
@@ -127,7 +127,7 @@ def _build_sequence(
     versions[mask] = np.concatenate([_expand_versions(action) for action in actions])
     advantages = np.zeros(len(ids), np.float32)
     advantages[mask] = np.repeat(np.array(by_turn, np.float32), [len(action.sampled) // 4 for action in actions])
-    if plan.mask_truncated_completions and result.outcome == "truncated":
+    if is_masked(plan.truncation_mask, result.outcome, actions[-1].finish_reason if actions else "stop"):
         mask, advantages = np.zeros_like(mask), np.zeros_like(advantages)
     return TrainingSequence(
         episode_id=result.episode_id,

@@ -31,8 +31,8 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
-from fleetbus_workers.learner.checkpoints import Checkpoint, written_checkpoints
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
+from fleetbus_workers.learner.checkpoints import Checkpoint, written_checkpoints
 
 CHECK_SECONDS = 5.0
 """How often a learner looks for a checkpoint that it cannot read."""

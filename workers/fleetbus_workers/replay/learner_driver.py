@@ -362,7 +362,7 @@ class LearnerDriver(Driver):
             {message.version: inline_manifest(message, objects) for _, message in self._find(PolicyPublished)},
             episodes=self._episodes,
             on_difference=note,
-            mask_truncated=self.environment.configuration.algorithm.mask_truncated_completions,
+            truncation_mask=self.environment.configuration.algorithm.truncation_mask,
         )
 
     def _note_difference(self, key: Key, sequence: int, found: Found) -> None:

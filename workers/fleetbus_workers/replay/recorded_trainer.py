@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetbus.core.shaping import TruncationMask, is_masked
 from fleetbus.episodes import decode_entries
 from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
+from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.replay.compare import Found
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
@@ -35,13 +37,13 @@ class RecordedTrainer:
         *,
         episodes: Mapping[str, RecordedEpisode],
         on_difference: Callable[[int, str, Found], None],
-        mask_truncated: bool,
+        truncation_mask: TruncationMask,
     ) -> None:
         self._steps = steps
         self._versions = versions
         self._episodes = episodes
         self._on_difference = on_difference
-        self._mask_truncated = mask_truncated
+        self._truncation_mask = truncation_mask
         self._step = start
         self.sequences = 0
         self.tokens = 0
@@ -82,7 +84,7 @@ class RecordedTrainer:
         if episode is None or episode.result is None:
             yield Found("episode_id", repr("(nothing)"), repr(sequence.episode_id))
             return
-        for field, recorded in build_sequence(episode, mask_truncated=self._mask_truncated).items():
+        for field, recorded in build_sequence(episode, truncation_mask=self._truncation_mask).items():
             replayed = np.asarray(getattr(sequence, field))
             if len(recorded) != len(replayed):
                 yield Found(f"{field} (length)", repr(len(recorded)), repr(len(replayed)))
@@ -91,10 +93,12 @@ class RecordedTrainer:
                 yield Found(f"{field}[{place}]", repr(recorded[place].item()), repr(replayed[place].item()))
 
 
-def build_sequence(episode: RecordedEpisode, *, mask_truncated: bool) -> dict[str, NDArray[np.generic]]:
+def build_sequence(episode: RecordedEpisode, *, truncation_mask: TruncationMask) -> dict[str, NDArray[np.generic]]:
     """The training sequence of a recorded episode without its advantages: arrays [T] by field."""
     parts: dict[str, list[NDArray[np.generic]]] = {"ids": [], "loss_mask": [], "logprobs": [], "versions": []}
+    last: FinishReason = "stop"
     for _, action in decode_entries(Action, episode.result_actions):
+        last = action.finish_reason
         prompt, sampled = (np.frombuffer(packed, "<u4") for packed in (action.prompt_delta, action.sampled))
         version = action.versions[0].version if len(action.versions) == 1 else -1
         parts["ids"] += [prompt, sampled]
@@ -102,7 +106,7 @@ def build_sequence(episode: RecordedEpisode, *, mask_truncated: bool) -> dict[st
         parts["logprobs"] += [np.zeros(len(prompt), np.float32), np.frombuffer(action.logprobs, "<f4")]
         parts["versions"] += [np.full(len(prompt), -1), np.full(len(sampled), version)]
     whole = {name: np.concatenate(arrays) if arrays else np.zeros(0) for name, arrays in parts.items()}
-    if mask_truncated and episode.result is not None and episode.result.outcome == "truncated":
+    if episode.result is not None and is_masked(truncation_mask, episode.result.outcome, last):
         whole |= {"loss_mask": np.zeros_like(whole["loss_mask"]), "logprobs": np.zeros_like(whole["logprobs"])}
         whole["versions"] = np.full_like(whole["versions"], -1)
     return whole
