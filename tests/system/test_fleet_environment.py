@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.errors import UserError
@@ -118,6 +119,55 @@ async def test_a_verifier_may_run_here_against_the_instance_there() -> None:
             await environment.step(call("submit_final_answer", answer="9"))
             assert (await environment.verify()).reward == 1.0
             assert fleet.uploads == 0
+
+
+BY_CALLS = """
+def verify(env, final_answer=None):
+    items = env.db("current").table("items")
+    row = items.eq("name", "ink").assert_exists().first()
+    assert env.db().query("SELECT count(*) FROM items").rows[0][0] == items.count()
+    assert "items" in [table.name for table in env.db().describe().tables]
+    assert not env.db().query("SELECT price FROM nowhere").success
+    return 1.0 if row["ordered"] == 1 and final_answer == "9" else 0.0
+"""
+BY_AWAITING = """
+async def verify(env, final_answer=None):
+    items = env.db().table("items")
+    rows = await items.select("ordered").in_("name", ["ink"]).all()
+    await items.eq("name", "no such thing").assert_none()
+    return 1.0 if rows == [{"ordered": 1}] and await items.eq("ordered", 1).count() == 1 else 0.0
+"""
+
+
+@pytest.mark.parametrize("code", [BY_CALLS, BY_AWAITING])
+async def test_a_verifier_that_runs_here_has_the_database_calls_of_the_sdk(code: str) -> None:
+    verifier = Verifier()
+    task = msgspec.structs.replace(TASK, verifier=code)
+    async with platform() as (_, server), verifier.running():
+        async with environments(server, settings(verifier="local"), grader=verifier) as environment:
+            await begun(environment, task)
+            await environment.step(call("order", name="ink"))
+            await environment.step(call("submit_final_answer", answer="9"))
+            verdict = await environment.verify()
+            assert verdict.reward == 1.0, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("call_of_it", "words"),
+    [
+        ("env.db().exec('DELETE FROM items')", "only reads"),
+        ("env.db().diff(None)", "fleet.verifier = platform"),
+    ],
+)
+async def test_what_a_verifier_here_cannot_ask_is_no_verdict_and_no_zero(call_of_it: str, words: str) -> None:
+    verifier = Verifier()
+    task = msgspec.structs.replace(TASK, verifier=f"def verify(env):\n    {call_of_it}\n    return 0.0")
+    async with platform() as (_, server), verifier.running():
+        async with environments(server, settings(verifier="local"), grader=verifier) as environment:
+            await begun(environment, task)
+            verdict = await environment.verify()
+            assert verdict.reward is None
+            assert words in verdict.reason
 
 
 async def test_a_partial_reward_is_read_off_what_the_verifier_printed() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -120,11 +121,18 @@ class FleetApi:
 
     async def query(self, instance: Instance, sql: str, args: list[Any]) -> list[dict[str, Any]]:
         """Rows of the instance's database, read only; raises `LookupError` with the database's own error."""
-        path = "/resources/sqlite/current/query"
+        columns, rows = await self.select(instance, sql, args)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
+
+    async def select(
+        self, instance: Instance, sql: str, args: list[Any], *, database: str = "current"
+    ) -> tuple[list[str], list[list[Any]]]:
+        """Columns and rows from one of the instance's databases by its name; as `query`."""
+        path = f"/resources/sqlite/{quote(database, safe='')}/query"
         answer = await self._manage(instance, "POST", path, {"query": sql, "args": args or None, "read_only": True}, 60.0)
         if not answer.get("success"):
             raise LookupError(str(answer.get("error") or answer.get("message") or "the query failed"))
-        return [dict(zip(answer.get("columns") or [], row, strict=True)) for row in answer.get("rows") or []]
+        return answer.get("columns") or [], answer.get("rows") or []
 
     async def has_bundle(self, sha256: str) -> bool:
         """Whether the platform has verifier code with that hash; a failure to say so is a no."""

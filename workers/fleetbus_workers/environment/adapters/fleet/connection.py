@@ -155,6 +155,14 @@ class FleetConnection:
             raise LookupError("there is no instance")
         return await self._host.api.query(self.instance, sql, list(params))
 
+    async def database(self, name: str, sql: str, params: Sequence[Any]) -> dict[str, Any]:
+        """Columns and rows of one of the instance's databases, for verifiers that run here."""
+        assert self._host.api is not None
+        if self.instance is None:
+            raise LookupError("there is no instance")
+        columns, rows = await self._host.api.select(self.instance, sql, list(params), database=name)
+        return {"columns": columns, "rows": rows}
+
     async def close(self) -> None:
         """Disconnect, then have the instance deleted; the deletion does not depend on this call being awaited."""
         lease, self._lease = self._lease, None

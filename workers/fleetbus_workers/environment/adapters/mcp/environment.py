@@ -32,7 +32,7 @@ from fleetbus_workers.environment.adapters.mcp.connection import Connection, Too
 from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import StoreImage
-from fleetbus_workers.environment.isolation.verifier.base import Grader, grade, to_plain_text
+from fleetbus_workers.environment.isolation.verifier.base import Grader, HasDatabases, grade, to_plain_text
 
 log = structlog.get_logger(__name__)
 
@@ -215,6 +215,12 @@ class McpEnvironment:
         """For the verifier: rows from the database behind the server."""
         assert self._connection is not None
         return await self._connection.query(sql, params)
+
+    async def database(self, name: str, sql: str, params: Sequence[Any]) -> dict[str, Any]:
+        """For the verifier: columns and rows from one of the databases behind the server, by its name."""
+        if not isinstance(self._connection, HasDatabases):
+            raise LookupError("this environment has no databases with names: use env.query")
+        return await self._connection.database(name, sql, params)
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None

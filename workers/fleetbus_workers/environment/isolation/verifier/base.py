@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -27,6 +27,14 @@ class VerifierTools(Protocol):
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any: ...
 
     async def query(self, sql: str, params: Sequence[Any]) -> Any: ...
+
+
+@runtime_checkable
+class HasDatabases(Protocol):
+    """Tools of an environment whose databases have names."""
+
+    async def database(self, name: str, sql: str, params: Sequence[Any]) -> dict[str, Any]:
+        """``columns`` and ``rows`` of a query that only reads; raises `LookupError` with the database's own error."""
 
 
 class Grader(Protocol):

@@ -40,7 +40,7 @@ from fleetbus_workers.environment.isolation.sandbox.backends import (
     list_readable,
 )
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken
-from fleetbus_workers.environment.isolation.verifier.base import VerifierLimits, VerifierTools
+from fleetbus_workers.environment.isolation.verifier.base import HasDatabases, VerifierLimits, VerifierTools
 
 START_SECONDS = 10.0
 MAX_STARTS = 3
@@ -297,16 +297,20 @@ async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None, pro
 
 
 async def _make_call(message: dict[str, Any], tools: VerifierTools) -> dict[str, Any]:
-    """Make a call that verifier code asks for, if it is one of the two that it may ask for."""
+    """Make a call that verifier code asks for, if it is one of those that it may ask for."""
     try:
         match message:
             case {"call": "call_tool", "arguments": [str(name), dict(arguments)]}:
                 return {"result": await tools.call_tool(name, arguments)}
             case {"call": "query", "arguments": [str(sql), list(params)]}:
                 return {"result": await tools.query(sql, params)}
+            case {"call": "database", "arguments": [str(name), str(sql), list(params)]}:
+                if not isinstance(tools, HasDatabases):
+                    raise LookupError("this environment has no databases with names: use env.query")
+                return {"result": await tools.database(name, sql, params)}
     except Exception as error:  # it goes to the code that asked, which may handle it
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": "verifiers may call call_tool(name, arguments) and query(sql, params), nothing else"}
+    return {"error": "verifiers may call call_tool(name, arguments), query(sql, params) and db(name).query(sql), nothing else"}
 
 
 def _verdict(message: dict[str, Any]) -> Verdict:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any, NoReturn, Protocol
 
-    from fleetbus_workers.environment.isolation.sandbox.inside import confine, landlock
+    from fleetbus_workers.environment.isolation.sandbox.inside import confine, database, landlock
 
     class CallSender(Protocol):
         """Sends the calls of verifier code to its environment."""
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         def ask(self, call: str, *arguments: Any) -> Any: ...
 else:
     import confine
+    import database
     import landlock
 
 
@@ -303,7 +304,7 @@ def to_plain_number(value: object) -> float:
 
 
 class Environment:
-    """What verifier code sees of its episode: two calls, made by the worker."""
+    """What verifier code sees of its episode: calls that the worker makes."""
 
     def __init__(self, connection: CallSender) -> None:
         self._ask = connection.ask
@@ -313,6 +314,9 @@ class Environment:
 
     def query(self, sql: str, params: Any = ()) -> Any:
         return self._ask("query", sql, list(params))
+
+    def db(self, name: str = "current") -> database.Database:
+        return database.Database(self._ask, name)
 
 
 class AsyncEnvironment:
@@ -326,6 +330,9 @@ class AsyncEnvironment:
 
     async def query(self, sql: str, params: Any = ()) -> Any:
         return self._ask("query", sql, list(params))
+
+    def db(self, name: str = "current") -> database.AsyncDatabase:
+        return database.AsyncDatabase(self._ask, name)
 
 
 class Echo:
