@@ -24,7 +24,8 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float = 1.
 
 
 TruncationMask = Literal["", "outcome", "no_end_token"]
-"""Which episodes are left out of the loss and only counted in their group's mean: none; those with the outcome ``truncated``; those
+"""Which episodes are left out of the loss and only counted in the mean of their group: none; those with the outcome
+``truncated``; those
 whose last response has no end token, because the limit of a turn, of the episode or of the model cut it."""
 
 

@@ -91,7 +91,7 @@ def turn(index: int) -> Action:
 def test_overlong_filtering_takes_truncated_episodes_out_of_the_loss(outcome: Outcome, trained: int) -> None:
     result = finished("a", 1.0, outcome=outcome)
 
-    sequence = _build_sequence(result, [turn(0), turn(1)], [0.5, -0.5], CreditPlan(mask_truncated_completions=True), 1.0)
+    sequence = _build_sequence(result, [turn(0), turn(1)], [0.5, -0.5], CreditPlan(truncation_mask="outcome"), 1.0)
 
     assert int(sequence.loss_mask.sum()) == trained
     assert (sequence.versions == 3).sum() == trained
@@ -124,13 +124,13 @@ def test_the_plan_is_read_off_the_configuration() -> None:
     assert (
         plan.advantage_estimator,
         plan.minimum,
-        plan.mask_truncated_completions,
+        plan.truncation_mask,
         plan.overlong_limit,
         plan.overlong_buffer,
     ) == (
         "rloo",
         3,
-        True,
+        "outcome",
         500,
         50,
     )
