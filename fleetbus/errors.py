@@ -3,6 +3,7 @@
 FleetbusError
 ├── UserError                 bad input: one line that says what to do; the command line exits with 2
 │   └── NotPermitted          the server forbids this user a subject: it has the wrong key, or lacks a right
+├── RunFailed                 a run that was started from Python ended because one of its workers cannot work
 ├── TakenOver                 another worker has this one's place: stop for good, and do not start again
 └── BusError                  the bus did not do what it was asked
     ├── SequenceConflict      compare-and-set refused, another writer was first: read the subject back
@@ -14,6 +15,8 @@ FleetbusError
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 
 class FleetbusError(Exception):
@@ -32,6 +35,15 @@ class UserError(FleetbusError):
 
 class NotPermitted(UserError):
     """The server forbids this user to publish or subscribe to a subject. Not a `BusError`: waiting will not help."""
+
+
+class RunFailed(FleetbusError):
+    """A run ended because one of its workers crashed too often or cannot work as it is configured. ``log_lines`` are the last
+    lines of that worker's log; the same call again resumes the run from its last checkpoint."""
+
+    def __init__(self, message: str, log_lines: Sequence[str] = ()) -> None:
+        super().__init__("\n".join((message, *(f"  | {line}" for line in log_lines))))
+        self.log_lines = tuple(log_lines)
 
 
 class TakenOver(FleetbusError):
@@ -70,3 +82,22 @@ class RequestUnanswered(BusError):
 
 class BusClosed(BusError):
     """The connection is closed for good; nothing more can be sent or received."""
+
+
+def is_bad_input(error: BaseException) -> bool:
+    """True if the error is a `UserError`, or a group out of a task group that holds nothing else."""
+    return all(isinstance(leaf, UserError) for leaf in iterate_leaves(error))
+
+
+def is_taken_over(error: BaseException) -> bool:
+    """True if the worker stops because another has its place, whatever else went wrong while it stopped."""
+    return any(isinstance(leaf, TakenOver) for leaf in iterate_leaves(error))
+
+
+def iterate_leaves(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, or those in a group of any depth."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from iterate_leaves(inner)
+    else:
+        yield error

@@ -12,8 +12,9 @@ from fleetbus.config.settings import Configuration, InferenceSettings
 from fleetbus.core.evaluation_summary import summarise_results
 from fleetbus.errors import UserError
 from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
+from fleetbus_workers.api.evaluation import find_live_roles, start_missing_roles
 from fleetbus_workers.assembly import engines
-from fleetbus_workers.cli.evaluate import _find_live_roles, _parse_ks, _start_missing
+from fleetbus_workers.cli.evaluate import _parse_ks
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.held_out import find_newest_version, play
@@ -100,7 +101,7 @@ async def test_an_engine_that_is_missing_here_is_told_with_the_flag_that_names_a
     configuration = Configuration(inference=InferenceSettings(engine="vllm"))
     async with small_deployment() as fleet, anyio.create_task_group() as group:
         with pytest.raises(UserError, match="--inference-engine torch"):
-            _start_missing(group, fleet.bus, configuration, set(), anyio.Event())
+            start_missing_roles(group, fleet.bus, configuration, set(), anyio.Event())
 
 
 async def test_only_those_who_play_and_train_are_listened_for_whoever_else_beats() -> None:
@@ -118,7 +119,7 @@ async def test_only_those_who_play_and_train_are_listened_for_whoever_else_beats
     with anyio.fail_after(60):
         async with memory_bus(configuration.run.name) as bus, anyio.create_task_group() as group:
             group.start_soon(beat, bus)
-            assert await _find_live_roles(bus, configuration) == {"environment", "inference", "learner"}
+            assert await find_live_roles(bus, configuration) == {"environment", "inference", "learner"}
             group.cancel_scope.cancel()
 
 

@@ -173,7 +173,7 @@ async def test_doctor_reads_it_and_says_how_where_it_cannot(server: NatsServerPr
 async def test_a_server_of_up_is_found_without_being_told(tmp_path: Path, server: NatsServerProcess) -> None:
     from fleetbus.config.load import load_configuration
     from fleetbus.config.run_folder import run_folder
-    from fleetbus_workers.cli.sources import resolve_nats_http
+    from fleetbus_workers.run_access.sources import resolve_nats_http
 
     here = load_configuration(flags={"run.folder": str(tmp_path), "run.name": RUN}).configuration
     assert resolve_nats_http(here, "") is None

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fleetbus_workers.cli.sources import Source
+from fleetbus_workers.run_access.sources import Source
 
 
 class Scanned:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import archive_option, is_reachable, open_run, reach_options
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.run_options import archive_option, reach_options
+from fleetbus_workers.run_access.log_access import is_reachable, open_run
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
@@ -32,7 +33,7 @@ def command(source: str | None, archive: Path | None, as_json: bool, **values: A
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
     that was never asked for. Exit status 0: it balances; 1: it does not, with the offending ids.
     """
-    from fleetbus_workers.cli.sources import is_recording
+    from fleetbus_workers.run_access.sources import is_recording
 
     backend = {"use_uvloop": os.name != "nt"}
     if is_recording(source):

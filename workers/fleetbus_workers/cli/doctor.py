@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
-from fleetbus_workers.cli.sources import nats_http_option, resolve_nats_http
+from fleetbus_workers.cli.run_options import nats_http_option
 from fleetbus_workers.exit_status import CRASHED, FINISHED
+from fleetbus_workers.run_access.sources import resolve_nats_http
 
 if TYPE_CHECKING:
     from fleetbus_workers.cli.diagnosis import Finding

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import open_run, reach_options
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.run_options import reach_options
 from fleetbus_workers.exit_status import REFUSED
+from fleetbus_workers.run_access.log_access import open_run
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import anyio
 import click
 
+from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SettingsCommand, settings_options
-from fleetbus_workers.cli.role import Work, role_options, run_role
-
-if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration
+from fleetbus_workers.cli.role import role_options, run_role
 
 
 def _load_work() -> Work:
-    from fleetbus_workers.assembly.environments import open_environments
-    from fleetbus_workers.environment.images.store import build_run_image_store
-    from fleetbus_workers.environment.worker import run_environment
-
-    async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        store_image = build_run_image_store(bus, configuration) if configuration.environment.images else None
-        required = configuration.environment.sandbox == "required"
-        async with open_environments(configuration, store_image=store_image, required=required) as factory:
-            await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
+    from fleetbus_workers.assembly.environment_work import work
 
     return work
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import archive_option, reach_options
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.run_options import archive_option, reach_options
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def command(
 
     Exit status 0: shown, also if nothing matches; 2: bad input, or no such episode.
     """
-    from fleetbus_workers.cli.sources import is_recording
+    from fleetbus_workers.run_access.sources import is_recording
 
     _check_outcome(values["outcome"])
     names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
@@ -75,7 +75,7 @@ def _check_outcome(name: str | None) -> None:
 
 async def _list(source: str | None, configuration: Configuration, archive: Path | None) -> list[EpisodeRow]:
     from fleetbus.recording.episodes import EpisodeIndex
-    from fleetbus_workers.cli.sources import open_source
+    from fleetbus_workers.run_access.sources import open_source
 
     index = EpisodeIndex()
     async with open_source(source, configuration, archive) as opened:
@@ -89,7 +89,7 @@ async def _list(source: str | None, configuration: Configuration, archive: Path 
 async def _read(source: str | None, configuration: Configuration, archive: Path | None, episode: str) -> Transcript:
     from fleetbus.errors import UserError
     from fleetbus.recording.episodes import build_episode_subjects, read_transcript
-    from fleetbus_workers.cli.sources import open_source
+    from fleetbus_workers.run_access.sources import open_source
 
     validate_name("episode", episode)
     async with open_source(source, configuration, archive) as opened:

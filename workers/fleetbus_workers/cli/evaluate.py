@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +11,11 @@ import anyio
 import click
 
 from fleetbus.errors import UserError
-from fleetbus_workers.cli.log_access import open_run, reach_options, run_argument
 from fleetbus_workers.cli.options import NumberRange, load_settings
+from fleetbus_workers.cli.run_options import reach_options, run_argument
 
 if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration
-    from fleetbus.core.evaluation_summary import Summary
-
-HEARD_SECONDS = 5.0
-"""Workers beat every two seconds; who is silent for this long is not there."""
-
-ROLES = frozenset({"environment", "inference", "learner"})
-
-Report = dict[str, Any]
+    from fleetbus_workers.api.evaluation import Evaluation
 
 
 @click.command("evaluate")
@@ -57,10 +46,28 @@ def command(
     and the report names those that answered.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
+    from fleetbus.logs import configure_logs
+    from fleetbus_workers.api.evaluation import evaluate_run
+
     chosen = _parse_ks(ks, samples)
-    wished = configuration.episode.temperature if temperature is None else temperature
-    play = partial(_evaluate, configuration, episodes or configuration.evaluation.episodes, samples, chosen, wished, as_json)
-    report: Report = anyio.run(play, backend_options={"use_uvloop": os.name != "nt"})
+    configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")
+    evaluate = partial(
+        evaluate_run,
+        configuration,
+        episodes=episodes,
+        samples=samples,
+        ks=chosen,
+        temperature=temperature,
+        on_progress=_ignore_progress if as_json or not sys.stderr.isatty() else _print_progress,
+    )
+    report: Evaluation = anyio.run(evaluate, backend_options={"use_uvloop": os.name != "nt"})
+    if report.missing:
+        count = report.missing + report.all.episodes
+        print(
+            f"{report.missing} of {count} episodes were not asked for: no worker claimed the rest within limits.episode; "
+            "start more environment workers",
+            file=sys.stderr,
+        )
     _print_json(report) if as_json else _print(report)
     return 0
 
@@ -74,91 +81,6 @@ def _parse_ks(text: str, samples: int) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-async def _evaluate(
-    configuration: Configuration, episodes: int, samples: int, ks: list[int], temperature: float, quiet: bool
-) -> Report:
-    from fleetbus.core.evaluation_summary import summarise_by_environment, summarise_results
-    from fleetbus_schemas import Subjects
-    from fleetbus_workers.cli.learner import _build_curriculum
-    from fleetbus_workers.learner.held_out import find_newest_version, play
-
-    tasks = _build_curriculum(configuration).evaluation(episodes)
-    if not tasks:
-        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
-    async with open_run(configuration, "operator", own_server=True) as bus:
-        published = await find_newest_version(bus, Subjects(configuration.run.name), configuration.run.policy)
-        live_roles = await _find_live_roles(bus, configuration)
-        async with anyio.create_task_group() as group:
-            drain = anyio.Event()
-            _start_missing(group, bus, configuration, live_roles, drain)
-            started = anyio.current_time()
-            results = await play(
-                bus,
-                configuration,
-                tasks,
-                name=f"eval-{secrets.token_hex(4)}",
-                samples=samples,
-                temperature=temperature,
-                published=published,
-                pinned="learner" not in live_roles,
-                on_progress=_ignore_progress if quiet or not sys.stderr.isatty() else _print_progress,
-            )
-            seconds = anyio.current_time() - started
-            drain.set()
-    if unplayed := len(tasks) * samples - len(results):
-        told = f"{unplayed} of {len(tasks) * samples} episodes were not asked for"
-        print(f"{told}: no worker claimed the rest within limits.episode; start more environment workers", file=sys.stderr)
-    return {
-        "run": configuration.run.name,
-        "policy": configuration.run.policy,
-        "version": published.version,
-        "step": published.step,
-        "pinned": "learner" not in live_roles,
-        "temperature": temperature,
-        "samples": samples,
-        "seconds": round(seconds, 3),
-        "all": summarise_results(results, ks),
-        "environments": summarise_by_environment(results, ks),
-    }
-
-
-async def _find_live_roles(bus: Bus, configuration: Configuration) -> set[str]:
-    """Which kinds of `ROLES` live; recorders and gateways neither play nor train."""
-    from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
-
-    live_roles: set[str] = set()
-    async with bus.listen(Subjects(configuration.run.name).heartbeats) as listener:
-        with anyio.move_on_after(HEARD_SECONDS):
-            while live_roles < ROLES:
-                subject, payload = await listener.receive()
-                with suppress(MalformedMessage):
-                    live_roles |= ROLES & {decode(Heartbeat, payload, subject=subject).role}
-    return live_roles
-
-
-def _start_missing(group: Any, bus: Bus, configuration: Configuration, live_roles: set[str], drain: anyio.Event) -> None:
-    """Workers for a run that has none; of one that has only some, the missing kind is named."""
-    from fleetbus.logs import configure_logs
-    from fleetbus_workers.assembly.engines import check_packages
-    from fleetbus_workers.cli.environment import _load_work as environment_work
-    from fleetbus_workers.cli.inference import _load_work as inference_work
-    from fleetbus_workers.cli.role import _import_work, generate_worker_name
-
-    missing = {"environment", "inference"} - live_roles
-    if not missing:
-        return
-    if live_roles:
-        kind = min(missing)
-        raise UserError(f"no {kind} worker of run {configuration.run.name} is heard: start one with `fleetbus {kind}`")
-    try:
-        check_packages(configuration.inference.engine)
-    except UserError as error:
-        raise UserError(f"{error}, or name another engine: --inference-engine torch") from None
-    configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")
-    for role, load in (("environment", environment_work), ("inference", inference_work)):
-        group.start_soon(_import_work(load), bus, configuration, generate_worker_name(role), drain)
-
-
 def _print_progress(done: int, count: int) -> None:
     print(f"\r{done} of {count} episodes", end="" if done < count else "\n", file=sys.stderr, flush=True)
 
@@ -167,19 +89,18 @@ def _ignore_progress(done: int, count: int) -> None:
     """Discard progress."""
 
 
-def _print_json(report: Report) -> None:
+def _print_json(report: Evaluation) -> None:
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
 
-def _print(report: Report) -> None:
-    everything: Summary = report["all"]
-    versions = ", ".join(map(str, everything.versions)) or "-"
-    pinned = "" if report["pinned"] else f"; answered by {versions} while training went on"
-    print(f"run {report['run']}, version {report['version']} after {report['step']} steps{pinned}")
-    shown = {"all": everything} | {name or "-": summary for name, summary in report["environments"].items()}
-    for name, summary in shown.items() if len(shown) > 2 else (("all", everything),):
+def _print(report: Evaluation) -> None:
+    versions = ", ".join(map(str, report.all.versions)) or "-"
+    pinned = "" if report.pinned else f"; answered by {versions} while training went on"
+    print(f"run {report.run}, version {report.version} after {report.step} steps{pinned}")
+    shown = {"all": report.all} | {name or "-": summary for name, summary in report.environments.items()}
+    for name, summary in shown.items() if len(shown) > 2 else (("all", report.all),):
         passed = "  ".join(f"pass@{k} {value:.3f}" for k, value in summary.pass_at.items())
         others = "  ".join(f"{count} {outcome}" for outcome, count in summary.not_graded.items())
         print(

@@ -12,8 +12,9 @@ import anyio
 import click
 
 from fleetbus.errors import UserError
+from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SECONDS, SECONDS_OR_NONE, SettingsCommand, settings_options
-from fleetbus_workers.cli.role import Work, role_options, run_role
+from fleetbus_workers.cli.role import role_options, run_role
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus

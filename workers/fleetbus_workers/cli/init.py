@@ -9,7 +9,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
-from fleetbus_workers.cli.role import generate_worker_name, resolve_server_url
+from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
 
 if TYPE_CHECKING:
     from fleetbus.bus.streams import RunPlan

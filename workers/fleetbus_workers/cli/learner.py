@@ -9,20 +9,19 @@ import anyio
 import anyio.to_thread
 import click
 
+from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SettingsCommand, settings_options
-from fleetbus_workers.cli.role import Work, role_options, run_role
+from fleetbus_workers.cli.role import role_options, run_role
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
     from fleetbus_workers.learner.curriculum import Curriculum
 
-WAREHOUSE_TASKS = 4096
-"""Training tasks of the default environment: more than a run of the default length plays."""
-
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
+    from fleetbus_workers.assembly.curriculum import build_curriculum
     from fleetbus_workers.assembly.engines import check_packages
     from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.assembly.trainers import build_trainer_settings
@@ -30,7 +29,7 @@ def _load_work() -> Work:
     from fleetbus_workers.learner.worker import run_learner
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-        curriculum = await anyio.to_thread.run_sync(_build_curriculum, configuration)
+        curriculum = await anyio.to_thread.run_sync(build_curriculum, configuration)
         check_vision(configuration, curriculum.tasks if configuration.run.tasks else (), role="learner")
         if configuration.learner.trainer == "tinker":
             await _train_on_tinker(bus, configuration, name, drain, curriculum)
@@ -78,18 +77,6 @@ async def _train_on_tinker(
     for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
         files.mkdir(parents=True, exist_ok=True)
     await run_learner(bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum)
-
-
-def _build_curriculum(configuration: Configuration) -> Curriculum:
-    """The tasks of the file that was named, or those of the warehouse."""
-    from fleetbus_workers.environment.adapters.warehouse.tasks import build_held_out_tasks, build_train_tasks
-    from fleetbus_workers.learner.curriculum import Curriculum, load_curriculum
-
-    run = configuration.run
-    if run.tasks:
-        return load_curriculum(run.tasks, seed=run.seed)
-    held_out = build_held_out_tasks(configuration.evaluation.episodes)
-    return Curriculum(build_train_tasks(WAREHOUSE_TASKS, seed=run.seed), held_out, seed=run.seed)
 
 
 @click.command("learner", cls=SettingsCommand)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import build_driver, open_run, reach_options, run_argument
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.sources import build_address_resolver, nats_http_option
+from fleetbus_workers.cli.run_options import nats_http_option, reach_options, run_argument
 from fleetbus_workers.exit_status import FINISHED
+from fleetbus_workers.run_access.log_access import build_driver, open_run
+from fleetbus_workers.run_access.sources import build_address_resolver
 
 if TYPE_CHECKING:
     import socket

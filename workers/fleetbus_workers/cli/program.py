@@ -10,12 +10,12 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import click
 
-from fleetbus.errors import TakenOver, UserError
+from fleetbus.errors import is_bad_input, iterate_leaves
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
 
 
@@ -119,32 +119,14 @@ def run_program(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else FINISHED
 
 
-def is_bad_input(error: BaseException) -> bool:
-    """True if the error is a `UserError`, or a group out of a task group that holds nothing else."""
-    return all(isinstance(leaf, UserError) for leaf in _iterate_leaves(error))
-
-
-def is_taken_over(error: BaseException) -> bool:
-    """True if the worker stops because another has its place, whatever else went wrong while it stopped."""
-    return any(isinstance(leaf, TakenOver) for leaf in _iterate_leaves(error))
-
-
 def _report(error: Exception) -> int:
     """Bad input is one line; anything else is a crash and shows where it happened, except a closed output pipe."""
     if is_bad_input(error):
-        return _report_refusal(str(next(_iterate_leaves(error))))
-    if all(isinstance(leaf, BrokenPipeError) for leaf in _iterate_leaves(error)):
+        return _report_refusal(str(next(iterate_leaves(error))))
+    if all(isinstance(leaf, BrokenPipeError) for leaf in iterate_leaves(error)):
         return _close_stdout()
     traceback.print_exception(error, file=sys.stderr)
     return CRASHED
-
-
-def _iterate_leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _iterate_leaves(inner)
-    else:
-        yield error
 
 
 def _report_refusal(reason: str) -> int:

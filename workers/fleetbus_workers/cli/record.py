@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import archive_option, reach_options
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.run_options import archive_option, reach_options
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fleetbus.recording.export import Export
     from fleetbus.recording.format import RecordingHeader
     from fleetbus.recording.writer import RecordingWriter
-    from fleetbus_workers.cli.sources import Source
+    from fleetbus_workers.run_access.sources import Source
 
 FOLLOWER_NICE = 15
 """Added to the niceness of a process that follows a run, where idle scheduling is not available."""
@@ -64,7 +64,7 @@ def command(
     FILE` plays it against a worker. Exit status 0: written; 2: bad input, and nothing was written.
     """
     from fleetbus.errors import UserError
-    from fleetbus_workers.cli.sources import is_recording
+    from fleetbus_workers.run_access.sources import is_recording
 
     choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets", "objects", "max_objects")}
     if follow and is_recording(source):
@@ -110,7 +110,7 @@ async def _record(
     from fleetbus.recording.objects import add_objects
     from fleetbus.recording.redaction import Redactor, find_environment_secrets
     from fleetbus.recording.writer import create_recording
-    from fleetbus_workers.cli.sources import open_source
+    from fleetbus_workers.run_access.sources import open_source
 
     redactor = None if keep_secrets else Redactor(find_environment_secrets(os.environ))
     async with open_source(source, configuration, archive) as entries_of:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
+from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SettingsCommand, settings_options
-from fleetbus_workers.cli.role import Work, role_options, run_role
+from fleetbus_workers.cli.role import role_options, run_role
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus

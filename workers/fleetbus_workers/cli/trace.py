@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.log_access import archive_option, reach_options
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.run_options import archive_option, reach_options
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from fleetbus.config.settings import Configuration
-    from fleetbus_workers.cli.sources import Source
+    from fleetbus_workers.run_access.sources import Source
     from fleetbus_workers.tracing.run import TraceSummary, Tracing
     from fleetbus_workers.tracing.span import SpanSink
 
@@ -60,7 +60,7 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
     the episode or session, so that exporting again adds nothing. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS.
     --otlp needs `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that takes nothing.
     """
-    from fleetbus_workers.cli.sources import is_recording
+    from fleetbus_workers.run_access.sources import is_recording
 
     names = ("otlp", "jsonl", "follow", "episodes", "sessions", "sample", "after", "archive")
     chosen = {name: values.pop(name) for name in names}
@@ -75,7 +75,7 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
 
 def _check_options(source: str | None, chosen: dict[str, Any]) -> None:
     from fleetbus.errors import UserError
-    from fleetbus_workers.cli.sources import is_recording
+    from fleetbus_workers.run_access.sources import is_recording
 
     if not chosen["otlp"] and chosen["jsonl"] is None:
         raise UserError("nowhere to write to: give --otlp URL or --jsonl FILE")
@@ -99,7 +99,7 @@ async def _trace(
     archive: Path | None,
 ) -> TraceSummary:
     from fleetbus.errors import UserError
-    from fleetbus_workers.cli.sources import open_source
+    from fleetbus_workers.run_access.sources import open_source
     from fleetbus_workers.tracing.fold import LogTraces
     from fleetbus_workers.tracing.run import Tracing
     from fleetbus_workers.tracing.span import SpansRefused

@@ -21,8 +21,9 @@ LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transfo
 """What the three roles import; `up` runs all of them."""
 
 
-def check_everything(configuration: Configuration) -> None:
-    """Raise `UserError` for the first thing that would keep the run from working."""
+def check_everything(configuration: Configuration, *, local_environment: bool = False) -> None:
+    """Raise `UserError` for the first thing that would keep the run from working. ``local_environment``: the environment is
+    an object of the caller's, who has checked it."""
     run, nats = configuration.run, configuration.nats
     check_installed()
     check_engine(configuration)
@@ -30,7 +31,8 @@ def check_everything(configuration: Configuration) -> None:
     if run.model:
         check_model(Path(run.model))
     check_images(configuration)
-    check_environment(run.environment, run.tasks)
+    if not local_environment:
+        check_environment(run.environment, run.tasks)
     if nats.auth:
         check_access(nats.auth)
         if not nats.url:

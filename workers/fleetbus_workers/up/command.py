@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,25 +27,41 @@ from fleetbus_workers.up.identity import build_identity, check_identity, write_i
 from fleetbus_workers.up.lock import lock_run
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.run import Run, RunResult
+from fleetbus_workers.up.summary_builder import Summary
 from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
 from fleetbus_workers.up.supervisor import WorkerUnrecoverable
 
 
 def run_up(loaded: LoadedConfiguration, json_summary: Path | None) -> int:
     """Run everything until training is finished or the user stops it; returns the exit code. Raises `UserError`."""
-    configuration = resolve_paths(loaded.configuration)
-    folder = run_folder(configuration.run)
-    check_everything(configuration)
+    configuration, folder = check_run(loaded)
     if json_summary is not None:
         check_writable(json_summary.absolute().parent, flag="--json-summary")
-    check_identity(folder.identity, build_identity(configuration), loaded.given)
     if _report_if_finished(configuration, folder, json_summary):
         return FINISHED
-    _prepare(folder)
-    with lock_run(folder.lock, configuration.run.name):
+    with hold_run(configuration, folder):
         configure_logs(configuration.log, run=configuration.run.name, role="up")
         ending = anyio.run(_run, configuration, folder, backend_options={"use_uvloop": True})
         return _report_result(ending, folder, json_summary)
+
+
+def check_run(loaded: LoadedConfiguration, *, local_environment: bool = False) -> tuple[Configuration, RunFolder]:
+    """The configuration with absolute paths, and the folder of the run. Raises `UserError` for anything that would keep it
+    from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's."""
+    configuration = resolve_paths(loaded.configuration)
+    folder = run_folder(configuration.run)
+    check_everything(configuration, local_environment=local_environment)
+    check_identity(folder.identity, build_identity(configuration), loaded.given)
+    return configuration, folder
+
+
+@contextmanager
+def hold_run(configuration: Configuration, folder: RunFolder) -> Iterator[None]:
+    """The run's folder, locked for the block. Raises `UserError` if it is held already."""
+    for path in (folder.path, folder.logs):
+        path.mkdir(parents=True, exist_ok=True)
+    with lock_run(folder.lock, configuration.run.name):
+        yield
 
 
 def resolve_paths(configuration: Configuration) -> Configuration:
@@ -79,9 +97,17 @@ def format_path(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def _report_if_finished(configuration: Configuration, folder: RunFolder, json_summary: Path | None) -> bool:
+def load_finished_summary(configuration: Configuration, folder: RunFolder) -> Summary | None:
+    """The summary of a run that has all the steps that are asked for, else None."""
     summary = load_summary(folder)
     if summary is None or not summary.finished or max(summary.steps, default=0) < configuration.learner.steps:
+        return None
+    return summary
+
+
+def _report_if_finished(configuration: Configuration, folder: RunFolder, json_summary: Path | None) -> bool:
+    summary = load_finished_summary(configuration, folder)
+    if summary is None:
         return False
     if json_summary is not None:
         write_summary(summary, json_summary)
@@ -90,12 +116,7 @@ def _report_if_finished(configuration: Configuration, folder: RunFolder, json_su
     return True
 
 
-def _prepare(folder: RunFolder) -> None:
-    for path in (folder.path, folder.logs):
-        path.mkdir(parents=True, exist_ok=True)
-
-
-def _record_start(configuration: Configuration, folder: RunFolder) -> None:
+def record_start(configuration: Configuration, folder: RunFolder) -> None:
     """Write what the run is and how it was started. An `up` that is refused leaves both as they were: recordings and whoever
     looks at the run read its settings here."""
     write_identity(folder.identity, build_identity(configuration))
@@ -106,15 +127,15 @@ async def _run(configuration: Configuration, folder: RunFolder) -> RunResult:
     progress = Progress(configuration.learner.steps)
     async with open_display(progress) as display:
         display.line(format_opening_line(configuration, folder))
-        command, record_start = build_role_command(folder.configuration), partial(_record_start, configuration, folder)
-        run = Run(configuration, folder, command=command, record_start=record_start, display=display)
+        command, record = build_role_command(folder.configuration), partial(record_start, configuration, folder)
+        run = Run(configuration, folder, command=command, record_start=record, display=display)
         return await run.run(progress)
 
 
 def _report_result(ending: RunResult, folder: RunFolder, json_summary: Path | None) -> int:
     if ending.summary is not None:
         write_summary(ending.summary, folder.summary, *([json_summary] if json_summary else []))
-        _draw_chart(ending, folder)
+        _draw_chart(ending.summary, folder)
         for line in format_report(ending.summary, folder, format_path):
             _print_line(line)
     if ending.failure is not None:
@@ -123,12 +144,11 @@ def _report_result(ending: RunResult, folder: RunFolder, json_summary: Path | No
     return INTERRUPTED if ending.signal == signal.SIGINT else FINISHED
 
 
-def _draw_chart(ending: RunResult, folder: RunFolder) -> None:
+def _draw_chart(summary: Summary, folder: RunFolder) -> None:
     from fleetbus_workers.up.reward_chart import draw_reward_chart
 
-    assert ending.summary is not None
     try:
-        draw_reward_chart(ending.summary, folder.picture)
+        draw_reward_chart(summary, folder.picture)
     except ModuleNotFoundError:
         _print_line("reward chart not drawn; to enable it: pip install 'fleetbus[plot]'")
 

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -33,6 +33,10 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     command: Callable[[int], Sequence[str]]
     log: Path
     environment: Mapping[str, str]
+
+    def start(self, number: int) -> AbstractAsyncContextManager[ChildProcess]:
+        """See `start_process`."""
+        return start_process(self, number)
 
 
 class ChildProcess:

@@ -14,6 +14,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.datasets import is_remote
 from fleetbus.python_process import build_module_command
 from fleetbus_workers.up.process import ProcessPlan
+from fleetbus_workers.up.supervisor import Plan
 
 STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 4.5, "inference": 5.0}
 """Who asks stops first, who answers last. Each has a time of its own: to drain (`DRAIN_SECONDS`), to close, and for the end of
@@ -28,6 +29,10 @@ DRAIN_SECONDS = 1.5
 
 RoleCommand = Callable[[str, str], Sequence[str]]
 """The command line of a role process, for its role and name; tests put scripted processes here."""
+
+
+LocalRoles = Mapping[str, Callable[[str, str], Plan]]
+"""By role: the plan of a worker that runs in this process, for its name and the URL of the server."""
 
 
 def build_stream_plan(configuration: Configuration) -> RunPlan:
@@ -59,9 +64,15 @@ def replace_interpreter(python: str, command: RoleCommand) -> RoleCommand:
 
 
 def build_role_plans(
-    configuration: Configuration, folder: RunFolder, url: str, variables: Mapping[str, str], command: RoleCommand
-) -> list[ProcessPlan]:
-    """The learner, the environment workers and the inference workers."""
+    configuration: Configuration,
+    folder: RunFolder,
+    url: str,
+    variables: Mapping[str, str],
+    command: RoleCommand,
+    local: LocalRoles | None = None,
+) -> list[Plan]:
+    """The learner, the environment workers and the inference workers: processes, except the roles that are ``local``."""
+    local = local or {}
     commands = dict.fromkeys(STOP_LIMITS_SECONDS, command)
     if configuration.inference.python:
         commands["inference"] = replace_interpreter(configuration.inference.python, command)
@@ -71,7 +82,9 @@ def build_role_plans(
         ("inference", configuration.inference.workers, configuration.inference.threads),
     )
     return [
-        ProcessPlan(
+        local[role](_format_worker_name(role, index, count), url)
+        if role in local
+        else ProcessPlan(
             name=_format_worker_name(role, index, count),
             stop_limit_seconds=STOP_LIMITS_SECONDS[role],
             command=_number_starts(commands[role], role, _format_worker_name(role, index, count)),

@@ -28,7 +28,7 @@ from fleetbus_schemas import Subjects
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.log_follower import Follower
-from fleetbus_workers.up.process_plans import RoleCommand, build_role_plans, build_server_plan, build_stream_plan
+from fleetbus_workers.up.process_plans import LocalRoles, RoleCommand, build_role_plans, build_server_plan, build_stream_plan
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.summary_builder import Summary
 from fleetbus_workers.up.supervisor import Supervisor
@@ -53,8 +53,10 @@ class RunResult(msgspec.Struct, kw_only=True):
 
 
 class Run:
-    """One run of everything. ``command`` makes the command lines of the roles; ``record_start`` is called once the server has
-    accepted the run, before any role is started."""
+    """One run of everything. ``command`` makes the command lines of the roles; ``local`` are those that run in this process.
+    ``record_start`` is called once the server has accepted the run, before any role is started.
+
+    `request_stop` and `kill` are for a run that does not listen to signals; they are called in its event loop."""
 
     def __init__(
         self,
@@ -64,11 +66,14 @@ class Run:
         command: RoleCommand,
         record_start: Callable[[], None],
         display: Display,
+        local: LocalRoles | None = None,
     ) -> None:
         self._configuration = configuration
         self._folder = folder
         self._command = command
         self._record_start = record_start
+        self._local = local
+        self._scope = anyio.CancelScope()
         self._display = display
         self._result = RunResult()
         self._stop_requested = anyio.Event()
@@ -80,34 +85,42 @@ class Run:
             report=display.line,
         )
 
-    async def run(self, progress: Progress) -> RunResult:
+    async def run(self, progress: Progress, *, handle_signals: bool = True) -> RunResult:
         """Start, watch, stop; returns within 16 s of the first signal, at once after the second."""
         began = anyio.current_time()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._stop_on_signals, tasks.cancel_scope)
+            self._scope = tasks.cancel_scope
+            if handle_signals:
+                tasks.start_soon(self._stop_on_signals)
             async with self._run_server() as url:
                 if url:
                     await self._train(url, progress, began)
             tasks.cancel_scope.cancel()
         return self._result
 
-    async def _stop_on_signals(self, scope: anyio.CancelScope) -> None:
+    def request_stop(self, hint: str = "") -> None:
+        """Stop in order."""
+        if not self._stop_requested.is_set():
+            self._display.line(f"stopping: workers finish or release their work{hint}")
+            self._stop_requested.set()
+            self._starting.cancel()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        if self._roles is not None:
+            self._roles.kill()
+        self._server.kill()
+        self._scope.cancel()
+
+    async def _stop_on_signals(self) -> None:
         """First: stop in order. Second: end everything at once."""
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
             async for received in signals:
                 if self._result.signal is not None:
-                    self._kill_all()
-                    scope.cancel()
+                    self.kill()
                     return
                 self._result.signal = received
-                self._display.line("stopping: workers finish or release their work (press Ctrl-C again to kill them)")
-                self._stop_requested.set()
-                self._starting.cancel()
-
-    def _kill_all(self) -> None:
-        if self._roles is not None:
-            self._roles.kill()
-        self._server.kill()
+                self.request_stop(" (press Ctrl-C again to kill them)")
 
     @asynccontextmanager
     async def _run_server(self) -> AsyncIterator[str]:
@@ -163,7 +176,7 @@ class Run:
                 await self._watch(bus, self._roles, progress, began)
 
     def _build_supervisor(self, url: str) -> Supervisor:
-        plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command)
+        plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command, self._local)
         return Supervisor(plans, final="learner", report=self._display.line)
 
     async def _watch(self, bus: Bus, roles: Supervisor, progress: Progress, began: float) -> None:

@@ -8,13 +8,16 @@ of no use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import groupby
+from pathlib import Path
+from typing import Protocol
 
 import anyio
 
 from fleetbus.errors import FleetbusError
 from fleetbus_workers.exit_status import FINISHED, REFUSED
-from fleetbus_workers.up.process import ChildProcess, ProcessPlan, start_process, tail
+from fleetbus_workers.up.process import tail
 from fleetbus_workers.up.restarts import RestartBudget
 
 
@@ -27,21 +30,51 @@ class WorkerUnrecoverable(FleetbusError):
         self.tail = list(lines)
 
 
+class Child(Protocol):
+    """A started `Plan`."""
+
+    async def wait(self) -> int:
+        """Its exit status, negative for a signal."""
+
+    def terminate(self) -> None:
+        """Ask it to drain."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+class Plan(Protocol):
+    """What is kept running: a process (`ProcessPlan`), or a worker in this process."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stop_limit_seconds(self) -> float:
+        """Counted from the moment when everything begins to stop; those with a smaller limit stop first."""
+
+    @property
+    def log(self) -> Path: ...
+
+    def start(self, number: int) -> AbstractAsyncContextManager[Child]:
+        """Its ``number``-th start, 0 first; leaving the block ends it."""
+
+
 Report = Callable[[str], None]
 
 
-def _compute_stop_limit(plan: ProcessPlan) -> float:
+def _compute_stop_limit(plan: Plan) -> float:
     return plan.stop_limit_seconds
 
 
 class Supervisor:
-    """Runs `ProcessPlan`s. ``report`` gets one line per event that a person should know of."""
+    """Runs plans. ``report`` gets one line per event that a person should know of."""
 
-    def __init__(self, plans: Sequence[ProcessPlan], *, final: str, report: Report) -> None:
+    def __init__(self, plans: Sequence[Plan], *, final: str, report: Report) -> None:
         self._plans = plans
         self._final = final
         self._report = report
-        self._children: dict[str, ChildProcess] = {}
+        self._children: dict[str, Child] = {}
         self._ended = {plan.name: anyio.Event() for plan in plans}
         self._stopping = False
         self.over = anyio.Event()
@@ -84,7 +117,7 @@ class Supervisor:
                 self._report(f"{name} did not stop in time and was killed: what it was at is done again")
                 child.kill()
 
-    async def _keep_running(self, plan: ProcessPlan) -> None:
+    async def _keep_running(self, plan: Plan) -> None:
         budget = RestartBudget()
         starts = 0
         while not self._stopping:
@@ -102,8 +135,8 @@ class Supervisor:
             starts += 1
         self._ended[plan.name].set()
 
-    async def _run_once(self, plan: ProcessPlan, start: int) -> int:
-        async with start_process(plan, start) as child:
+    async def _run_once(self, plan: Plan, start: int) -> int:
+        async with plan.start(start) as child:
             self._children[plan.name] = child
             try:
                 if self._stopping:
@@ -112,7 +145,7 @@ class Supervisor:
             finally:
                 del self._children[plan.name]
 
-    def _is_finished(self, plan: ProcessPlan, status: int) -> bool:
+    def _is_finished(self, plan: Plan, status: int) -> bool:
         if plan.name != self._final or status != FINISHED:
             return False
         self.over.set()

@@ -18,6 +18,7 @@ import torch
 
 from fleetbus.errors import UserError
 from fleetbus.task_groups import open_flat_task_group
+from fleetbus.thread_wakeup import ThreadWakeup
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
@@ -26,7 +27,6 @@ from fleetbus_workers.inference.torch.engine import Engine
 from fleetbus_workers.inference.torch.fused_decoder import build_fused_runner
 from fleetbus_workers.inference.torch.generic import GenericRunner
 from fleetbus_workers.inference.torch.kv_cache import PrefixCache
-from fleetbus_workers.inference.torch.thread_wakeup import ThreadWakeup
 from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
 from fleetbus_workers.weights.file import WeightsRejected, check_names, read_weights
 

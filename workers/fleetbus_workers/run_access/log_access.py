@@ -1,70 +1,18 @@
-"""How commands that look at a run reach its log: the named server, the one that `up` runs, or one of their own on its files."""
+"""How who looks at a run reaches its log: the named server, the one that `up` runs, or one of their own on its files."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING
 
 from fleetbus.errors import UserError
-from fleetbus_workers.cli.role import find_local_server_url, generate_worker_name, resolve_server_url
+from fleetbus_workers.run_access.server_address import find_local_server_url, generate_worker_name, resolve_server_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
     from fleetbus_workers.overview.termination import Driver
-
-
-def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: where the run is. The values have the names that `fleetbus_workers.cli.options.load_settings` takes."""
-    from pathlib import Path
-
-    options = [
-        click.option("--nats", "nats__url", metavar="URL", help="Server to use (default: the run's own)"),
-        click.option(
-            "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
-        ),
-        click.option("--run-folder", "run__folder", metavar="TEXT", help="Folder that holds a folder per run"),
-        click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings"),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
-def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: the run as an argument, or as ``--run`` as for the commands that work; the function gets it as ``run``."""
-
-    def kept(context: click.Context, _: click.Parameter, value: str | None) -> None:
-        context.meta["fleetbus.run"] = value
-
-    def chosen(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
-        named = context.meta.get("fleetbus.run")
-        if value is not None and named not in (None, value):
-            raise click.UsageError(f"two runs are named: {value} and --run {named}")
-        return value if value is not None else named
-
-    argument = click.argument("run", required=False, metavar="[RUN]", callback=chosen)
-    option = click.option(
-        "--run", "named_run", metavar="RUN", is_eager=True, expose_value=False, callback=kept, help="The same as RUN"
-    )
-    return argument(option(function))
-
-
-def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is passed in addition."""
-    from pathlib import Path
-
-    return click.option(
-        "--archive",
-        type=click.Path(path_type=Path, file_okay=False, exists=True),
-        metavar="DIR",
-        help=f"The recorder's archive, for a log that was trimmed{alone}",
-    )
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""``RUN|FILE``: the entries that a command looks at come from a run's log or from a recording."""
+"""``RUN|FILE``: the entries that a reader looks at come from a run's log or from a recording."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-import click
-
-from fleetbus_workers.cli.log_access import is_reachable, open_run
-from fleetbus_workers.cli.role import read_server_address
+from fleetbus_workers.run_access.log_access import is_reachable, open_run
+from fleetbus_workers.run_access.server_address import read_server_address
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus, StreamEntry
@@ -71,18 +69,6 @@ def find_monitor_address(configuration: Configuration) -> str:
     from fleetbus.config.run_folder import run_folder
 
     return "" if configuration.nats.url else read_server_address(run_folder(configuration.run)).get("monitor", "")
-
-
-def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: ``--nats-http URL`` as the argument ``nats_http``, for `nats_http_of`."""
-    return click.option(
-        "--nats-http",
-        "--monitor-url",
-        "nats_http",
-        metavar="URL",
-        default="",
-        help="The NATS server's monitoring address (default: that of `up`)",
-    )(function)
 
 
 def resolve_nats_http(configuration: Configuration, given: str) -> str | None:

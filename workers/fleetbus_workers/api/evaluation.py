@@ -1,0 +1,160 @@
+"""Held-out tasks played with the newest version of a run's policy: pass@k, per environment.
+
+The run's own workers play them while it runs; of a run that is not running, a server and one worker of each kind are started
+in this process for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from fleetbus.core.evaluation_summary import Summary as ResultSummary
+from fleetbus.core.evaluation_summary import summarise_by_environment, summarise_results
+from fleetbus.errors import UserError
+from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus_workers.assembly.work import Work, import_work
+from fleetbus_workers.run_access.log_access import open_run
+from fleetbus_workers.run_access.server_address import generate_worker_name
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+HEARD_SECONDS = 5.0
+"""Workers beat every two seconds; who is silent for this long is not there."""
+
+ROLES = frozenset({"environment", "inference", "learner"})
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """What an evaluation found.
+
+    ``version`` is the policy's newest version, after ``step`` training steps. ``pinned``: no other version answered. ``all``
+    and each of ``environments`` (by environment key) have the counts, the mean reward and pass@k. ``missing`` episodes were
+    not asked for, because no worker took them up in time.
+    """
+
+    run: str
+    policy: str
+    version: int
+    step: int
+    pinned: bool
+    temperature: float
+    samples: int
+    seconds: float
+    all: ResultSummary
+    environments: dict[str, ResultSummary]
+    missing: int = 0
+
+
+async def evaluate_run(
+    configuration: Configuration,
+    *,
+    episodes: int | None = None,
+    samples: int = 1,
+    ks: Sequence[int] | None = None,
+    temperature: float | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, count: None,
+    environment_work: Work | None = None,
+) -> Evaluation:
+    """Play ``samples`` episodes of each held-out task. ``ks``: the k of pass@k (1 and ``samples`` unless given);
+    ``temperature`` None: the run's. ``environment_work``: what an environment worker does that is started here, unless the
+    run's SPEC says it. Raises `UserError`."""
+    from fleetbus_workers.assembly.curriculum import build_curriculum
+    from fleetbus_workers.learner.held_out import find_newest_version, play
+
+    temperature = configuration.episode.temperature if temperature is None else temperature
+    tasks = build_curriculum(configuration).evaluation(episodes or configuration.evaluation.episodes)
+    if not tasks:
+        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
+    async with open_run(configuration, "operator", own_server=True) as bus:
+        published = await find_newest_version(bus, Subjects(configuration.run.name), configuration.run.policy)
+        live_roles = await find_live_roles(bus, configuration)
+        async with anyio.create_task_group() as group:
+            drain = anyio.Event()
+            start_missing_roles(group, bus, configuration, live_roles, drain, environment_work)
+            started = anyio.current_time()
+            results = await play(
+                bus,
+                configuration,
+                tasks,
+                name=f"eval-{secrets.token_hex(4)}",
+                samples=samples,
+                temperature=temperature,
+                published=published,
+                pinned="learner" not in live_roles,
+                on_progress=on_progress,
+            )
+            seconds = anyio.current_time() - started
+            drain.set()
+    chosen = list(ks) if ks is not None else sorted({1, samples})
+    return Evaluation(
+        run=configuration.run.name,
+        policy=configuration.run.policy,
+        version=published.version,
+        step=published.step,
+        pinned="learner" not in live_roles,
+        temperature=temperature,
+        samples=samples,
+        seconds=round(seconds, 3),
+        all=summarise_results(results, chosen),
+        environments=summarise_by_environment(results, chosen),
+        missing=len(tasks) * samples - len(results),
+    )
+
+
+async def find_live_roles(bus: Bus, configuration: Configuration) -> set[str]:
+    """Which kinds of `ROLES` live; recorders and gateways neither play nor train."""
+    live_roles: set[str] = set()
+    async with bus.listen(Subjects(configuration.run.name).heartbeats) as listener:
+        with anyio.move_on_after(HEARD_SECONDS):
+            while live_roles < ROLES:
+                subject, payload = await listener.receive()
+                with suppress(MalformedMessage):
+                    live_roles |= ROLES & {decode(Heartbeat, payload, subject=subject).role}
+    return live_roles
+
+
+def start_missing_roles(
+    group: TaskGroup,
+    bus: Bus,
+    configuration: Configuration,
+    live_roles: set[str],
+    drain: anyio.Event,
+    environment_work: Work | None = None,
+) -> None:
+    """Workers for a run that has none; of one that has only some, the missing kind is named. Raises `UserError`."""
+    from fleetbus_workers.assembly.engines import check_packages
+
+    missing = {"environment", "inference"} - live_roles
+    if not missing:
+        return
+    if live_roles:
+        kind = min(missing)
+        raise UserError(f"no {kind} worker of run {configuration.run.name} is heard: start one with `fleetbus {kind}`")
+    try:
+        check_packages(configuration.inference.engine)
+    except UserError as error:
+        raise UserError(f"{error}, or name another engine: --inference-engine torch") from None
+    for role in ("environment", "inference"):
+        work = environment_work if role == "environment" and environment_work else import_work(partial(_load_work, role))
+        group.start_soon(work, bus, configuration, generate_worker_name(role), drain)
+
+
+def _load_work(role: str) -> Any:
+    if role == "environment":
+        from fleetbus_workers.assembly.environment_work import work as environment_work
+
+        return environment_work
+    from fleetbus_workers.assembly.inference_work import work as inference_work
+
+    return inference_work

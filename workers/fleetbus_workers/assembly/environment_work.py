@@ -1,0 +1,32 @@
+"""The work of an environment worker: its environments, and the worker around them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+from fleetbus_workers.assembly.environments import open_environments
+from fleetbus_workers.environment.images.store import build_run_image_store
+from fleetbus_workers.environment.specs import EnvironmentFactory
+from fleetbus_workers.environment.worker import run_environment
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+
+async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+    """Play episodes in the environments that ``run.environment`` names, until drained."""
+    store_image = build_run_image_store(bus, configuration) if configuration.environment.images else None
+    required = configuration.environment.sandbox == "required"
+    async with open_environments(configuration, store_image=store_image, required=required) as factory:
+        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
+
+
+async def work_with(
+    factory: EnvironmentFactory, bus: Bus, configuration: Configuration, name: str, drain: anyio.Event
+) -> None:
+    """The same with a factory of the caller's."""
+    async with factory.running():
+        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)

@@ -1,0 +1,39 @@
+"""The work of an inference worker: its engine, the fetcher of published weights, and the worker around both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+from fleetbus.config.run_folder import run_folder
+from fleetbus_workers.assembly.engines import build_image_source, launch_engine
+from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
+from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.weights.fetch import WeightsFetcher
+from fleetbus_workers.weights.store import get_object_store
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+
+async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+    """Answer observations with sampled actions until drained."""
+    check_vision(configuration, load_local_tasks(configuration), role="inference")
+    folder = run_folder(configuration.run).weights / f".{name}"
+    fetcher = WeightsFetcher(folder, get_object_store(bus, configuration.run.name))
+    try:
+        async with launch_engine(configuration, name) as (sampler, template):
+            await run_inference(
+                bus,
+                configuration=configuration,
+                name=name,
+                drain=drain,
+                sampler=sampler,
+                template=template,
+                fetch=fetcher.fetch_local,
+                images=build_image_source(template, bus, configuration.run.name),
+            )
+    finally:
+        fetcher.close()

@@ -1,0 +1,60 @@
+"""The work of a role: loading it, though packages may be missing, and doing it on a connection of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import anyio
+
+from fleetbus.errors import UserError
+
+if TYPE_CHECKING:
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
+
+Work = Callable[["Bus", "Configuration", str, anyio.Event], Awaitable[None]]
+"""A role's loop: returns when it is finished or, once the event is set, drained."""
+
+_EXTRAS = {"torch": "torch", "transformers": "torch", "tokenizers": "torch", "safetensors": "torch", "numpy": "torch"}
+_EXTRAS |= {"mcp": "environment", "httpx": "environment", "matplotlib": "plot"}
+
+
+def import_work(load_work: Callable[[], Work]) -> Work:
+    """The work that ``load_work`` imports. Raises `UserError` naming the extra to install when a package is missing."""
+    try:
+        return load_work()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise UserError(f"{package} is not installed: pip install 'fleetbus[{_EXTRAS[package]}]'") from error
+
+
+async def serve_role(role: str, work: Work, configuration: Configuration, name: str, url: str, drain: anyio.Event) -> None:
+    """Connect as ``role`` and work until finished or drained. Raises `UserError` if the run is not declared on that server."""
+    from fleetbus.auth.access import build_access
+    from fleetbus.bus.nats import connect
+    from fleetbus.service_api import Microservice
+    from fleetbus_schemas import Subjects
+
+    access = build_access(role, configuration.nats.auth)
+    run = configuration.run.name
+    async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
+        await _check_declared(bus, run)
+        services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
+        await work(bus, configuration, name, drain)
+        services.cancel_scope.cancel()
+
+
+async def _check_declared(bus: Bus, run: str) -> None:
+    from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
+
+    try:
+        await bus.last_sequence()
+    except ApiRefused as refused:
+        if refused.code != STREAM_NOT_FOUND:
+            raise
+        raise UserError(
+            f"no run {run} on this server: `fleetbus init --run {run}` declares it; or check --run and --nats"
+        ) from None

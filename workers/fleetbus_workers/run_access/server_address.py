@@ -1,0 +1,53 @@
+"""Where the server of a run is: the one that the settings name, or the one that a running `up` started on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from typing import TYPE_CHECKING
+
+from fleetbus.errors import UserError
+
+if TYPE_CHECKING:
+    from fleetbus.config.run_folder import RunFolder
+    from fleetbus.config.settings import Configuration
+
+
+def generate_worker_name(role: str) -> str:
+    """A name that no other worker of the run has or had: role, host, process id, and a random part, because a container that
+    is started again has the same host and the same process id."""
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:64] or "host"
+    return f"{role}-{host}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def resolve_server_url(configuration: Configuration) -> str:
+    """The server to connect to: the one that was named, or the one that a running `up` of the same run started here."""
+    from fleetbus.config.run_folder import run_folder
+
+    if url := configuration.nats.url or find_local_server_url(run_folder(configuration.run)):
+        return url
+    raise UserError(
+        f"no server for run {configuration.run.name}: give --nats nats://HOST:4222, or start `fleetbus up` in this folder first"
+    )
+
+
+def find_local_server_url(folder: RunFolder) -> str:
+    """The URL of the server that a running `up` started, else empty."""
+    return read_server_address(folder).get("url", "")
+
+
+def read_server_address(folder: RunFolder) -> dict[str, str]:
+    """Server address written by a running `up`, else empty: an `up` that was killed leaves a stale file."""
+    import msgspec
+
+    from fleetbus_workers.up.lock import is_held
+
+    if not folder.server.is_file() or (folder.lock.is_file() and not is_held(folder.lock)):
+        return {}
+    try:
+        told = msgspec.json.decode(folder.server.read_bytes())
+    except FileNotFoundError:  # it ended just now
+        return {}
+    return {name: str(told.get(name, "")) for name in ("url", "monitor")}
