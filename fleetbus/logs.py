@@ -46,6 +46,15 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
     Colours only on a terminal. Libraries that use `logging` come out in the same format, from warnings up.
     """
     target = stream or sys.stderr
+    context, rendering = configure_structlog(settings, target)
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(**bound_values)
+    _configure_libraries(target, [*context, structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name], rendering)
+
+
+def configure_structlog(settings: LogSettings, stream: TextIO | None = None) -> tuple[Processors, Processors]:
+    """Our own log lines alone; `logging` stays as it is. Returns the processors before the level, and those that render."""
+    target = stream or sys.stderr
     rendering = _build_renderers(settings, colours=target.isatty())
     context: Processors = [structlog.contextvars.merge_contextvars, structlog.processors.TimeStamper(fmt="iso", utc=True)]
     structlog.configure(
@@ -54,9 +63,7 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
         logger_factory=structlog.PrintLoggerFactory(target),
         cache_logger_on_first_use=False,
     )
-    structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(**bound_values)
-    _configure_libraries(target, [*context, structlog.stdlib.add_log_level, structlog.stdlib.add_logger_name], rendering)
+    return context, rendering
 
 
 def _build_renderers(settings: LogSettings, *, colours: bool) -> Processors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,20 @@ def check_dataset(location: str) -> tuple[list[Task], list[str]]:
     return [msgspec.structs.replace(task, dataset_version=files.version) for task in tasks], problems
 
 
+def build_tasks(entries: Iterable[Task | Mapping[str, Any]], name: str = "tasks") -> list[Task]:
+    """Tasks from objects, or from mappings as they stand in a tasks file. Raises `UserError`, which calls the list ``name``."""
+    content = [
+        build_task_entry(entry) if isinstance(entry, Task) else dict(entry) if isinstance(entry, Mapping) else entry
+        for entry in entries
+    ]
+    if not content:
+        raise UserError(f"{name}: holds no tasks; add at least one")
+    tasks, problems = _parse_content(name, content)
+    if problems:
+        raise UserError(problems[0])
+    return tasks
+
+
 def check_verifiers(tasks: Iterable[Task]) -> list[str]:
     """One line for each task whose verifier does not compile."""
     problems = []
@@ -99,7 +113,10 @@ def _read(file: Path) -> bytes:
 
 def _parse(name: str, data: bytes) -> tuple[list[Task], list[str]]:
     """The tasks in the bytes of a file that is called ``name``, and what is wrong with those that are none."""
-    content = read_parquet(name, data) if name.endswith(".parquet") else _read_json(name, data)
+    return _parse_content(name, read_parquet(name, data) if name.endswith(".parquet") else _read_json(name, data))
+
+
+def _parse_content(name: str, content: Any) -> tuple[list[Task], list[str]]:
     tasks, problems = [], []
     for position, entry in enumerate(_parse_entries(name, content), 1):
         try:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 import click
 
-from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.run_options import archive_option, reach_options
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
     from fleetbus.recording.episodes import EpisodeRow, Transcript
 
 SHOWN = 50
@@ -35,16 +32,32 @@ SHOWN = 50
 @click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
 @click.option("--limit", type=int, default=SHOWN, show_default=True, help="Most rows; 0: all")
 @click.option("--tokens", is_flag=True, help="Of one episode also token ids, log-probabilities and versions")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write all matching rows to FILE instead: .parquet (needs pyarrow), .csv or .jsonl",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 @archive_option()
 @reach_options
 def command(
-    source: str | None, episode: str | None, archive: Path | None, tokens: bool, as_json: bool, limit: int, **values: Any
+    source: str | None,
+    episode: str | None,
+    archive: Path | None,
+    output: Path | None,
+    tokens: bool,
+    as_json: bool,
+    limit: int,
+    **values: Any,
 ) -> int:
     """List the episodes of a run or of a recording, newest last; with an EPISODE show its transcript.
 
     Exit status 0: shown, also if nothing matches; 2: bad input, or no such episode.
     """
+    from fleetbus.recording.episodes import EpisodeRow
+    from fleetbus_workers.api.reader import build_rows, open_configured_run
+    from fleetbus_workers.api.tables import check_format, write_rows
     from fleetbus_workers.run_access.sources import is_recording
 
     _check_outcome(values["outcome"])
@@ -52,13 +65,22 @@ def command(
     filters = {name: values.pop(name) for name in names}
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
+    reader = open_configured_run(configuration, source or "", archive)
     backend = {"use_uvloop": os.name != "nt"}
     if episode is not None:
-        transcript = anyio.run(partial(_read, source, configuration, archive, episode), backend_options=backend)
+        transcript = anyio.run(reader.read_transcript, episode, backend_options=backend)
+        _warn(reader.damage)
         _print_transcript(transcript, episode, tokens=tokens, as_json=as_json)
         return FINISHED
-    rows = anyio.run(partial(_list, source, configuration, archive), backend_options=backend)
+    if output is not None:
+        check_format(output)
+    rows = anyio.run(reader.read_episodes, backend_options=backend)
+    _warn(reader.damage)
     chosen = [row for row in rows if _matches(row, **filters)]
+    if output is not None:
+        fields = EpisodeRow.__struct_fields__
+        print(f"{write_rows(build_rows(chosen, fields), output, fields):,} of {len(rows):,} episodes written to {output}")
+        return FINISHED
     shown = chosen[-limit:] if limit > 0 else chosen
     _print_json(shown) if as_json else _print_rows(shown, len(chosen), len(rows))
     return FINISHED
@@ -71,33 +93,6 @@ def _check_outcome(name: str | None) -> None:
     known = ("open", *get_args(Outcome))
     if name is not None and name not in known:
         raise UserError(f"no outcome {name!r}: it is one of {', '.join(known)}")
-
-
-async def _list(source: str | None, configuration: Configuration, archive: Path | None) -> list[EpisodeRow]:
-    from fleetbus.recording.episodes import EpisodeIndex
-    from fleetbus_workers.run_access.sources import open_source
-
-    index = EpisodeIndex()
-    async with open_source(source, configuration, archive) as opened:
-        subjects = opened.subjects
-        async for entry in opened.entries([subjects.tasks(), subjects.episodes]):
-            index.add(entry)
-        _warn(opened.torn)
-    return list(index.rows.values())
-
-
-async def _read(source: str | None, configuration: Configuration, archive: Path | None, episode: str) -> Transcript:
-    from fleetbus.errors import UserError
-    from fleetbus.recording.episodes import build_episode_subjects, read_transcript
-    from fleetbus_workers.run_access.sources import open_source
-
-    validate_name("episode", episode)
-    async with open_source(source, configuration, archive) as opened:
-        entries = [entry async for entry in opened.entries(build_episode_subjects(opened.subjects, episode))]
-        _warn(opened.torn)
-    if not entries:
-        raise UserError(f"there is no episode {episode} in {source or configuration.run.name}: `fleetbus episodes` lists them")
-    return read_transcript(entries)
 
 
 def _matches(

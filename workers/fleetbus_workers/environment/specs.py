@@ -37,6 +37,10 @@ SPEC_FORMS = (
 )
 
 
+PYTHON_OBJECT = "python-object"
+"""The form that stands in the settings of a run whose environment is a class or callable of the program that started it."""
+
+
 class EnvironmentFactory(Protocol):
     """Makes the environment of an episode. `running` is entered around all of them: it holds what outlives an episode."""
 
@@ -61,6 +65,8 @@ def build_environment_factory(
     images that environments show; without it a placeholder text replaces each.
     """
     form, _, rest = spec.partition(":")
+    if form == PYTHON_OBJECT:
+        raise UserError(f"the environment of this run is {rest} of a Python program: run that program, or its fleetbus.train")
     context = _SpecContext(
         spec=spec,
         form=form,

@@ -28,7 +28,12 @@ from fleetbus_workers.up.lock import lock_run
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.run import Run, RunResult
 from fleetbus_workers.up.summary_builder import Summary
-from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
+from fleetbus_workers.up.summary_report import (
+    format_finished_report,
+    format_report,
+    load_summary,
+    write_summary,
+)
 from fleetbus_workers.up.supervisor import WorkerUnrecoverable
 
 
@@ -135,7 +140,8 @@ async def _run(configuration: Configuration, folder: RunFolder) -> RunResult:
 def _report_result(ending: RunResult, folder: RunFolder, json_summary: Path | None) -> int:
     if ending.summary is not None:
         write_summary(ending.summary, folder.summary, *([json_summary] if json_summary else []))
-        _draw_chart(ending.summary, folder)
+        if not draw_chart_if_possible(ending.summary, folder):
+            _print_line("reward chart not drawn; to enable it: pip install 'fleetbus[plot]'")
         for line in format_report(ending.summary, folder, format_path):
             _print_line(line)
     if ending.failure is not None:
@@ -144,13 +150,15 @@ def _report_result(ending: RunResult, folder: RunFolder, json_summary: Path | No
     return INTERRUPTED if ending.signal == signal.SIGINT else FINISHED
 
 
-def _draw_chart(summary: Summary, folder: RunFolder) -> None:
+def draw_chart_if_possible(summary: Summary, folder: RunFolder) -> bool:
+    """Draw the reward chart; False without matplotlib."""
     from fleetbus_workers.up.reward_chart import draw_reward_chart
 
     try:
         draw_reward_chart(summary, folder.picture)
     except ModuleNotFoundError:
-        _print_line("reward chart not drawn; to enable it: pip install 'fleetbus[plot]'")
+        return False
+    return True
 
 
 def _report_failure(ending: RunResult, folder: RunFolder) -> None:

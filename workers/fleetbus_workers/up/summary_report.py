@@ -34,31 +34,30 @@ def load_summary(folder: RunFolder) -> Summary | None:
         return None
 
 
-def format_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
-    """Final report: success before and after, cost, location of the files, next commands."""
+def format_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str], *, commands: bool = True) -> list[str]:
+    """Final report: success before and after, cost, location of the files and, with ``commands``, what to type next."""
     lines = [_format_success(summary), _format_cost(summary), *textwrap.wrap(summary.signal, REPORT_WIDTH)]
-    return [*lines, *_format_location_and_commands(summary, folder, shown)]
+    return [*lines, *_format_locations(folder, shown), *(_format_next_commands(summary, folder) if commands else ())]
 
 
-def format_finished_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
+def format_finished_report(
+    summary: Summary, folder: RunFolder, shown: Callable[[Path], str], *, commands: bool = True
+) -> list[str]:
     """The same for a finished run that is called again."""
-    return [
-        f"run {summary.run} is finished: {_format_success(summary)}",
-        *_format_location_and_commands(summary, folder, shown),
-    ]
-
-
-def _format_location_and_commands(summary: Summary, folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
-    files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
-    there = [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
-    return [
-        *there,
-        *(f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_format_next_commands(summary, folder))),
-    ]
+    lines = [f"run {summary.run} is finished: {_format_success(summary)}", *_format_locations(folder, shown)]
+    return [*lines, *(_format_next_commands(summary, folder) if commands else ())]
 
 
 def _format_next_commands(summary: Summary, folder: RunFolder) -> list[str]:
-    """Suggested next commands."""
+    return [f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_list_next_commands(summary, folder))]
+
+
+def _format_locations(folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
+    files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
+    return [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
+
+
+def _list_next_commands(summary: Summary, folder: RunFolder) -> list[str]:
     again, runs = build_resume_command(summary.run, folder.path.parent), folder.path.parent
     if not summary.finished:
         return [f"`{again}` resumes it"]

@@ -1,0 +1,200 @@
+"""Reading a run: its episodes, transcripts, tokens and metrics, from a live log, the files of a stopped run, or a recording.
+
+Above it are `fleetbus.open_run` and `fleetbus episodes`; below it the sources of entries and the folds of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from fleetbus.config.load import find_default_file, load_configuration
+from fleetbus.config.run_folder import read_earlier_configuration, run_folder
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from fleetbus.recording.episodes import (
+    EpisodeIndex,
+    EpisodeRow,
+    Transcript,
+    build_episode_subjects,
+    read_transcript,
+)
+from fleetbus.recording.rows import (
+    StepFold,
+    StepRow,
+    TokenRow,
+    TranscriptFold,
+    build_token_row,
+    list_transcript_subjects,
+)
+from fleetbus_schemas.subjects import InvalidName, check_name
+from fleetbus_workers.api.own_loop import iterate_in_own_loop
+from fleetbus_workers.api.tables import Row, build_arrow_table, build_data_frame, write_rows
+from fleetbus_workers.run_access.log_access import is_reachable
+from fleetbus_workers.run_access.sources import is_recording, open_source
+
+T = TypeVar("T")
+
+ROW_TYPES: Mapping[str, type[msgspec.Struct]] = {"episodes": EpisodeRow, "tokens": TokenRow, "metrics": StepRow}
+"""What can be had as a table."""
+
+
+class RunReader:
+    """What a run has written, read anew by every call: each opens what it needs and closes it at its end.
+
+    Iterators stream and block the calling thread. Of a run whose server is stopped its files are served meanwhile. Raises
+    `UserError` when the log cannot be read.
+    """
+
+    def __init__(self, source: str, configuration: Configuration, archive: Path | None = None) -> None:
+        self._source = source
+        self._configuration = configuration
+        self._archive = archive
+        self.damage = ""
+        """What is missing at the end of a recording that was cut off, in one line, once it was read to its end."""
+
+    def episodes(self) -> Iterator[EpisodeRow]:
+        """One row per episode, in the order of their requests."""
+        return iterate_in_own_loop(self._stream_episodes)
+
+    def transcripts(self) -> Iterator[Transcript]:
+        """What was said in each episode, in the order in which they finished; those without a result come last."""
+        return iterate_in_own_loop(self._stream_transcripts)
+
+    def transcript(self, episode_id: str) -> Transcript:
+        """What was said in one episode. Raises `UserError` if there is none of that name."""
+        (found,) = iterate_in_own_loop(partial(self._stream_one, partial(self.read_transcript, episode_id)))
+        return found
+
+    def tokens(self) -> Iterator[TokenRow]:
+        """Token ids, log-probabilities, mask and policy versions of each episode, in the order of `transcripts`."""
+        return map(build_token_row, self.transcripts())
+
+    def metrics(self) -> Iterator[StepRow]:
+        """One row per training step that counts: those of a learner that was replaced may not."""
+        return iterate_in_own_loop(self._stream_metrics)
+
+    def to_arrow(self, what: str = "episodes") -> Any:
+        """A `pyarrow.Table` of ``episodes``, ``tokens`` or ``metrics``. Raises `UserError` without pyarrow."""
+        return build_arrow_table(*self._get_rows(what))
+
+    def to_pandas(self, what: str = "episodes") -> Any:
+        """A `pandas.DataFrame` of ``episodes``, ``tokens`` or ``metrics``. Raises `UserError` without pandas."""
+        return build_data_frame(*self._get_rows(what))
+
+    def write(self, file: str | os.PathLike[str], what: str = "episodes") -> int:
+        """Write ``episodes``, ``tokens`` or ``metrics`` to a file that ends in .parquet (needs pyarrow), .csv or .jsonl;
+        returns the number of rows. Raises `UserError`."""
+        rows, fields = self._get_rows(what)
+        return write_rows(rows, Path(file), fields)
+
+    async def read_episodes(self) -> list[EpisodeRow]:
+        """`episodes` for an event loop."""
+        return [row async for row in self._stream_episodes()]
+
+    async def read_transcript(self, episode_id: str) -> Transcript:
+        """`transcript` for an event loop."""
+        try:
+            check_name("episode", episode_id)
+        except InvalidName as error:
+            raise UserError(str(error)) from error
+        async with open_source(self._source, self._configuration, self._archive) as source:
+            entries = [entry async for entry in source.entries(build_episode_subjects(source.subjects, episode_id))]
+            self.damage = source.torn
+        if not entries:
+            raise UserError(f"there is no episode {episode_id} in {self._source}: `fleetbus episodes` lists them")
+        return read_transcript(entries)
+
+    async def _stream_episodes(self) -> AsyncIterator[EpisodeRow]:
+        index = EpisodeIndex()
+        async with open_source(self._source, self._configuration, self._archive) as source:
+            async for entry in source.entries([source.subjects.tasks(), source.subjects.episodes]):
+                index.add(entry)
+            self.damage = source.torn
+        for row in index.rows.values():
+            yield row
+
+    async def _stream_transcripts(self) -> AsyncIterator[Transcript]:
+        fold = TranscriptFold()
+        async with open_source(self._source, self._configuration, self._archive) as source:
+            async for entry in source.entries(list_transcript_subjects(source.subjects)):
+                if (transcript := fold.add(entry)) is not None:
+                    yield transcript
+            self.damage = source.torn
+        for transcript in fold.unfinished():
+            yield transcript
+
+    async def _stream_metrics(self) -> AsyncIterator[StepRow]:
+        fold = StepFold()
+        async with open_source(self._source, self._configuration, self._archive) as source:
+            async for entry in source.entries([source.subjects.train(self._configuration.run.policy)]):
+                fold.add(entry)
+            self.damage = source.torn
+        for row in fold.rows():
+            yield row
+
+    async def _stream_one(self, read: Callable[[], Any]) -> AsyncIterator[Any]:
+        yield await read()
+
+    def _get_rows(self, what: str) -> tuple[Iterable[Row], tuple[str, ...]]:
+        if what not in ROW_TYPES:
+            raise UserError(f"there is no table {what!r}: it is one of {', '.join(ROW_TYPES)}")
+        if what == "metrics":
+            return build_metric_rows(list(self.metrics()))
+        fields = ROW_TYPES[what].__struct_fields__
+        return build_rows(self.episodes() if what == "episodes" else self.tokens(), fields), fields
+
+
+def build_rows(rows: Iterable[msgspec.Struct], fields: Sequence[str]) -> Iterator[Row]:
+    """Rows as a table has them."""
+    return ({field: getattr(row, field) for field in fields} for row in rows)
+
+
+def build_metric_rows(rows: Sequence[StepRow]) -> tuple[list[Row], tuple[str, ...]]:
+    """Steps with a column for each metric that any of them has, and the columns."""
+    fields = tuple(field for field in StepRow.__struct_fields__ if field != "metrics")
+    metrics = tuple(dict.fromkeys(name for row in rows for name in row.metrics if name not in fields))
+    return [{**row.metrics, **next(build_rows([row], fields))} for row in rows], fields + metrics
+
+
+def open_run(
+    source: str | os.PathLike[str],
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    nats_url: str | None = None,
+    archive: str | os.PathLike[str] | None = None,
+) -> RunReader:
+    """A reader of a run: ``source`` is its name, its folder, or a recording (`fleetbus record`).
+
+    ``folder`` holds a folder per run (the configured one); ``nats_url``: the server, of a run elsewhere; ``archive``: the
+    recorder's folder, for a log that was trimmed. Raises `UserError` if there is no such run.
+    """
+    text, path = os.fspath(source), Path(source).expanduser()
+    flags: dict[str, Any] = {"run.folder": os.fspath(folder)} if folder is not None else {}
+    flags |= {"nats.url": nats_url} if nats_url is not None else {}
+    if is_recording(text):
+        if not path.is_file():
+            raise UserError(f"there is no recording {text}: `fleetbus record` makes one")
+    elif path.is_dir() and any((path / name).exists() for name in ("run.json", "config.json", "nats")):
+        resolved = path.resolve()
+        flags |= {"run.name": resolved.name, "run.folder": str(resolved.parent)}
+    else:
+        flags["run.name"] = text
+    loaded = load_configuration(
+        file=find_default_file(Path.cwd()), variables=os.environ, flags=flags, earlier=read_earlier_configuration
+    )
+    reader = RunReader(text, loaded.configuration, Path(archive) if archive is not None else None)
+    if not is_recording(text) and archive is None and not is_reachable(loaded.configuration):
+        name, runs = loaded.configuration.run.name, run_folder(loaded.configuration.run).path.parent
+        raise UserError(f"there is no run {name} in {runs}: `fleetbus runs list` shows them, or give nats_url")
+    return reader
+
+
+def open_configured_run(configuration: Configuration, source: str = "", archive: Path | None = None) -> RunReader:
+    """A reader of the run that a configuration names, or of the recording ``source``."""
+    return RunReader(source or configuration.run.name, configuration, archive)
