@@ -6,7 +6,7 @@ Above it are `fleetbus.open_run` and `fleetbus episodes`; below it the sources o
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,7 +68,7 @@ class RunReader:
 
     def transcript(self, episode_id: str) -> Transcript:
         """What was said in one episode. Raises `UserError` if there is none of that name."""
-        (found,) = iterate_in_own_loop(partial(self._stream_one, partial(self.read_transcript, episode_id)))
+        (found,) = iterate_in_own_loop(partial(self._stream_transcript, episode_id))
         return found
 
     def tokens(self) -> Iterator[TokenRow]:
@@ -138,8 +138,8 @@ class RunReader:
         for row in fold.rows():
             yield row
 
-    async def _stream_one(self, read: Callable[[], Any]) -> AsyncIterator[Any]:
-        yield await read()
+    async def _stream_transcript(self, episode_id: str) -> AsyncIterator[Transcript]:
+        yield await self.read_transcript(episode_id)
 
     def _get_rows(self, what: str) -> tuple[Iterable[Row], tuple[str, ...]]:
         if what not in ROW_TYPES:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
 
-Work = Callable[["Bus", "Configuration", str, anyio.Event], Awaitable[None]]
+Work = Callable[["Bus", "Configuration", str, anyio.Event], Coroutine[Any, Any, None]]
 """A role's loop: returns when it is finished or, once the event is set, drained."""
 
 _EXTRAS = {"torch": "torch", "transformers": "torch", "tokenizers": "torch", "safetensors": "torch", "numpy": "torch"}

@@ -1,0 +1,8 @@
+"""``python -m fleetbus``: the command line."""
+
+from __future__ import annotations
+
+import importlib
+
+if __name__ == "__main__":
+    importlib.import_module("fleetbus_workers.cli").main()
