@@ -1,8 +1,8 @@
 """Reinforcement learning of LLM agents on remote environments, over one durable NATS log.
 
-Everything that a program of yours imports is here; nothing is loaded before it is used. Environments: `Environment` and what its
-calls take and give. Training: `train`, `Run`. Looking at runs: `open_run`. Trainers of your own: `client`. What other modules
-have is internal, and may change at any time.
+Everything that a program of yours imports is here, and nothing is loaded before it is used. Environments: `Environment`, and
+what its calls take and give. Training: `train`, `Run`. Looking at runs: `open_run`. Trainers of your own: `client`. Other
+modules are internal and may change at any time.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
 def _server(configuration: Configuration) -> Any:
     from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
-    from fleetbus_workers.cli.role import generate_worker_name
+    from fleetbus_workers.run_access.server_address import generate_worker_name
 
     access = build_access("init", configuration.nats.auth)
     return connect(
