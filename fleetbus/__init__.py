@@ -7,10 +7,11 @@ modules are internal and may change at any time.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+TYPE_CHECKING = False  # as type checkers read it; importing typing takes longer than the rest of this module
 
 if TYPE_CHECKING:
+    from typing import Any, Literal
+
     from fleetbus import client as client
     from fleetbus.errors import BusError as BusError
     from fleetbus.errors import FleetbusError as FleetbusError
@@ -46,48 +47,42 @@ if TYPE_CHECKING:
 
     __version__: str
 
-Stability = Literal["stable", "provisional"]
+    Stability = Literal["stable", "provisional"]
 
-
-class _PublicName(NamedTuple):
-    module: str
-    stability: Stability
-
-
-_PUBLIC = {
-    "Environment": _PublicName("fleetbus_workers.environment.base", "stable"),
-    "Start": _PublicName("fleetbus_workers.environment.base", "stable"),
-    "Step": _PublicName("fleetbus_workers.environment.base", "stable"),
-    "Verdict": _PublicName("fleetbus_workers.environment.base", "stable"),
-    "EnvironmentFailed": _PublicName("fleetbus_workers.environment.base", "stable"),
-    "Task": _PublicName("fleetbus_schemas", "stable"),
-    "Action": _PublicName("fleetbus_schemas", "stable"),
-    "ChatMessage": _PublicName("fleetbus_schemas", "stable"),
-    "Text": _PublicName("fleetbus_schemas", "stable"),
-    "Image": _PublicName("fleetbus_schemas", "stable"),
-    "ToolCall": _PublicName("fleetbus_schemas", "stable"),
-    "ToolSpec": _PublicName("fleetbus_schemas", "stable"),
-    "load_tasks": _PublicName("fleetbus.tasks", "stable"),
-    "train": _PublicName("fleetbus_workers.api.run", "provisional"),
-    "print_event": _PublicName("fleetbus_workers.api.run", "provisional"),
-    "Run": _PublicName("fleetbus_workers.api.run", "provisional"),
-    "Event": _PublicName("fleetbus_workers.api.events", "provisional"),
-    "Summary": _PublicName("fleetbus_workers.up.summary_builder", "provisional"),
-    "Evaluation": _PublicName("fleetbus_workers.api.evaluation", "provisional"),
-    "open_run": _PublicName("fleetbus_workers.api.reader", "provisional"),
-    "RunReader": _PublicName("fleetbus_workers.api.reader", "provisional"),
-    "EpisodeRow": _PublicName("fleetbus.recording.episodes", "provisional"),
-    "Transcript": _PublicName("fleetbus.recording.episodes", "provisional"),
-    "TokenRow": _PublicName("fleetbus.recording.rows", "provisional"),
-    "StepRow": _PublicName("fleetbus.recording.rows", "provisional"),
-    "client": _PublicName("fleetbus.client", "provisional"),
-    "FleetbusError": _PublicName("fleetbus.errors", "stable"),
-    "UserError": _PublicName("fleetbus.errors", "stable"),
-    "NotPermitted": _PublicName("fleetbus.errors", "stable"),
-    "RunFailed": _PublicName("fleetbus.errors", "provisional"),
-    "TakenOver": _PublicName("fleetbus.errors", "stable"),
-    "BusError": _PublicName("fleetbus.errors", "stable"),
-    "__version__": _PublicName("", "stable"),
+_PUBLIC: dict[str, tuple[str, Stability]] = {
+    "Environment": ("fleetbus_workers.environment.base", "stable"),
+    "Start": ("fleetbus_workers.environment.base", "stable"),
+    "Step": ("fleetbus_workers.environment.base", "stable"),
+    "Verdict": ("fleetbus_workers.environment.base", "stable"),
+    "EnvironmentFailed": ("fleetbus_workers.environment.base", "stable"),
+    "Task": ("fleetbus_schemas", "stable"),
+    "Action": ("fleetbus_schemas", "stable"),
+    "ChatMessage": ("fleetbus_schemas", "stable"),
+    "Text": ("fleetbus_schemas", "stable"),
+    "Image": ("fleetbus_schemas", "stable"),
+    "ToolCall": ("fleetbus_schemas", "stable"),
+    "ToolSpec": ("fleetbus_schemas", "stable"),
+    "load_tasks": ("fleetbus.tasks", "stable"),
+    "train": ("fleetbus_workers.api.run", "provisional"),
+    "print_event": ("fleetbus_workers.api.run", "provisional"),
+    "Run": ("fleetbus_workers.api.run", "provisional"),
+    "Event": ("fleetbus_workers.api.events", "provisional"),
+    "Summary": ("fleetbus_workers.up.summary_builder", "provisional"),
+    "Evaluation": ("fleetbus_workers.api.evaluation", "provisional"),
+    "open_run": ("fleetbus_workers.api.reader", "provisional"),
+    "RunReader": ("fleetbus_workers.api.reader", "provisional"),
+    "EpisodeRow": ("fleetbus.recording.episodes", "provisional"),
+    "Transcript": ("fleetbus.recording.episodes", "provisional"),
+    "TokenRow": ("fleetbus.recording.rows", "provisional"),
+    "StepRow": ("fleetbus.recording.rows", "provisional"),
+    "client": ("fleetbus.client", "provisional"),
+    "FleetbusError": ("fleetbus.errors", "stable"),
+    "UserError": ("fleetbus.errors", "stable"),
+    "NotPermitted": ("fleetbus.errors", "stable"),
+    "RunFailed": ("fleetbus.errors", "provisional"),
+    "TakenOver": ("fleetbus.errors", "stable"),
+    "BusError": ("fleetbus.errors", "stable"),
+    "__version__": ("", "stable"),
 }
 """The public names: where each is, and its stability. ``stable``: names, arguments and fields stay until 1.0, and more may be
 added; ``provisional``: it may change in any release, with a line in CHANGELOG.md."""
@@ -130,11 +125,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name not in _PUBLIC:
         raise AttributeError(f"module 'fleetbus' has no attribute {name!r}")
-    module = _PUBLIC[name].module
+    module, _ = _PUBLIC[name]
     if name == "__version__":
-        value: Any = importlib.import_module("importlib.metadata").version("fleetbus")
+        value = importlib.import_module("importlib.metadata").version("fleetbus")
     elif module == f"fleetbus.{name}":
         value = importlib.import_module(module)
     else:

@@ -6,8 +6,7 @@ Train on it: fleetbus up --environment guess:Guess --tasks guess.json
 import random
 import re
 
-from fleetbus_schemas import Action, ChatMessage, Task
-from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus import Action, ChatMessage, Start, Step, Task, Verdict
 
 
 class Guess:

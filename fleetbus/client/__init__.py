@@ -1,0 +1,15 @@
+"""For trainers of one's own: graded groups of episodes that the workers of a run play, as lists or in other trainers' shapes.
+
+async with client.connect(url, run="r1", role="operator", worker="trainer") as bus:
+    async with client.rollouts(bus, client.load_configuration().configuration, tasks, group_size=8) as groups:
+        async for group in groups:
+            for episode in group.graded:
+                train(episode.ids, episode.loss_mask, episode.logprobs, episode.reward)
+"""
+
+from fleetbus.bus.nats import connect
+from fleetbus.client.rollouts import Episode, RolloutGroup, rollouts
+from fleetbus.client.trainer_formats import convert_to_trl, convert_to_verl
+from fleetbus.config.load import load_configuration
+
+__all__ = ["Episode", "RolloutGroup", "connect", "convert_to_trl", "convert_to_verl", "load_configuration", "rollouts"]

@@ -10,6 +10,7 @@ def build_files(name: str, *, asynchronous: bool) -> dict[str, str]:
     kind = "".join(part.capitalize() for part in name.split("_"))
     marks = {"@NAME@": name, "@CLASS@": kind}
     marks |= {"@ASYNC@ ": "async ", "@AWAIT@ ": "await "} if asynchronous else {"@ASYNC@ ": "", "@AWAIT@ ": ""}
+    marks |= {"@FIXTURE@": _FIXTURE, "@MARK@": "@pytest.mark.anyio\n"} if asynchronous else {"@FIXTURE@": "", "@MARK@": ""}
     files = {f"{name}.py": _ENVIRONMENT, f"test_{name}.py": _TEST}
     for mark, text in marks.items():
         files = {file: content.replace(mark, text) for file, content in files.items()}
@@ -24,8 +25,7 @@ _ENVIRONMENT = '''"""The environment @CLASS@: a number is to be guessed, in five
 import random
 import re
 
-from fleetbus_schemas import ChatMessage
-from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus import ChatMessage, Start, Step, Verdict
 
 TURNS = 5
 
@@ -78,8 +78,7 @@ import random
 
 import pytest
 
-from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.adapters.python_class.environment import class_factory
+from fleetbus import Action, Task
 
 from @NAME@ import @CLASS@
 
@@ -90,44 +89,41 @@ SECRET = random.Random(3).randrange(10)
 def says(text):
     return Action(episode_id="e", attempt=1, turn=0, text=text)
 
-
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
-async def play(*texts):
-    """What the worker does with an episode: the last step, and the verdict."""
-    make, running = class_factory(@CLASS@)
-    async with running():
-        environment = make()
-        await environment.open(TASK)
-        try:
-            start = await environment.reset()
-            assert start.messages[0].content == "Guess."
-            steps = [await environment.step(says(text)) for text in texts]
-            return steps, await environment.verify()
-        finally:
-            await environment.close()
+@FIXTURE@
+@ASYNC@ def play(*texts):
+    """What a worker does with an episode: the last step, and the verdict."""
+    environment = @CLASS@()
+    @AWAIT@ environment.open(TASK)
+    try:
+        start = @AWAIT@ environment.reset()
+        assert start.messages[0].content == "Guess."
+        steps = [@AWAIT@ environment.step(says(text)) for text in texts]
+        return steps, @AWAIT@ environment.verify()
+    finally:
+        @AWAIT@ environment.close()
 
 
-@pytest.mark.anyio
-async def test_the_right_number_ends_the_episode_and_is_rewarded():
-    steps, verdict = await play(f"It is {SECRET}.")
+@MARK@@ASYNC@ def test_the_right_number_ends_the_episode_and_is_rewarded():
+    steps, verdict = @AWAIT@ play(f"It is {SECRET}.")
     assert steps[-1].terminated and verdict.reward == 1.0
 
 
-@pytest.mark.anyio
-async def test_a_wrong_number_gets_a_hint():
+@MARK@@ASYNC@ def test_a_wrong_number_gets_a_hint():
     wrong = (SECRET + 1) % 10
-    steps, verdict = await play("hm", str(wrong), str(SECRET))
+    steps, verdict = @AWAIT@ play("hm", str(wrong), str(SECRET))
     assert steps[0].messages[0].content == "Answer with one digit."
     assert ("lower" if wrong > SECRET else "higher") in steps[1].messages[0].content
     assert verdict.reward == pytest.approx(0.9)
 
 
-@pytest.mark.anyio
-async def test_five_wrong_numbers_are_no_success():
-    steps, verdict = await play(*[str((SECRET + 1) % 10)] * 5)
+@MARK@@ASYNC@ def test_five_wrong_numbers_are_no_success():
+    steps, verdict = @AWAIT@ play(*[str((SECRET + 1) % 10)] * 5)
     assert steps[-1].truncated and verdict.reward == 0.0
 '''
+
+_FIXTURE = """
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+"""
