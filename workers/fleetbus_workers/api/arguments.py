@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def write_tasks_file(arguments: RunArguments) -> Iterator[None]:
         yield
         return
     file = file.expanduser()
-    existed = file.parent.exists()
+    missing = [folder for folder in file.parents if not folder.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         dump_tasks(arguments.tasks, file)
@@ -89,8 +89,9 @@ def write_tasks_file(arguments: RunArguments) -> Iterator[None]:
         yield
     except BaseException:
         file.unlink(missing_ok=True)
-        if not existed and not any(file.parent.iterdir()):
-            file.parent.rmdir()
+        for folder in missing:
+            with suppress(OSError):  # another program has put something there meanwhile
+                folder.rmdir()
         raise
 
 

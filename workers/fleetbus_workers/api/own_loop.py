@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -25,20 +24,12 @@ CHUNKS_AHEAD = 2
 async def run_in_own_loop(function: Callable[[], Awaitable[T]]) -> T:
     """The result of ``function`` in a loop of its own; cancelling cancels it and waits until it has ended."""
     wakeup = ThreadWakeup()
-    ended = threading.Event()
     opened: AbstractContextManager[BlockingPortal] = start_blocking_portal()
     portal = opened.__enter__()
-
-    async def run() -> T:
-        try:
-            return await function()
-        finally:
-            ended.set()
-            wakeup.notify()
-
-    future: Future[T] = portal.start_task_soon(run)
+    future: Future[T] = portal.start_task_soon(function)
+    future.add_done_callback(lambda _: wakeup.notify())
     try:
-        while not ended.is_set():
+        while not future.done():
             await wakeup.wait()
     finally:
         future.cancel()
