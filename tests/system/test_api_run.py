@@ -157,7 +157,7 @@ async def test_a_run_gives_events_its_summary_and_its_episodes() -> None:
         assert run.summary is None
         kinds = [event.kind async for event in run.events()]
         summary = await run.finished()
-        rows = [row async for row in run.episodes()]
+        rows = await run.episodes()
     assert kinds.count("step") == 2 and kinds.count("evaluation") == 3
     assert summary == run.summary and summary.finished
     assert [row.outcome for row in rows] == ["completed"] * 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -70,20 +70,18 @@ class EventLog:
                 return
             yield from events
 
-    async def stream(self) -> AsyncIterator[Event]:
+    def stream(self) -> EventStream:
         """The same for an event loop of any kind."""
-        position = 0
+        return EventStream(self)
+
+    async def wait_beyond(self, position: int) -> tuple[int, list[Event]]:
+        """The events after the first ``position`` ones and how many there are then, as soon as there are any; none at the end."""
         with self._subscribe() as wakeup:
             while True:
                 with self._changed:
-                    closed = self._closed
-                    position, events = self._read(position)
-                for event in events:
-                    yield event
-                if not events and closed:
-                    return
-                if not events:
-                    await wakeup.wait()
+                    if self._count > position or self._closed:
+                        return self._read(position)
+                await wakeup.wait()
 
     async def wait_closed(self) -> None:
         """Return when the run has ended."""
@@ -111,6 +109,26 @@ class EventLog:
             with self._changed:
                 self._wakeups.discard(wakeup)
             wakeup.close()
+
+
+class EventStream:
+    """An asynchronous iterator over the events of a log. It holds nothing between events, so it may be left at any of them."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._log = events
+        self._position = 0
+        self._unread: deque[Event] = deque()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        if not self._unread:
+            self._position, events = await self._log.wait_beyond(self._position)
+            self._unread.extend(events)
+        if not self._unread:
+            raise StopAsyncIteration
+        return self._unread.popleft()
 
 
 class EventDisplay(PlainDisplay):

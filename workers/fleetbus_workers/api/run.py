@@ -121,10 +121,9 @@ class Run:
         """The summary of a run that has ended, None until then."""
         return self._thread.summary if self._thread.has_ended else None
 
-    async def events(self) -> AsyncIterator[Event]:
+    def events(self) -> AsyncIterator[Event]:
         """The events from the start of this `Run` on, as they come, until it has ended; several may read them."""
-        async for event in self._thread.events.stream():
-            yield event
+        return self._thread.events.stream()
 
     async def finished(self) -> Summary:
         """Wait until training is finished or stopped. Raises `RunFailed` if a worker cannot work."""
@@ -137,13 +136,12 @@ class Run:
         self._thread.request_stop()
         return await self.finished()
 
-    async def episodes(self) -> AsyncIterator[EpisodeRow]:
+    async def episodes(self) -> list[EpisodeRow]:
         """One row per episode so far, in the order of their requests; also after the run has ended."""
         from fleetbus_workers.api.reader import open_configured_run
 
         reader = open_configured_run(self._thread.configuration)
-        for row in await run_in_own_loop(reader.read_episodes):
-            yield row
+        return await run_in_own_loop(reader.read_episodes)
 
     async def evaluate(
         self,
