@@ -34,7 +34,16 @@ from fleetbus.recording.rows import (
 )
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.api.own_loop import iterate_in_own_loop
-from fleetbus_workers.api.tables import Row, build_arrow_table, build_data_frame, write_rows
+from fleetbus_workers.api.tables import (
+    Columns,
+    ColumnType,
+    Row,
+    build_arrow_table,
+    build_data_frame,
+    build_rows,
+    list_columns,
+    write_rows,
+)
 from fleetbus_workers.run_access.log_access import is_reachable
 from fleetbus_workers.run_access.sources import is_recording, open_source
 
@@ -90,8 +99,8 @@ class RunReader:
     def write(self, file: str | os.PathLike[str], what: str = "episodes") -> int:
         """Write ``episodes``, ``tokens`` or ``metrics`` to a file that ends in .parquet (needs pyarrow), .csv or .jsonl;
         returns the number of rows. Raises `UserError`."""
-        rows, fields = self._get_rows(what)
-        return write_rows(rows, Path(file), fields)
+        rows, columns = self._get_rows(what)
+        return write_rows(rows, Path(file), columns)
 
     async def read_episodes(self) -> list[EpisodeRow]:
         """`episodes` for an event loop."""
@@ -141,25 +150,20 @@ class RunReader:
     async def _stream_transcript(self, episode_id: str) -> AsyncIterator[Transcript]:
         yield await self.read_transcript(episode_id)
 
-    def _get_rows(self, what: str) -> tuple[Iterable[Row], tuple[str, ...]]:
+    def _get_rows(self, what: str) -> tuple[Iterable[Row], Columns]:
         if what not in ROW_TYPES:
             raise UserError(f"there is no table {what!r}: it is one of {', '.join(ROW_TYPES)}")
         if what == "metrics":
-            return build_metric_rows(list(self.metrics()))
-        fields = ROW_TYPES[what].__struct_fields__
-        return build_rows(self.episodes() if what == "episodes" else self.tokens(), fields), fields
+            return _build_metric_rows(list(self.metrics()))
+        columns = list_columns(ROW_TYPES[what])
+        return build_rows(self.episodes() if what == "episodes" else self.tokens(), columns), columns
 
 
-def build_rows(rows: Iterable[msgspec.Struct], fields: Sequence[str]) -> Iterator[Row]:
-    """Rows as a table has them."""
-    return ({field: getattr(row, field) for field in fields} for row in rows)
-
-
-def build_metric_rows(rows: Sequence[StepRow]) -> tuple[list[Row], tuple[str, ...]]:
+def _build_metric_rows(steps: Sequence[StepRow]) -> tuple[list[Row], dict[str, ColumnType]]:
     """Steps with a column for each metric that any of them has, and the columns."""
-    fields = tuple(field for field in StepRow.__struct_fields__ if field != "metrics")
-    metrics = tuple(dict.fromkeys(name for row in rows for name in row.metrics if name not in fields))
-    return [{**row.metrics, **next(build_rows([row], fields))} for row in rows], fields + metrics
+    columns = {name: kind for name, kind in list_columns(StepRow).items() if name != "metrics"}
+    metrics: dict[str, ColumnType] = {name: "number" for step in steps for name in step.metrics if name not in columns}
+    return [{**step.metrics, **row} for step, row in zip(steps, build_rows(steps, columns), strict=True)], columns | metrics
 
 
 def open_run(

@@ -6,7 +6,7 @@ import csv
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
@@ -15,10 +15,35 @@ from fleetbus.errors import UserError
 Row = Mapping[str, Any]
 """Values by column; a column that a row lacks is empty there."""
 
+ColumnType = Literal["text", "integer", "number", "flag", "integers", "numbers", "flags"]
+Columns = Mapping[str, ColumnType]
+"""The columns of a table in order. The plural ones are lists; whatever is nested deeper is JSON text."""
+
+_COLUMN_TYPES: dict[Any, ColumnType] = {
+    int: "integer",
+    float: "number",
+    float | None: "number",
+    bool: "flag",
+    tuple[int, ...]: "integers",
+    tuple[float, ...]: "numbers",
+    tuple[bool, ...]: "flags",
+}
+
 FORMATS = (".parquet", ".csv", ".jsonl")
 
 ROWS_AT_A_TIME = 1_000
 """Rows of one piece of a Parquet file: what is in memory at a time."""
+
+
+def list_columns(kind: type[msgspec.Struct]) -> dict[str, ColumnType]:
+    """The columns of a table of such rows."""
+    hints = get_type_hints(kind)
+    return {field: _COLUMN_TYPES.get(hints[field], "text") for field in kind.__struct_fields__}
+
+
+def build_rows(rows: Iterable[msgspec.Struct], columns: Columns) -> Iterator[Row]:
+    """Rows as a table has them."""
+    return ({field: getattr(row, field) for field in columns} for row in rows)
 
 
 def check_format(file: Path) -> None:
@@ -29,8 +54,8 @@ def check_format(file: Path) -> None:
         _import_package("pyarrow.parquet")
 
 
-def write_rows(rows: Iterable[Row], file: Path, fields: Sequence[str]) -> int:
-    """Write rows to a file in the format of its ending, replacing it at the end; returns how many. ``fields``: the columns.
+def write_rows(rows: Iterable[Row], file: Path, columns: Columns) -> int:
+    """Write rows to a file in the format of its ending, replacing it at the end; returns how many.
 
     Parquet keeps lists as lists; CSV has them, and what is nested, as JSON text. Raises `UserError`.
     """
@@ -38,7 +63,7 @@ def write_rows(rows: Iterable[Row], file: Path, fields: Sequence[str]) -> int:
     part = file.with_name(file.name + ".part")
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".jsonl": _write_json_lines}[file.suffix]
     try:
-        count = write(rows, part, fields)
+        count = write(rows, part, columns)
         part.replace(file)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error
@@ -47,16 +72,16 @@ def write_rows(rows: Iterable[Row], file: Path, fields: Sequence[str]) -> int:
     return count
 
 
-def build_arrow_table(rows: Iterable[Row], fields: Sequence[str]) -> Any:
+def build_arrow_table(rows: Iterable[Row], columns: Columns) -> Any:
     """A `pyarrow.Table` of all rows. Raises `UserError` without pyarrow."""
     arrow = _import_package("pyarrow")
-    return arrow.table(_build_columns(list(rows), fields))
+    return arrow.table(_build_values(list(rows), columns), schema=_build_schema(arrow, columns))
 
 
-def build_data_frame(rows: Iterable[Row], fields: Sequence[str]) -> Any:
+def build_data_frame(rows: Iterable[Row], columns: Columns) -> Any:
     """A `pandas.DataFrame` of all rows. Raises `UserError` without pandas."""
     pandas = _import_package("pandas")
-    return pandas.DataFrame(_build_columns(list(rows), fields))
+    return pandas.DataFrame(_build_values(list(rows), columns))
 
 
 def _import_package(name: str) -> Any:
@@ -69,9 +94,9 @@ def _import_package(name: str) -> Any:
         raise UserError(f"{package} is not installed: pip install {package}") from error
 
 
-def _build_columns(rows: Sequence[Row], fields: Sequence[str]) -> dict[str, list[Any]]:
+def _build_values(rows: Sequence[Row], columns: Columns) -> dict[str, list[Any]]:
     """By field the values of all rows: numbers, text, lists of numbers; whatever is nested deeper as JSON text."""
-    return {field: [_flatten(row.get(field)) for row in rows] for field in fields}
+    return {field: [_flatten(row.get(field)) for row in rows] for field in columns}
 
 
 def _flatten(value: Any) -> Any:
@@ -80,46 +105,40 @@ def _flatten(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else msgspec.json.encode(value).decode()
 
 
-def _write_parquet(rows: Iterable[Row], file: Path, fields: Sequence[str]) -> int:
+def _write_parquet(rows: Iterable[Row], file: Path, columns: Columns) -> int:
     arrow, parquet = _import_package("pyarrow"), _import_package("pyarrow.parquet")
-    writer, count = None, 0
-    try:
+    schema, count = _build_schema(arrow, columns), 0
+    with parquet.ParquetWriter(str(file), schema) as writer:
         for batch in _batches(rows):
-            table = arrow.table(_build_columns(batch, fields))
-            writer = writer or parquet.ParquetWriter(file, _widen_schema(arrow, table.schema))
-            writer.write_table(table.cast(writer.schema))
+            writer.write_table(arrow.table(_build_values(batch, columns), schema=schema))
             count += len(batch)
-        if writer is None:
-            parquet.write_table(arrow.table({field: [] for field in fields}), file)
-    finally:
-        if writer is not None:
-            writer.close()
     return count
 
 
-def _widen_schema(arrow: Any, schema: Any) -> Any:
-    """Columns without any value in the first batch become numbers, as ``reward`` and ``seconds`` are."""
-    fields = [arrow.field(item.name, arrow.float64()) if arrow.types.is_null(item.type) else item for item in schema]
-    return arrow.schema(fields)
+def _build_schema(arrow: Any, columns: Columns) -> Any:
+    """Types that do not depend on the rows: a column may be empty in the first of them."""
+    types = {"text": arrow.string(), "integer": arrow.int64(), "number": arrow.float64(), "flag": arrow.bool_()}
+    types |= {f"{name}s": arrow.list_(types[name]) for name in ("integer", "number", "flag")}
+    return arrow.schema([(name, types[kind]) for name, kind in columns.items()])
 
 
-def _write_csv(rows: Iterable[Row], file: Path, fields: Sequence[str]) -> int:
+def _write_csv(rows: Iterable[Row], file: Path, columns: Columns) -> int:
     count = 0
     with file.open("w", newline="", encoding="utf-8") as opened:
         writer = csv.writer(opened)
-        writer.writerow(fields)
+        writer.writerow(columns)
         for row in rows:
-            values = [_flatten(row.get(field)) for field in fields]
+            values = [_flatten(row.get(field)) for field in columns]
             writer.writerow([msgspec.json.encode(value).decode() if isinstance(value, list) else value for value in values])
             count += 1
     return count
 
 
-def _write_json_lines(rows: Iterable[Row], file: Path, fields: Sequence[str]) -> int:
+def _write_json_lines(rows: Iterable[Row], file: Path, columns: Columns) -> int:
     count = 0
     with file.open("wb") as opened:
         for row in rows:
-            opened.write(msgspec.json.encode({field: row.get(field) for field in fields}) + b"\n")
+            opened.write(msgspec.json.encode({field: row.get(field) for field in columns}) + b"\n")
             count += 1
     return count
 

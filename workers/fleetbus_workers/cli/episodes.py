@@ -56,8 +56,8 @@ def command(
     Exit status 0: shown, also if nothing matches; 2: bad input, or no such episode.
     """
     from fleetbus.recording.episodes import EpisodeRow
-    from fleetbus_workers.api.reader import build_rows, open_configured_run
-    from fleetbus_workers.api.tables import check_format, write_rows
+    from fleetbus_workers.api.reader import open_configured_run
+    from fleetbus_workers.api.tables import build_rows, check_format, list_columns, write_rows
     from fleetbus_workers.run_access.sources import is_recording
 
     _check_outcome(values["outcome"])
@@ -78,8 +78,8 @@ def command(
     _warn(reader.damage)
     chosen = [row for row in rows if _matches(row, **filters)]
     if output is not None:
-        fields = EpisodeRow.__struct_fields__
-        print(f"{write_rows(build_rows(chosen, fields), output, fields):,} of {len(rows):,} episodes written to {output}")
+        columns = list_columns(EpisodeRow)
+        print(f"{write_rows(build_rows(chosen, columns), output, columns):,} of {len(rows):,} episodes written to {output}")
         return FINISHED
     shown = chosen[-limit:] if limit > 0 else chosen
     _print_json(shown) if as_json else _print_rows(shown, len(chosen), len(rows))
