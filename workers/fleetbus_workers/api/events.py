@@ -75,7 +75,7 @@ class EventLog:
         return EventStream(self)
 
     async def wait_beyond(self, position: int) -> tuple[int, list[Event]]:
-        """The events after the first ``position`` ones, as soon as there are any, and how many there are then; none at the end."""
+        """The events after the first ``position`` ones, as soon as there are any, and their count so far; none at the end."""
         with self._subscribe() as wakeup:
             while True:
                 with self._changed:

@@ -31,6 +31,7 @@ from fleetbus_workers.up.command import (
     format_path,
     hold_run,
     load_finished_summary,
+    record_start,
 )
 from fleetbus_workers.up.process_plans import LocalRoles, build_role_command
 from fleetbus_workers.up.run import Run as UpRun
@@ -159,6 +160,7 @@ class RunThread:
             configuration,
             folder,
             command=build_role_command(folder.configuration),
+            record_start=partial(record_start, configuration, folder),
             display=display,
             local=self._build_local_roles(configuration, folder),
         )
