@@ -25,8 +25,8 @@ sys.meta_path.insert(0, Blocker())
 import fleetbus_workers.cli.environment
 fleetbus_workers.cli.environment._load_work()
 from fleetbus_workers.environment.isolation.verifier import Verifier
-from fleetbus_workers.environment.specs import environment_factory
-environment_factory("warehouse", verifier=Verifier())()
+from fleetbus_workers.environment.specs import build_environment_factory
+build_environment_factory("warehouse", verifier=Verifier())()
 print("imported")
 """
 
