@@ -24,9 +24,7 @@ async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.E
         await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
 
 
-async def work_with(
-    factory: EnvironmentFactory, bus: Bus, configuration: Configuration, name: str, drain: anyio.Event
-) -> None:
+async def work_with(factory: EnvironmentFactory, bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
     """The same with a factory of the caller's."""
     async with factory.running():
         await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
