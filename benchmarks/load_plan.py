@@ -41,8 +41,8 @@ def summarize_latencies(latencies: Sequence[float], *, wall_seconds: float, cpu_
 
 
 @asynccontextmanager
-async def temporary_server() -> AsyncIterator[str]:
+async def temporary_server(config: Path | None = None) -> AsyncIterator[str]:
     """The URL of a server of one's own, gone with its store at the end."""
     with tempfile.TemporaryDirectory(prefix="fleetbus-benchmark-") as store:
-        async with run_server(Path(store)) as server:
+        async with run_server(Path(store), config=config) as server:
             yield server.url

@@ -5,13 +5,14 @@
 The environment answers at once and the sampler returns fixed tokens, so what is measured is fleetbus: claims, sessions,
 observations, actions, leases, acks. The floor (`benchmarks/bare_loop.py`) runs on the same machine just before each
 measurement. ``ratio`` is fleetbus's steps per second over the floor's. Latency is from the environment's answer to its next
-action; CPU is the environment worker's.
+action; CPU is the environment worker's. ``--keys 5`` compares a server with keys, accounts and TLS to one without instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ import uvloop
 
 from benchmarks.bare_loop import CONTENT_BYTES, TEXT_BYTES, TOKENS, measure_floor
 from benchmarks.load_plan import LoadPlan, parse_plan, summarize_latencies, temporary_server
+from fleetbus.auth.access import build_access
+from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
@@ -52,6 +55,7 @@ from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 
 RUN = "steploop"
+STREAMS = plan_run(RUN, lanes=2, max_bytes=2 << 30)
 SLOTS = 128
 WARM = "warm"
 
@@ -115,14 +119,15 @@ def configuration(sessions: int) -> Configuration:
     )
 
 
-async def serve(role: str, url: str, sessions: int, report: str) -> None:
+async def serve(role: str, url: str, sessions: int, report: str, auth: str) -> None:
     """One worker process; the environment's writes its latencies and CPU when it has drained."""
     from fleetbus_workers.environment.worker import run_environment
     from fleetbus_workers.inference.worker import run_inference
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     drain = anyio.Event()
-    async with connect(url, run=RUN, role=role, worker=role) as bus, anyio.create_task_group() as group:
+    access = build_access(role, auth, RUN)
+    async with connect(url, run=RUN, role=role, worker=role, **access) as bus, anyio.create_task_group() as group:
         group.start_soon(_drain_at_end_of_input, drain)
         if role == "inference":
             await run_inference(
@@ -147,8 +152,9 @@ async def _drain_at_end_of_input(drain: anyio.Event) -> None:
 
 
 @asynccontextmanager
-async def worker_process(role: str, url: str, sessions: int, report: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def worker_process(role: str, url: str, sessions: int, report: Path, auth: str) -> AsyncIterator[subprocess.Popen[bytes]]:
     command = [sys.executable, __file__, "--serve", role, "--url", url, "--sessions", str(sessions), "--report", str(report)]
+    command += ["--auth", auth]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         yield process
@@ -160,16 +166,16 @@ async def worker_process(role: str, url: str, sessions: int, report: Path) -> As
         process.wait()
 
 
-async def measure(url: str, plan: LoadPlan, report: Path) -> dict[str, float]:
+async def measure(url: str, plan: LoadPlan, report: Path, auth: str = "") -> dict[str, float]:
     """Fleetbus under one plan: ask for the episodes, wait for their results."""
     subjects = Subjects(RUN)
-    async with connect(url, run=RUN, role="test", worker="driver") as bus:
-        await bus.declare(plan_run(RUN, lanes=2, max_bytes=2 << 30))
+    async with connect(url, run=RUN, role="up", worker="driver", **build_access("up", auth, RUN)) as bus:
+        await bus.declare(STREAMS)
         policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
         await bus.publish(subjects.policy("default"), encode(policy))
         async with (
-            worker_process("inference", url, plan.sessions, report),
-            worker_process("environment", url, plan.sessions, report),
+            worker_process("inference", url, plan.sessions, report, auth),
+            worker_process("environment", url, plan.sessions, report, auth),
         ):
             await _wait_until_started(bus, subjects)
             await _play(bus, subjects, LoadPlan(1, 20), WARM)
@@ -230,16 +236,37 @@ async def main(plans: list[LoadPlan], as_json: bool) -> None:
         print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
+async def compare(plans: list[LoadPlan], repeats: int, as_json: bool) -> None:
+    """Steps per second with keys, accounts and TLS beside those without, in turn so that both meet the same machine."""
+    for plan in plans:
+        rates: dict[str, list[float]] = {"plain": [], "keys": []}
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                auth = AuthFolder(Path(folder) / "auth")
+                write_folder(auth, [STREAMS], hosts=["127.0.0.1"], days=1)
+                for name, config, keys in (("plain", None, ""), ("keys", auth.server_config, str(auth.path))):
+                    async with temporary_server(config) as url:
+                        found = await measure(url, plan, Path(folder) / f"{name}.json", keys)
+                    rates[name].append(found["steps_per_second"])
+        medians = {name: statistics.median(each) for name, each in rates.items()}
+        row = {"sessions": plan.sessions, "ratio": round(medians["keys"] / medians["plain"], 3)} | medians | {"rates": rates}
+        print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--sessions", default="1,64,256")
     parser.add_argument("--turns", default="400,60,20")
+    parser.add_argument("--keys", type=int, default=0, metavar="TIMES", help="so often with keys, accounts, TLS, and without")
+    parser.add_argument("--auth", default="", help=argparse.SUPPRESS)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--report", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        uvloop.run(serve(options.serve, options.url, int(options.sessions), options.report))
+        uvloop.run(serve(options.serve, options.url, int(options.sessions), options.report, options.auth))
+    elif options.keys:
+        uvloop.run(compare(parse_plan(options.sessions, options.turns), options.keys, options.json))
     else:
         uvloop.run(main(parse_plan(options.sessions, options.turns), options.json))

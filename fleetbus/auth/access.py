@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
+from fleetbus.auth.consumer_names import plan_on_server
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import public_key
 from fleetbus.auth.permissions import NARROW_READERS, get_user
+from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
 
 
@@ -19,15 +23,17 @@ class Access(TypedDict, total=False):
     tls: ssl.SSLContext
     user: str
     narrow: bool
+    plan_on_server: Callable[[RunPlan], RunPlan]
 
 
-def build_access(role: str, folder: str) -> Access:
-    """How a role, or a command of that name, connects. ``folder`` is the setting ``nats.auth``; empty: without keys and TLS."""
+def build_access(role: str, folder: str, run: str) -> Access:
+    """How a role, or a command of that name, connects to a run. ``folder`` is the setting ``nats.auth``; empty: without keys
+    and TLS."""
     if not folder:
         return Access()
     user, files = get_user(role), AuthFolder(Path(folder).expanduser())
-    key = files.key(user)
-    for file, what in ((files.authority, "certificate authority"), (key, f"key of the user {user}")):
+    key = files.key(run, user)
+    for file, what in ((files.authority, "certificate authority"), (key, f"key of the user {user} of run {run}")):
         if not file.is_file():
             raise UserError(f"no {what} at {file}: --nats-auth takes a folder that `fleetbus auth init` wrote")
     try:
@@ -38,4 +44,7 @@ def build_access(role: str, folder: str) -> Access:
     except OSError as error:
         raise UserError(f"cannot read {error.filename or files.path}: {error.strerror}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    return Access(nkey_seed=key, tls=context, user=user, narrow=user in NARROW_READERS)
+    access = Access(nkey_seed=key, tls=context, user=user, narrow=user in NARROW_READERS)
+    if user == "admin":
+        access["plan_on_server"] = partial(plan_on_server, admin_key=key)
+    return access

@@ -1,7 +1,7 @@
-"""The folder that ``fleetbus auth init`` writes: a key per user, certificates, and the server's configuration.
+"""The folder that ``fleetbus auth init`` writes: a key per run and user, certificates, and the server's configuration.
 
-A worker's machine needs ``ca.pem`` and the key of its own role, the server's machine what begins with ``server`` and the
-configuration. Files with secrets are readable by their owner alone.
+A worker's machine needs ``ca.pem`` and the key of its own role in its run, the server's machine what begins with ``server`` and
+the configuration. Files with secrets are readable by their owner alone; the names of durable consumers are such a secret.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from fleetbus.auth.certificates import make_certificates
+from fleetbus.auth.consumer_names import secret_names
 from fleetbus.auth.keys import create_seed, public_key
-from fleetbus.auth.permissions import USERS, build_rights
-from fleetbus.auth.server_config import server_config
+from fleetbus.auth.permissions import USERS
+from fleetbus.auth.server_config import RunAccess, server_config
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
 
@@ -41,8 +42,13 @@ class AuthFolder(msgspec.Struct, frozen=True):
     def server_config(self) -> Path:
         return self.path / "nats-server.conf"
 
-    def key(self, user: str) -> Path:
-        return self.path / f"{user}.nk"
+    def key(self, run: str, user: str) -> Path:
+        return self.path / f"{run}.{user}.nk"
+
+    def access(self, plan: RunPlan) -> RunAccess:
+        """What the server has to know of a run whose keys are here; raises `UserError`."""
+        names = secret_names(plan, self.key(plan.run, "admin").read_bytes().strip())
+        return RunAccess(plan=plan, names=names, public_keys={user: public_key(self.key(plan.run, user)) for user in USERS})
 
 
 class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,12 +69,11 @@ def write_folder(
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new_keys = [user for user in USERS if _create(folder.key(user), create_seed())]
+        users = [(plan.run, user) for plan in plans for user in USERS]
+        new_keys = [f"{run}.{user}" for run, user in users if _create(folder.key(run, user), create_seed())]
         certificates = _write_certificates(folder, hosts, days)
-        public_keys = {user: public_key(folder.key(user)) for user in USERS}
-        rights = {user: build_rights(user, plans) for user in USERS}
         where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
-        _replace(folder.server_config, server_config(rights, public_keys, where).encode())
+        _replace(folder.server_config, server_config([folder.access(plan) for plan in plans], where).encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder.path}: {error.strerror}") from error
     return WriteResult(
@@ -105,5 +110,5 @@ def _create(file: Path, content: bytes, *, readable: bool = False) -> bool:
 def _replace(file: Path, content: bytes) -> None:
     temporary = file.with_name(file.name + ".part")
     temporary.unlink(missing_ok=True)
-    _create(temporary, content, readable=True)
+    _create(temporary, content)
     os.replace(temporary, file)

@@ -57,6 +57,20 @@ def lane_stream(run: str) -> str:
     return f"fblane_{run}"
 
 
+API = "$JS.API"
+"""Where JetStream is asked on a server without accounts, and in the account that holds the streams."""
+
+IMPORTED_API = "fbapi"
+"""Where it is asked in an account that imports some of it: in an account without streams the server itself answers on `API`,
+that there are none."""
+
+
+def work_alias(run: str) -> str:
+    """What the log is called in questions about its durable consumers by a user with an account of its own: the account knows
+    the consumers by their plain names, the server by names that cannot be guessed."""
+    return f"fbwork_{run}"
+
+
 def tasks_consumer(pool: str) -> str:
     """The durable consumer that the environment workers of a pool share."""
     return f"task_{pool}"

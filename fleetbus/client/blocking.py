@@ -70,7 +70,7 @@ def open_client(portal: BlockingPortal, url: str, run: str) -> AbstractContextMa
     from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
 
-    access = build_access("gateway", os.environ.get(AUTH_VARIABLE, ""))
+    access = build_access("gateway", os.environ.get(AUTH_VARIABLE, ""), run)
 
     @asynccontextmanager
     async def open_session_client() -> Any:

@@ -34,7 +34,7 @@ class SecuredServer:
         self.portal = portal
 
     def connect(self, role: str, *, run: str = TRUST, worker: str = "") -> AbstractAsyncContextManager[Bus]:
-        access = build_access(role, str(self.folder))
+        access = build_access(role, str(self.folder), run)
         return connect(self.server.url, run=run, role=role, worker=worker or f"{role}-1", **access)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +12,13 @@ import anyio.abc
 import pytest
 
 from fleetbus.audit import audit_run
+from fleetbus.auth.permissions import WORKERS
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.bus import NatsBus
+from fleetbus.bus.streams import plan_run
 from fleetbus.client.sessions import SessionClient
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.errors import NoResponders
 from fleetbus_schemas import StepTrained, Task, TrainingFinished
 from fleetbus_schemas.message import decode_any
 from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
@@ -23,7 +26,7 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.recorder.worker import run_recorder
 from tests.support.secured_server import SUBJECTS, TRUST, SecuredServer, scan, secured_server
-from tests.support.small_deployment import RUN, build_configuration, small_deployment
+from tests.support.small_deployment import LANES, RUN, build_configuration, small_deployment
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +111,12 @@ async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secure
             await stored_and_fetched(secured, tmp_path)
         async with secured.connect("recorder") as bus:
             await bus.purge(SUBJECTS.observations(), below=2)
+            floors = {floor.name.rpartition("-")[0]: floor.ack_floor for floor in await bus.consumer_floors()}
+            assert floors["task_default"] > 0 and floors.keys() == {
+                each.name for each in plan_run(TRUST, lanes=LANES).consumers
+            }
         async with secured.connect("monitor") as bus:
             assert b"policy" in await scan(bus, SUBJECTS.log)
-            assert await bus.consumer_floors()
 
 
 async def test_histories_read_narrowly_are_those_that_are_read_at_once(secured: SecuredServer) -> None:
@@ -172,3 +178,34 @@ def _one_of(kinds: tuple[type, ...], payload: bytes) -> object:
         return decode_any(kinds, payload)
     except ValueError:
         return None
+
+
+@pytest.mark.parametrize("role", ["up", "monitor", "operator"])
+async def test_who_looks_on_hears_the_heartbeats_of_every_role(secured: SecuredServer, role: str) -> None:
+    """Each comes from another account."""
+    heard: set[str] = set()
+    with anyio.fail_after(50):
+        async with secured.connect(role) as bus, bus.listen(SUBJECTS.heartbeats) as heartbeats, AsyncExitStack() as stack:
+            for worker in WORKERS:
+                speaker = await stack.enter_async_context(secured.connect(worker))
+                await speaker.broadcast(SUBJECTS.heartbeat(worker, "w"), b"beat")
+            while heard < set(WORKERS):
+                heard.add((await heartbeats.receive())[0].split(".")[2])
+
+
+@pytest.mark.parametrize(
+    ("caller", "subject"),
+    [
+        ("environment", SUBJECTS.control("inference", "gone")),
+        ("gateway", SUBJECTS.rpc("gone", "s")),
+        ("gateway", SUBJECTS.control("environment", "gone")),
+        ("operator", SUBJECTS.control("learner", "gone")),
+    ],
+)
+async def test_a_call_to_a_worker_that_is_gone_fails_at_once_across_accounts(
+    secured: SecuredServer, caller: str, subject: str
+) -> None:
+    with anyio.fail_after(10):
+        async with secured.connect(caller) as bus:
+            with pytest.raises(NoResponders):
+                await bus.request(subject, b"ping", timeout=60)

@@ -15,10 +15,9 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.config.settings import RunSettings
 from fleetbus.errors import NotPermitted
-from fleetbus_schemas import MESSAGES, Heartbeat, MalformedMessage, WorkerFailed, decode
-from fleetbus_schemas.message import decode_any
+from fleetbus_schemas import Heartbeat, Subjects, WorkerFailed, decode
 from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, scan, secured_server
-from tests.support.small_deployment import build_configuration
+from tests.support.small_deployment import RUN, build_configuration
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +95,15 @@ FORBIDDEN: list[tuple[str, str, Operation]] = [
     ("learner", "beats as an environment worker", broadcast(SUBJECTS.heartbeat("environment", "environment-1"))),
     ("learner", "deletes the log", api(f"STREAM.DELETE.{LOG}")),
     ("recorder", "publishes a policy", publish(SUBJECTS.policy("default"))),
-    ("recorder", "deletes consumers", api(f"CONSUMER.DELETE.{LOG}.task_default")),
+    ("recorder", "deletes the log", api(f"STREAM.DELETE.{LOG}")),
+    ("recorder", "lends out consumers' work", api(f"CONSUMER.RESET.{LOG}.task_default")),
     ("monitor", "writes into the log", publish(SUBJECTS.life("monitor", "monitor-1"))),
     ("monitor", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
     ("monitor", "drains workers", broadcast(SUBJECTS.control("environment", "all"))),
     ("monitor", "takes tasks", pull("task_default")),
-    ("monitor", "changes consumers", api(f"CONSUMER.CREATE.{LOG}.task_default.{SUBJECTS.tasks()}", SPY)),
+    ("monitor", "learns the names of consumers", api(f"CONSUMER.LIST.{LOG}")),
+    ("monitor", "writes into another run", publish(Subjects(RUN).episode("e1"))),
+    ("environment", "writes into another run", publish(Subjects(RUN).episode("e1"))),
     ("monitor", "reads the learner's mail", listen("_INBOX_learner.>")),
     ("gateway", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
     ("gateway", "reads the log", lambda bus: scan(bus, SUBJECTS.log)),
@@ -122,28 +124,6 @@ async def test_forbidden_is(secured: SecuredServer, role: str, operation: Operat
     assert f"{TRUST} {role} w-17: the NATS server does not let the user {role} " in str(caught.value)
 
 
-async def test_what_a_reader_can_smuggle_into_the_log_is_no_message(secured: SecuredServer) -> None:
-    """A question may name a subject of the log as the place for its answer; see docs/decisions/0080."""
-    from fleetbus.bus.nats.protocol import publish_command
-
-    creation = {"stream_name": LOG, "config": {"name": "own", "ack_policy": "none", "filter_subject": SUBJECTS.episode("e0")}}
-    questions = (f"STREAM.INFO.{LOG}", f"DIRECT.GET.{LOG}.{SUBJECTS.episode('e0')}", f"CONSUMER.MSG.NEXT.{LOG}.own")
-    with anyio.fail_after(50):
-        async with secured.connect("monitor") as bus:
-            assert isinstance(bus, NatsBus)
-            before = await bus.last_sequence()
-            await bus._connection.api.ask(f"CONSUMER.CREATE.{LOG}.own", creation)
-            for question in questions:
-                bus._connection.wire.send(publish_command(f"$JS.API.{question}", SUBJECTS.policy("forged"), b""))
-            async with bus.read([SUBJECTS.policy("forged")], start=before + 1) as reader:
-                smuggled = [await reader.receive()]
-                with anyio.move_on_after(1):
-                    smuggled.append(await reader.receive())
-    assert len(smuggled) == 1
-    with pytest.raises(MalformedMessage):
-        decode_any(MESSAGES, smuggled[0].payload)
-
-
 async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: SecuredServer, tmp_path: Path) -> None:
     """An environment worker whose key was mixed up with the recorder's: it may say who it is not, so its own words tell."""
     from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -153,7 +133,7 @@ async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: Secu
     error: BaseException | None = None
     with anyio.fail_after(50):
         try:
-            access = build_access("recorder", str(secured.folder))
+            access = build_access("recorder", str(secured.folder), TRUST)
             async with connect(secured.server.url, run=TRUST, role="environment", worker="mixed-up", **access) as bus:
                 await run_environment(
                     bus, configuration=configuration, name="mixed-up", drain=anyio.Event(), make=ScriptedEnvironment

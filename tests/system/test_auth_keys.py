@@ -21,6 +21,7 @@ from fleetbus_schemas import Heartbeat, encode
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.up.checks import check_rights
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
+from tests.support.small_deployment import RUN
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer
 
 
 async def test_without_a_key_nobody_gets_in(secured: SecuredServer) -> None:
-    access = build_access("monitor", str(secured.folder))
+    access = build_access("monitor", str(secured.folder), TRUST)
     with pytest.raises(UserError, match="refused the credentials"):
         async with connect(secured.server.url, run=TRUST, tls=access["tls"]):
             raise AssertionError
@@ -42,11 +43,11 @@ async def test_without_a_key_nobody_gets_in(secured: SecuredServer) -> None:
 async def test_a_key_of_another_fleet_is_refused_and_so_is_its_server(secured: SecuredServer, tmp_path: Path) -> None:
     write_folder(AuthFolder(tmp_path), [plan_run(TRUST)], hosts=["127.0.0.1"], days=1)
     with pytest.raises(UserError, match="is not the one that was expected"):
-        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(tmp_path))):
+        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(tmp_path), TRUST)):
             raise AssertionError
     (tmp_path / "ca.pem").write_bytes((secured.folder / "ca.pem").read_bytes())
     with pytest.raises(UserError, match="refused the credentials"):
-        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(tmp_path))):
+        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(tmp_path), TRUST)):
             raise AssertionError
 
 
@@ -65,7 +66,7 @@ async def test_a_client_with_keys_says_nothing_in_the_clear(secured: SecuredServ
         tasks.start_soon(listener.serve, impostor)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         with pytest.raises(UserError):
-            async with connect(f"nats://127.0.0.1:{port}", run=TRUST, **build_access("monitor", str(secured.folder))):
+            async with connect(f"nats://127.0.0.1:{port}", run=TRUST, **build_access("monitor", str(secured.folder), TRUST)):
                 raise AssertionError
         tasks.cancel_scope.cancel()
     assert list_subscriptions[:1] == b"\x16"  # a TLS handshake record
@@ -73,13 +74,14 @@ async def test_a_client_with_keys_says_nothing_in_the_clear(secured: SecuredServ
 
 
 def test_secrets_are_readable_by_their_owner_alone_and_stand_in_no_other_file(secured: SecuredServer) -> None:
-    secrets = [(secured.folder / f"{user}.nk").read_bytes() for user in USERS]
+    keys = [AuthFolder(secured.folder).key(run, user) for run in (TRUST, RUN) for user in USERS]
+    secrets = [key.read_bytes() for key in keys]
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in secured.folder.iterdir()} == {
-        **{f"{user}.nk": "0o600" for user in USERS},
+        **{key.name: "0o600" for key in keys},
         "server-key.pem": "0o600",
         "ca.pem": "0o644",
         "server.pem": "0o644",
-        "nats-server.conf": "0o644",
+        "nats-server.conf": "0o600",
     }
     files = [file for file in secured.folder.iterdir() if file.suffix != ".nk"]
     assert [file.name for file in files for secret in secrets if secret in file.read_bytes()] == []
@@ -92,8 +94,8 @@ def test_writing_again_keeps_keys_and_certificates_and_allows_the_new_run(tmp_pa
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     second = write_folder(folder, [plan_run("a", lanes=1), plan_run("b", lanes=1)], hosts=["localhost"], days=1)
     after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert set(first.keys) == set(USERS) and first.certificates
-    assert second.keys == () and not second.certificates
+    assert set(first.keys) == {f"a.{user}" for user in USERS} and first.certificates
+    assert set(second.keys) == {f"b.{user}" for user in USERS} and not second.certificates
     assert [name for name in before if before[name] != after[name]] == ["nats-server.conf"]
     assert b"fb.b.task.*.*" in after["nats-server.conf"] and b"fb.b.task.*.*" not in before["nats-server.conf"]
 
@@ -101,16 +103,16 @@ def test_writing_again_keeps_keys_and_certificates_and_allows_the_new_run(tmp_pa
 def test_a_folder_that_lacks_something_is_refused_in_one_line_that_names_it(tmp_path: Path) -> None:
     folder = AuthFolder(tmp_path)
     with pytest.raises(UserError, match=r"no certificate authority at .*ca\.pem"):
-        build_access("monitor", str(tmp_path))
+        build_access("monitor", str(tmp_path), "a")
     write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
-    folder.key("monitor").unlink()
-    with pytest.raises(UserError, match=r"no key of the user monitor at .*monitor\.nk"):
-        build_access("top", str(tmp_path))
+    folder.key("a", "monitor").unlink()
+    with pytest.raises(UserError, match=r"no key of the user monitor of run a at .*a\.monitor\.nk"):
+        build_access("top", str(tmp_path), "a")
     folder.authority.unlink()
     with pytest.raises(UserError, match=r"lacks ca\.pem"):
         write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
     secret = "S" + "A" * 20
-    folder.key("learner").write_text(secret)
+    folder.key("a", "learner").write_text(secret)
     folder.authority.write_text("x")
     with pytest.raises(UserError, match="holds no nkey seed") as caught:
         write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
@@ -118,7 +120,7 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line_that_names_it(tmp_
 
 
 def test_without_a_folder_nothing_is_asked() -> None:
-    assert build_access("learner", "") == {}
+    assert build_access("learner", "", "default") == {}
     assert msgspec.structs.asdict(RunSettings())["name"] == "default"
     assert encode(Heartbeat(role="monitor", worker="m"))
 
@@ -153,13 +155,13 @@ async def test_a_key_that_was_cut_is_one_line_that_says_what_to_do(
 ) -> None:
     folder, plans = AuthFolder(tmp_path / "auth"), [plan_run(TRUST, lanes=1)]
     write_folder(folder, plans, hosts=["localhost"], days=1)
-    folder.key("monitor").write_bytes(content)
+    folder.key(TRUST, "monitor").write_bytes(content)
     with pytest.raises(UserError, match=r"monitor\.nk holds no nkey seed: remove it") as caught:
         write_folder(folder, plans, hosts=["localhost"], days=1)
     assert content.decode() not in str(caught.value) or not content
     folder.authority.write_bytes(AuthFolder(secured.folder).authority.read_bytes())
     with pytest.raises(UserError, match="key"):
-        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(folder.path))):
+        async with connect(secured.server.url, run=TRUST, **build_access("monitor", str(folder.path), TRUST)):
             raise AssertionError
-    folder.key("monitor").unlink()
-    assert write_folder(folder, plans, hosts=["localhost"], days=1).keys == ("monitor",)
+    folder.key(TRUST, "monitor").unlink()
+    assert write_folder(folder, plans, hosts=["localhost"], days=1).keys == (f"{TRUST}.monitor",)

@@ -146,5 +146,5 @@ def test_each_role_gets_its_own_key_and_no_other(project: Project) -> None:
     project.compose("up", "-d", "--no-build", "monitor", "environment")
     for service in ("monitor", "environment"):
         listed = project.compose("exec", "-T", service, "sh", "-c", "find /auth -type f | sort").decode().split()
-        assert listed == [f"/auth/{service}/ca.pem", f"/auth/{service}/{service}.nk"]
+        assert listed == [f"/auth/{service}/ca.pem", f"/auth/{service}/composed.{service}.nk"]
         assert project.compose("exec", "-T", service, "id", "-u").strip() == b"1000"

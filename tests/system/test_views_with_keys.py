@@ -41,6 +41,8 @@ async def test_a_monitors_key_is_enough(secured: SecuredServer, tmp_path: Path) 
             tasks.start_soon(tracing.follow, bus, SUBJECTS, stop)
             await until(lambda: state.requested == 1 and watch.health.bytes > 0)
             view = await fetch_server_view(bus, TRUST, None)
+            assert view.entries and not view.consumers  # their names are a secret
+            view = await fetch_server_view(bus, TRUST, secured.server.monitor_url)
             assert {each.kind for each in view.consumers} == {"task", "obs", "act"} and view.pending == 3
             await until(lambda: tracing.written.open == 1)
             stop.set()

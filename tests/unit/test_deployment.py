@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fleetbus.auth.permissions import USERS
+from fleetbus.auth.server_config import account_of
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import load_configuration
 from fleetbus.config.settings import EnvironmentSettings
@@ -110,7 +111,8 @@ def test_scaling_watches_the_consumer_that_environment_workers_pull_from() -> No
     plan = plan_run("default")
     metadata = next(each["spec"]["triggers"][0]["metadata"] for _, each in documents() if each["kind"] == "ScaledObject")
     assert metadata["stream"] == plan.log.name
-    assert metadata["consumer"] in {consumer.name for consumer in plan.consumers}
+    assert metadata["account"] == account_of("default")
+    assert metadata["consumer"].removesuffix("-NAME") in {consumer.name for consumer in plan.consumers}
     assert int(metadata["lagThreshold"]) == EnvironmentSettings().slots
 
 

@@ -56,14 +56,15 @@ def build_publish_error(subject: str, expected_last: int | None, code: int, desc
 
 
 class JetStreamApi:
-    """Asks the ``$JS.API`` subjects of the server."""
+    """Asks JetStream's subjects, which begin with ``prefix``: see `fleetbus.bus.streams.IMPORTED_API`."""
 
-    def __init__(self, request_mux: RequestMux) -> None:
+    def __init__(self, request_mux: RequestMux, prefix: str) -> None:
         self._request_mux = request_mux
+        self.prefix = prefix
         self._known: set[str] = set()
 
     async def ask(self, subject: str, question: Any = None, *, timeout: float = API_TIMEOUT_SECONDS) -> dict[str, Any]:
-        """The answer to ``$JS.API.<subject>``; raises `ApiRefused`, `RequestUnanswered`, or `BusError` if JetStream is off.
+        """The answer to a subject without the prefix; raises `ApiRefused`, `RequestUnanswered`, `BusError` if JetStream is off.
 
         A cluster that lost its quorum or is electing a leader counts as one that does not answer.
         """
@@ -91,7 +92,7 @@ class JetStreamApi:
         tries = 0
         while True:
             reply = self._request_mux.new_reply()
-            command = publish_command(f"$JS.API.{subject}", reply, payload)
+            command = publish_command(f"{self.prefix}.{subject}", reply, payload)
             left = give_up_at - anyio.current_time()
             try:
                 answer = await self._request_mux.ask(reply, command, timeout=left, resend_seconds=RESEND_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
@@ -29,12 +29,14 @@ from fleetbus.bus.nats.reader import open_reader, scan_histories
 from fleetbus.bus.nats.retention_api import list_floors, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
-from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
+from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, lane_stream, log_stream, work_alias
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusError, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
 
 log = logging.getLogger(__name__)
+
+PlanOnServer = Callable[[RunPlan], RunPlan]
 
 CLOCK_EVERY_SECONDS = 10.0
 CLOCK_SAMPLES = 4
@@ -50,10 +52,20 @@ last one its answer counts: what was there may have been purged."""
 class NatsBus:
     """See `fleetbus.bus.base.Bus`."""
 
-    def __init__(self, connection: Connection, run: str, *, narrow: bool = False) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        run: str,
+        *,
+        narrow: bool = False,
+        imports: bool = False,
+        on_server: PlanOnServer | None = None,
+    ) -> None:
         self._connection = connection
         self._narrow = narrow
+        self._on_server = on_server
         self._log = log_stream(run)
+        self._work = work_alias(run) if imports else self._log
         self._lanes = lane_stream(run)
         subjects = Subjects(run)
         self._log_prefix = subjects.log.removesuffix(">")
@@ -68,7 +80,7 @@ class NatsBus:
         return self._clock.now_ns()
 
     async def declare(self, plan: RunPlan) -> None:
-        await declare(self._connection.api, plan)
+        await declare(self._connection.api, self._on_server(plan) if self._on_server is not None else plan)
         await self.measure_clock()
 
     async def publish(
@@ -85,7 +97,7 @@ class NatsBus:
         )
 
     def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
-        return open_subscription(self._connection, self._log, consumer, credits)
+        return open_subscription(self._connection, self._work, consumer, credits)
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         return open_reader(self._connection, self._stream_of(subjects), subjects, start)
@@ -156,6 +168,8 @@ class NatsBus:
         await purge(self._connection.api, self._log, subject, below)
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
+        if subject.startswith(f"{API}."):
+            subject = self._connection.api.prefix + subject.removeprefix(API)
         return await calls.request(self._connection, subject, payload, timeout)
 
     def serve(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[RequestServer]:
@@ -226,12 +240,14 @@ async def connect(
     tls: SSLContext | None = None,
     user: str = "",
     narrow: bool = False,
+    plan_on_server: PlanOnServer | None = None,
 ) -> AsyncGenerator[Bus]:
     """A bus for the length of the block.
 
     ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. With ``tls`` the
-    handshake comes first, so that nothing is ever said in the clear. ``user`` has the rights to be used (default: ``role``);
-    ``narrow`` reads histories by filtered consumers, for users that must not read the whole log. Raises `UserError` if no
+    handshake comes first, so that nothing is ever said in the clear. ``user`` has the rights to be used, on a server with
+    accounts (default: a server without, and ``role``); ``narrow`` reads histories by filtered consumers, for users that must
+    not read the whole log; ``plan_on_server`` says under which names an admin declares a plan. Raises `UserError` if no
     server answers within about 3 s, if it runs without JetStream or refuses the credentials, and in the block `NotPermitted`
     when the server forbids something, `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as
     it is lost).
@@ -244,10 +260,16 @@ async def connect(
     if tls is not None:
         options |= {"tls": tls, "tls_handshake_first": True}
     name = f"fleetbus {run} {role} {worker}".strip()
+    imports = user not in ("", "admin")  # the admin is in the account that holds the streams
     async with open_connection(
-        url, name=name, inbox_prefix=inbox_prefix(user or role), reconnect=reconnect, options=options
+        url,
+        name=name,
+        inbox_prefix=inbox_prefix(user or role),
+        api_prefix=IMPORTED_API if imports else API,
+        reconnect=reconnect,
+        options=options,
     ) as connection:
-        bus = NatsBus(connection, run, narrow=narrow)
+        bus = NatsBus(connection, run, narrow=narrow, imports=imports, on_server=plan_on_server)
         try:
             await bus.measure_clock()
         except StreamUnavailable as error:  # a server with JetStream says of a stream that is not there that it is not there

@@ -23,6 +23,7 @@ from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.wire import WireClient
+from fleetbus.bus.streams import API
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusClosed, NotPermitted, UserError
 from fleetbus.task_groups import open_flat_task_group
@@ -57,9 +58,10 @@ _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"
 class Connection:
     """What the parts of the bus share. ``on_reconnect`` are called in order after every reconnect."""
 
-    def __init__(self, tasks: TaskGroup, inbox_prefix: str, name: str) -> None:
+    def __init__(self, tasks: TaskGroup, inbox_prefix: str, name: str, api_prefix: str) -> None:
         self.tasks = tasks
         self._name = name
+        self._api_prefix = api_prefix
         self._user = inbox_prefix.removeprefix("_INBOX_")
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
         self.wire = WireClient(self._on_crash)
@@ -81,7 +83,7 @@ class Connection:
         """Begin to answer and to watch; call it once the wire is connected."""
         self._opening, self.open = False, True
         self.request_mux = RequestMux(self.wire, self.inbox)
-        self.api = JetStreamApi(self.request_mux)
+        self.api = JetStreamApi(self.request_mux, self._api_prefix)
         self.on_reconnect[self.request_mux] = self.request_mux.resend_all
         self.tasks.start_soon(self._supervise, name="nats supervisor")
         self.tasks.start_soon(self._watch, name="nats watchdog")
@@ -195,14 +197,14 @@ class Connection:
 
 @asynccontextmanager
 async def open_connection(
-    url: str, *, name: str, inbox_prefix: str, reconnect: bool, options: dict[str, Any]
+    url: str, *, name: str, inbox_prefix: str, api_prefix: str = API, reconnect: bool, options: dict[str, Any]
 ) -> AsyncGenerator[Connection]:
     """A connection for the length of the block; raises `UserError` if no server answers, `BusClosed` if it is lost for good.
 
     ``url`` may list several servers, separated by commas; ``options`` are nats-py's own (keys, TLS).
     """
     async with open_flat_task_group() as tasks:
-        connection = Connection(tasks, inbox_prefix, name)
+        connection = Connection(tasks, inbox_prefix, name, api_prefix)
         await _connect(connection, url, name=name, inbox_prefix=inbox_prefix, allow_reconnect=reconnect, **options)
         connection.start()
         try:

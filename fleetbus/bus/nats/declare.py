@@ -17,6 +17,7 @@ from fleetbus.bus.nats.api import (
     ApiRefused,
     JetStreamApi,
 )
+from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
 from fleetbus.errors import BusError, UserError
 
@@ -38,8 +39,40 @@ async def declare(api: JetStreamApi, plan: RunPlan) -> None:
     """See `fleetbus.bus.base.Bus.declare`; raises `BusError` naming the first field that differs from the plan."""
     await _declare_stream(api, plan.log)
     await _declare_stream(api, plan.lanes)
+    await declare_bucket(api, weights_bucket(plan.run), replicas=plan.log.replicas)
     for consumer in plan.consumers:
         await _declare_consumer(api, plan.log.name, consumer)
+
+
+async def declare_bucket(api: JetStreamApi, bucket: str, *, replicas: int = 0) -> None:
+    """An object bucket; one that exists is left as it is. Workers with accounts of their own may not create any."""
+    stream = f"OBJ_{bucket}"
+    try:
+        await api.ask(f"STREAM.INFO.{stream}")
+        return
+    except ApiRefused as missing:
+        if missing.code != STREAM_NOT_FOUND:
+            raise
+    try:
+        await api.ask(f"STREAM.CREATE.{stream}", bucket_config(bucket, replicas=replicas))
+    except ApiRefused as refused:
+        if refused.code != STREAM_NAME_IN_USE:
+            raise
+
+
+def bucket_config(bucket: str, *, replicas: int = 0) -> dict[str, object]:
+    """The stream of a bucket as NATS's own clients create it."""
+    return {
+        "name": f"OBJ_{bucket}",
+        "subjects": [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",
+        "max_bytes": -1,
+        "allow_rollup_hdrs": True,
+        "allow_direct": True,
+        "num_replicas": replicas or 1,
+    }
 
 
 def stream_config(plan: StreamPlan) -> dict[str, Any]:

@@ -95,7 +95,7 @@ async def _get_batch(connection: Connection, stream: str, collector: _Collector)
     }
     request_mux = connection.request_mux
     reply = request_mux.new_reply()
-    command = publish_command(f"$JS.API.DIRECT.GET.{stream}", reply, _encode(question))
+    command = publish_command(f"{connection.api.prefix}.DIRECT.GET.{stream}", reply, _encode(question))
     try:
         _, headers = await request_mux.ask(reply, command, timeout=_TRY_SECONDS, take=collector.take)
     except TimeoutError:

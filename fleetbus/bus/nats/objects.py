@@ -21,8 +21,9 @@ import anyio.to_thread
 import msgspec
 from anyio.streams.memory import MemoryObjectSendStream
 
-from fleetbus.bus.nats.api import STREAM_NAME_IN_USE, STREAM_NOT_FOUND, ApiRefused
+from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
+from fleetbus.bus.nats.declare import declare_bucket
 from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing
@@ -66,7 +67,7 @@ class NatsObjectStore:
         self._stream = f"OBJ_{bucket}"
 
     async def put(self, name: str, file: Path) -> None:
-        await self._declare()
+        await declare_bucket(self._connection.api, self._bucket)
         for _ in range(PUT_TRIES):
             nuid = secrets.token_hex(11)
             try:
@@ -188,37 +189,8 @@ class NatsObjectStore:
         stored = await self._publisher.publish(subject, payload, message_id=None, expected_last=None, timeout=PUT_LIMIT_SECONDS)
         return stored.sequence
 
-    async def _declare(self) -> None:
-        api = self._connection.api
-        try:
-            await api.ask(f"STREAM.INFO.{self._stream}")
-            return
-        except ApiRefused as missing:
-            if missing.code != STREAM_NOT_FOUND:
-                raise
-        try:
-            await api.ask(f"STREAM.CREATE.{self._stream}", bucket_config(self._bucket))
-        except ApiRefused as refused:
-            if refused.code != STREAM_NAME_IN_USE:
-                raise
-
     def _meta_subject(self, name: str) -> str:
         return f"$O.{self._bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
     def _chunk_subject(self, nuid: str) -> str:
         return f"$O.{self._bucket}.C.{nuid}"
-
-
-def bucket_config(bucket: str) -> dict[str, object]:
-    """The stream of a bucket as NATS's own clients create it."""
-    return {
-        "name": f"OBJ_{bucket}",
-        "subjects": [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],
-        "retention": "limits",
-        "storage": "file",
-        "discard": "new",
-        "max_bytes": -1,
-        "allow_rollup_hdrs": True,
-        "allow_direct": True,
-        "num_replicas": 1,
-    }

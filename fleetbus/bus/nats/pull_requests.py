@@ -66,7 +66,7 @@ class PullRequests:
         self.detach()
         if self._closed:
             return
-        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._subject = f"{self._connection.api.prefix}.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox = self._connection.new_inbox()
         self._route = self._wire.open_route(f"{self._inbox}.*", self._on_wire, ephemeral=True)
         self._plan()

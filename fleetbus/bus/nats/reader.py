@@ -206,7 +206,8 @@ class NatsReader:
             self._consumer = ""
 
     def _delete(self, consumer: str) -> None:
-        command = publish_command(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}", "", b"")
+        subject = f"{self._connection.api.prefix}.CONSUMER.DELETE.{self._stream}.{consumer}"
+        command = publish_command(subject, "", b"")
         self._connection.wire.send_or_drop(command)
 
 

@@ -41,7 +41,7 @@ def init(
     mounted_at: str | None,
     as_json: bool,
 ) -> None:
-    """Write into DIR an nkey per user, TLS certificates, and nats-server.conf with the least rights for each.
+    """Write into DIR an nkey per run and user, TLS certificates, and nats-server.conf with an account for each.
 
     Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there
     stay, the configuration is written anew: to allow further runs, call it again with all of them. Needs `pip install
@@ -88,4 +88,4 @@ def _show(written: WriteResult, as_json: bool) -> None:
     certificates = "new certificates" if written.certificates else "the certificates were there and stay"
     print(f"{written.folder}: {keys}; {certificates}")
     print(f"  server   nats-server -c {written.config} -js -sd FOLDER")
-    print(f"  workers  --nats-auth {written.folder}, or FLEETBUS_NATS_AUTH; each needs ca.pem and the key of its role alone")
+    print(f"  workers  --nats-auth {written.folder}, or FLEETBUS_NATS_AUTH; each needs ca.pem and the key RUN.ROLE.nk alone")

@@ -227,7 +227,7 @@ async def _measure_clock_skew(url: str, run: str, auth: str = "") -> float | Non
     from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
 
-    async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth)) as bus:
+    async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth, run)) as bus:
         try:
             await bus.last_sequence()
         except BusError:

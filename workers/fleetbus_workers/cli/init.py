@@ -33,10 +33,10 @@ async def _declare(configuration: Configuration) -> RunPlan:
 
     plan = build_stream_plan(configuration)
     url = resolve_server_url(configuration)
-    access = build_access("init", configuration.nats.auth)
+    access = build_access("init", configuration.nats.auth, configuration.run.name)
     async with connect(url, run=configuration.run.name, role="init", worker=generate_worker_name("init"), **access) as bus:
         await bus.declare(plan)
-    return plan
+    return access["plan_on_server"](plan) if "plan_on_server" in access else plan
 
 
 def _show(plan: RunPlan, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. Connections and slow
 consumers are told over HTTP alone (`fleetbus_workers.overview.nats_http`); consumers too, where JetStream's API may not be
-asked.
+asked: with accounts their names are a secret.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import log_stream
-from fleetbus.errors import BusClosed, BusError
+from fleetbus.errors import BusClosed, BusError, NotPermitted
 from fleetbus_workers.overview.nats_http import Client, NatsServer, SlowClientDisconnect, StreamBytes, read_nats_server
 
 ANSWER_SECONDS = 2.0
@@ -123,6 +123,6 @@ async def _request_api(bus: Bus, subject: str, question: dict[str, Any]) -> dict
         answer = json.loads(await bus.request(subject, json.dumps(question).encode(), timeout=ANSWER_SECONDS))
     except BusClosed:
         raise
-    except (BusError, ValueError):
+    except (BusError, NotPermitted, ValueError):
         return {}
     return answer if isinstance(answer, dict) and "error" not in answer else {}

@@ -22,6 +22,7 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     With ``own_server`` a run that nobody serves now is served from its own files meanwhile: for those that only read.
     """
     from fleetbus.auth.access import build_access
+    from fleetbus.auth.stores import reading_config
     from fleetbus.bus.nats import connect
     from fleetbus.bus.nats.server import run_server
     from fleetbus.config.run_folder import run_folder
@@ -29,12 +30,12 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     name, run = generate_worker_name(role), configuration.run.name
     folder = run_folder(configuration.run)
     if own_server and not configuration.nats.url and not find_local_server_url(folder) and folder.store.is_dir():
-        own = run_server(folder.store, ends_with_parent=True)
+        own = run_server(folder.store, config=reading_config(folder.store, run), ends_with_parent=True)
         async with own as server, connect(server.url, run=run, role=role, worker=name) as bus:
             await _check_run(bus, run)
             yield bus
         return
-    access = build_access(role, configuration.nats.auth)
+    access = build_access(role, configuration.nats.auth, run)
     async with connect(resolve_server_url(configuration), run=run, role=role, worker=name, **access) as bus:
         await _check_run(bus, run)
         yield bus

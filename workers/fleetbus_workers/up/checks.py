@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fleetbus.auth.stores import check_store
 from fleetbus.config.load import strip_credentials
+from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
 
@@ -34,7 +36,7 @@ def check_everything(configuration: Configuration, *, local_environment: bool = 
     if not local_environment:
         check_environment(run.environment, run.tasks)
     if nats.auth:
-        check_access(nats.auth)
+        check_access(nats.auth, configuration.run.name)
         if not nats.url:
             check_rights(configuration)
     if nats.url:
@@ -42,6 +44,7 @@ def check_everything(configuration: Configuration, *, local_environment: bool = 
     else:
         check_server_program()
         check_port_free(nats.port)
+        check_store(run_folder(run).store, run.name, keys=bool(nats.auth))
 
 
 def check_installed() -> None:
@@ -135,28 +138,29 @@ class _NoGrader:
         raise NotImplementedError
 
 
-def check_access(folder: str) -> None:
+def check_access(folder: str, run: str) -> None:
     """The keys of all roles."""
     from fleetbus.auth.access import build_access
 
     for role in ("up", "environment", "inference", "learner"):
-        build_access(role, folder)
+        build_access(role, folder, run)
 
 
 def check_rights(configuration: Configuration) -> None:
     """The configuration of the server that we start is there and, if `fleetbus auth init` wrote it, allows this run."""
     from fleetbus.auth.folder import AuthFolder
-    from fleetbus.auth.permissions import USERS, build_rights
-    from fleetbus.auth.server_config import WRITTEN_BY, parse_runs
+    from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
     from fleetbus_workers.up.process_plans import build_stream_plan
 
     run, nats = configuration.run, configuration.nats
-    config = AuthFolder(Path(nats.auth)).server_config
+    folder = AuthFolder(Path(nats.auth))
+    config = folder.server_config
     if not config.is_file():
         raise UserError(f"no configuration for the server at {config}: write it with `fleetbus auth init {nats.auth}`")
-    text, plans = config.read_text(encoding="utf-8"), [build_stream_plan(configuration)]
-    wanted = [subject for user in USERS for subject in build_rights(user, plans).publish]
-    if not text.startswith(WRITTEN_BY) or all(f'"{subject}"' in text for subject in wanted):
+    text = config.read_text(encoding="utf-8")
+    if not text.startswith(WRITTEN_BY):
+        return
+    if run.name in parse_runs(text) and run_accounts(folder.access(build_stream_plan(configuration))) in text:
         return
     flags = [f"--run {name}" for name in dict.fromkeys((*parse_runs(text), run.name))]
     flags += [f"--pool {run.pool}"] * (run.pool != "default") + [f"--policy {run.policy}"] * (run.policy != "default")

@@ -164,7 +164,7 @@ class Run:
 
     async def _train(self, url: str, progress: Progress, began: float) -> None:
         run = self._configuration.run
-        access = build_access("up", self._configuration.nats.auth)
+        access = build_access("up", self._configuration.nats.auth, run.name)
         async with connect(url, run=run.name, role="up", worker=f"up-{os.getpid()}", **access) as bus:
             with anyio.CancelScope() as self._starting:
                 if self._stop_requested.is_set():

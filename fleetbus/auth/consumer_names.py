@@ -1,0 +1,42 @@
+"""Durable consumers under names that cannot be guessed, for servers with accounts.
+
+Whoever knows the name of a consumer can disturb it from any account that may ask the run's account anything at all: the server
+hands a reply subject below ``$JS.ACK.`` on as it is, so an answer can be made an ack, and a consumer that delivers to the pull
+subject of another one drains it. So the names are a secret of the server, the admin and those who pull: made from the
+admin's key, each for itself, so that one that is known tells nothing of another.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.bus.streams import RunPlan
+from fleetbus.errors import UserError
+
+DIGEST_BYTES = 15
+"""24 letters and digits behind the name."""
+
+
+def secret_names(plan: RunPlan, seed: bytes) -> dict[str, str]:
+    """The plan's consumers by name, and what the server calls them; ``seed`` is that of the run's admin."""
+    return {consumer.name: _secret_name(plan.run, consumer.name, seed) for consumer in plan.consumers}
+
+
+def plan_on_server(plan: RunPlan, admin_key: Path) -> RunPlan:
+    """The plan as it is declared by who holds this key; raises `UserError`."""
+    try:
+        names = secret_names(plan, admin_key.read_bytes().strip())
+    except OSError as error:
+        raise UserError(f"cannot read the key {admin_key}: {error.strerror}") from error
+    renamed = tuple(msgspec.structs.replace(consumer, name=names[consumer.name]) for consumer in plan.consumers)
+    return msgspec.structs.replace(plan, consumers=renamed)
+
+
+def _secret_name(run: str, name: str, seed: bytes) -> str:
+    digest = hmac.new(seed, f"consumer {run} {name}".encode(), hashlib.sha256).digest()[:DIGEST_BYTES]
+    return f"{name}-{base64.b32encode(digest).decode().lower()}"

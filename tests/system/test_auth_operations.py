@@ -1,0 +1,129 @@
+"""The same 48 operations with each user's key on a real server: exactly those go through that the table in docs allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Generator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from nats.aio.msg import Msg
+
+from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.operations import ASK, CALL, LISTEN, PUBLISH, TELL, Operation, is_allowed, operations, table
+from fleetbus.auth.permissions import USERS, WORKERS, build_rights
+from fleetbus.bus.streams import plan_run
+from tests.support.bare_client import BareClient, bare_client
+from tests.support.secured_server import TRUST, SecuredServer, secured_server
+from tests.support.small_deployment import LANES
+
+HEARD_SECONDS = 1.0
+OPERATIONS = operations(TRUST)
+PLAN = plan_run(TRUST, lanes=LANES)
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
+    with secured_server(tmp_path_factory) as server:
+        yield server
+
+
+def test_there_are_48_operations_and_docs_say_who_may_do_them() -> None:
+    assert len(OPERATIONS) == len({operation.subject for operation in OPERATIONS}) == 48
+    page = (Path(__file__).parents[2] / "docs" / "accounts.md").read_text()
+    assert table() in page, "replace the table in docs/accounts.md: python -m fleetbus.auth.operations"
+
+
+def test_every_operation_is_somebodys_or_only_the_admins() -> None:
+    allowed = {
+        operation.name: [user for user in USERS if is_allowed(build_rights(user, PLAN), operation)] for operation in OPERATIONS
+    }
+    nobodys = [name for name, users in allowed.items() if not users]
+    assert nobodys == ["write into another run"]
+
+
+@asynccontextmanager
+async def answering(secured: SecuredServer) -> AsyncIterator[dict[str, BareClient]]:
+    """A worker of each role that answers whatever it is asked, and others to speak and to listen."""
+    async with AsyncExitStack() as stack:
+        clients = {user: await stack.enter_async_context(bare_client(secured, user, TRUST)) for user in USERS}
+        for role in WORKERS:
+            for subject in build_rights(role, PLAN).serves:
+
+                async def answer(message: Msg, worker: BareClient = clients[role]) -> None:
+                    await worker.send(message.reply, b"answer")
+
+                await clients[role].client.subscribe(subject, cb=answer)
+            await clients[role].settle()
+        yield clients
+
+
+async def goes_through(
+    operation: Operation, user: BareClient, workers: dict[str, BareClient], names: Mapping[str, str]
+) -> bool:
+    """Whether the operation has its effect: an ack of a stream, an answer of JetStream, one of a worker, something heard."""
+    subject = operation.subject
+    if user.user == "admin":
+        last = operation.on_server.rpartition(".")
+        subject = f"{last[0]}.{names.get(last[2], last[2])}"
+    if operation.kind == LISTEN:
+        role = subject.split(".")[2] if subject.startswith("fbhb.") else "admin"
+        told = subject.replace("*", "w") if subject.startswith("fbhb.") else f"{workers[role].inbox}.x"
+        return await hears(user, subject, workers[role], told)
+    if operation.kind == TELL:
+        return await hears(workers["monitor"], subject, user, subject)
+    payload = {PUBLISH: b"entry", CALL: b"call", ASK: _question(operation)}[operation.kind]
+    answer = await user.ask(subject, payload)
+    if answer is None:
+        return False
+    if operation.kind == PUBLISH:
+        return b'"stream"' in answer.data
+    return operation.kind == ASK or answer.data == b"answer"
+
+
+def _question(operation: Operation) -> bytes:
+    """What is answered, and by a refusal where it would do damage."""
+    verb = operation.subject.partition(".")[2]
+    if verb.startswith("CONSUMER.MSG.NEXT"):
+        return b'{"batch":1,"no_wait":true}'
+    if verb.startswith("DIRECT.GET") and len(verb.split(".")) == 3:
+        return b'{"seq":1}'
+    if verb.startswith("CONSUMER.CREATE"):
+        _, _, log, name, *followed = verb.split(".")
+        return json.dumps(
+            {"stream_name": log, "config": {"name": name, "filter_subject": ".".join(followed), "ack_policy": "none"}}
+        ).encode()
+    return b"{" if verb.startswith(("STREAM.DELETE", "STREAM.PURGE", "STREAM.UPDATE", "STREAM.CREATE")) else b""
+
+
+async def hears(listener: BareClient, pattern: str, speaker: BareClient, subject: str) -> bool:
+    known = len(listener.violations)
+    subscription = await listener.client.subscribe(pattern)
+    await listener.settle()
+    try:
+        if len(listener.violations) > known:
+            return False
+        await speaker.send(subject, b"heard")
+        await speaker.settle()
+        with anyio.move_on_after(HEARD_SECONDS):
+            return (await subscription.next_msg(timeout=None)).data == b"heard"
+        return False
+    finally:
+        await subscription.unsubscribe()
+
+
+@pytest.mark.parametrize("name", USERS)
+async def test_exactly_what_the_table_allows_goes_through(secured: SecuredServer, name: str) -> None:
+    found = {}
+    with anyio.fail_after(55):
+        async with (
+            answering(secured) as workers,
+            bare_client(secured, name, TRUST) as user,
+        ):
+            names = AuthFolder(secured.folder).access(PLAN).names
+            for operation in OPERATIONS:
+                found[operation.name] = await goes_through(operation, user, workers, names)
+    rights = build_rights(name, PLAN)
+    assert found == {operation.name: is_allowed(rights, operation) for operation in OPERATIONS}

@@ -1,0 +1,50 @@
+"""A log that was begun with keys and one without are in different accounts: neither is taken for a new run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fleetbus.auth.operations import covers
+from fleetbus.auth.stores import check_store, reading_config
+from fleetbus.errors import UserError
+
+
+def test_a_run_goes_on_as_it_was_begun(tmp_path: Path) -> None:
+    for keys in (True, False):
+        check_store(tmp_path, "a", keys=keys)
+    (tmp_path / "jetstream" / "$G" / "streams" / "fb_a").mkdir(parents=True)
+    check_store(tmp_path, "a", keys=False)
+    with pytest.raises(UserError, match="run a was begun without keys: leave out --nats-auth"):
+        check_store(tmp_path, "a", keys=True)
+    (tmp_path / "jetstream" / "fb_b" / "streams" / "fb_b").mkdir(parents=True)
+    check_store(tmp_path, "b", keys=True)
+    with pytest.raises(UserError, match="run b was begun with keys: give --nats-auth again"):
+        check_store(tmp_path, "b", keys=False)
+
+
+def test_a_log_of_keys_is_shown_by_a_server_with_its_account(tmp_path: Path) -> None:
+    assert reading_config(tmp_path, "b") is None
+    (tmp_path / "jetstream" / "fb_b" / "streams" / "fb_b").mkdir(parents=True)
+    file = reading_config(tmp_path, "b")
+    assert file is not None and list(json.loads(file.read_text())["accounts"]) == ["fb_b"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "expected"),
+    [
+        ("a.*.c", "a.b.c", True),
+        ("a.>", "a.b.c", True),
+        ("a.>", "a", False),
+        ("a.*", "a.>", False),
+        ("a.>", "a.>", True),
+        ("a.b", "a.*", False),
+        ("a.*", "a.*", True),
+        ("a.b.c", "a.b", False),
+        ("a.b", "a.b.c", False),
+    ],
+)
+def test_a_pattern_covers_what_it_names_and_no_more(pattern: str, subject: str, expected: bool) -> None:
+    assert covers(pattern, subject) is expected
