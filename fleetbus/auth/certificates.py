@@ -71,7 +71,9 @@ def make_certificates(hosts: Sequence[str], *, days: int) -> Certificates:
     server = (
         builder("fleetbus nats-server", server_key, is_authority=False)
         .add_extension(x509.SubjectAlternativeName([_build_general_name(host) for host in hosts]), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+        )
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_id), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
@@ -81,6 +83,18 @@ def make_certificates(hosts: Sequence[str], *, days: int) -> Certificates:
         server=server.public_bytes(encoding),
         server_key=server_key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
+
+
+def lets_into_cluster(certificate: bytes) -> bool:
+    """Whether a server can show this certificate (PEM) to another one that it connects to."""
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    try:
+        usage = x509.load_pem_x509_certificate(certificate).extensions.get_extension_for_class(x509.ExtendedKeyUsage)
+    except (ValueError, x509.ExtensionNotFound):
+        return True  # one of their own authority's: theirs to know
+    return ExtendedKeyUsageOID.CLIENT_AUTH in usage.value
 
 
 def check_host(host: str) -> None:

@@ -7,18 +7,22 @@ the configuration. Files with secrets are readable by their owner alone; the nam
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from fleetbus.auth.certificates import make_certificates
+from fleetbus.auth.certificates import lets_into_cluster, make_certificates
+from fleetbus.auth.cluster_config import cluster_config
 from fleetbus.auth.consumer_names import secret_names
 from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.permissions import USERS
 from fleetbus.auth.server_config import RunAccess, server_config
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
+
+PASSWORD_BYTES = 24
 
 
 class AuthFolder(msgspec.Struct, frozen=True):
@@ -42,6 +46,14 @@ class AuthFolder(msgspec.Struct, frozen=True):
     def server_config(self) -> Path:
         return self.path / "nats-server.conf"
 
+    @property
+    def cluster_config(self) -> Path:
+        return self.path / "cluster.conf"
+
+    @property
+    def route_password(self) -> Path:
+        return self.path / "route-password"
+
     def key(self, run: str, user: str) -> Path:
         return self.path / f"{run}.{user}.nk"
 
@@ -61,11 +73,17 @@ class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_folder(
-    folder: AuthFolder, plans: Sequence[RunPlan], *, hosts: Sequence[str], days: int, mounted_at: PurePosixPath | None = None
+    folder: AuthFolder,
+    plans: Sequence[RunPlan],
+    *,
+    hosts: Sequence[str],
+    days: int,
+    mounted_at: PurePosixPath | None = None,
+    routes: Sequence[str] = (),
 ) -> WriteResult:
     """Make keys and certificates that are missing, and the server's configuration for these runs; raises `UserError`.
 
-    ``mounted_at`` is where the server will find the folder, if not here.
+    ``mounted_at`` is where the server will find the folder, if not here; ``routes`` are a cluster's servers, ``HOST:PORT``.
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -73,7 +91,10 @@ def write_folder(
         new_keys = [f"{run}.{user}" for run, user in users if _create(folder.key(run, user), create_seed())]
         certificates = _write_certificates(folder, hosts, days)
         where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
-        _replace(folder.server_config, server_config([folder.access(plan) for plan in plans], where).encode())
+        if routes:
+            _write_cluster(folder, routes, where)
+        text = server_config([folder.access(plan) for plan in plans], where, cluster=bool(routes))
+        _replace(folder.server_config, text.encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder.path}: {error.strerror}") from error
     return WriteResult(
@@ -94,6 +115,17 @@ def _write_certificates(folder: AuthFolder, hosts: Sequence[str], days: int) -> 
     for file, content in zip(files, (made.authority, made.server, made.server_key), strict=True):
         _create(file, content, readable=file != folder.server_key)
     return True
+
+
+def _write_cluster(folder: AuthFolder, routes: Sequence[str], where: PurePosixPath) -> None:
+    if not lets_into_cluster(folder.server_certificate.read_bytes()):
+        raise UserError(
+            f"{folder.server_certificate} is of an older `auth init` and lets no server into a cluster: remove it, "
+            f"{folder.server_key.name} and {folder.authority.name} to make new ones"
+        )
+    _create(folder.route_password, secrets.token_hex(PASSWORD_BYTES).encode())
+    password = folder.route_password.read_text().strip()
+    _replace(folder.cluster_config, cluster_config(routes, password, where).encode())
 
 
 def _create(file: Path, content: bytes, *, readable: bool = False) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
@@ -22,19 +21,10 @@ from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import Subjects, Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
+from tests.support.ports import free_ports
 from tests.support.small_deployment import LANES, RUN, build_configuration, small_deployment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class Cluster:

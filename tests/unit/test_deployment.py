@@ -116,6 +116,16 @@ def test_scaling_watches_the_consumer_that_environment_workers_pull_from() -> No
     assert int(metadata["lagThreshold"]) == EnvironmentSettings().slots
 
 
+def test_the_servers_take_their_routes_from_the_configuration_which_has_their_password() -> None:
+    """``--cluster`` on the command line forgets it."""
+    (server,) = (pod for pod in pods() if any(each["name"] == "nats" for each in pod["containers"]))
+    arguments = server["containers"][0]["args"]
+    assert "-c=/auth/nats-server.conf" in arguments
+    assert not [each for each in arguments if each.lstrip("-").startswith(("cluster", "routes"))]
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    assert page.count("--route nats-") == 3 and "--from-file=keys/cluster.conf" in page
+
+
 def test_the_cluster_page_names_commands_and_files_that_exist() -> None:
     text = (ROOT / "docs" / "cluster.md").read_text()
     assert set(re.findall(r"^\$ fleetbus ([a-z]+)", text, flags=re.MULTILINE)) <= set(COMMANDS)

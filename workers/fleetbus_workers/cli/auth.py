@@ -29,6 +29,7 @@ def command() -> None:
     "--days", type=click.IntRange(1, 36_500), default=825, metavar="N", help="How long the certificates are valid [825]"
 )
 @click.option("--mounted-at", metavar="PATH", help="Where the server will find DIR, if not here (a volume, for example)")
+@click.option("--route", "routes", multiple=True, metavar="HOST", help="A server of a cluster, or HOST:PORT; may be repeated")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
 def init(
     folder: Path,
@@ -39,15 +40,17 @@ def init(
     hosts: tuple[str, ...],
     days: int,
     mounted_at: str | None,
+    routes: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write into DIR an nkey per run and user, TLS certificates, and nats-server.conf with an account for each.
 
     Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there
-    stay, the configuration is written anew: to allow further runs, call it again with all of them. Needs `pip install
-    'fleetbus[auth]'`.
+    stay, the configuration is written anew: to allow further runs, call it again with all of them. With --route for each
+    server of a cluster it writes cluster.conf as well. Needs `pip install 'fleetbus[auth]'`.
     """
     from fleetbus.auth.certificates import check_host
+    from fleetbus.auth.cluster_config import with_port
     from fleetbus.auth.folder import AuthFolder, write_folder
     from fleetbus.bus.streams import plan_run
     from fleetbus.errors import UserError
@@ -61,11 +64,14 @@ def init(
         _check_names(pools + policies)
     except InvalidName as error:
         raise UserError(str(error)) from error
+    between = [with_port(route) for route in routes]
+    hosts += tuple(route.rpartition(":")[0] for route in between)
     for host in hosts:
         check_host(host)
     where = PurePosixPath(mounted_at) if mounted_at else None
     try:
-        written = write_folder(AuthFolder(folder), plans, hosts=[*LOCAL_HOSTS, *hosts], days=days, mounted_at=where)
+        every = list(dict.fromkeys((*LOCAL_HOSTS, *hosts)))
+        written = write_folder(AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between)
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[auth]'") from error
     _show(written, as_json)

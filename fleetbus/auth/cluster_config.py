@@ -1,0 +1,48 @@
+"""How servers of a cluster let each other in: by certificate and by password, over TLS. Pure.
+
+A server that joins is trusted with every account, so this is as much worth as the admin's key. nats-server forgets the
+password where ``--cluster`` is given on its command line: name, address and routes stand in this file alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+CLUSTER_NAME = "fleetbus"
+ROUTE_PORT = 6222
+ROUTE_USER = "routes"
+
+
+def with_port(host: str) -> str:
+    """``HOST`` or ``HOST:PORT`` as ``HOST:PORT``."""
+    return host if ":" in host else f"{host}:{ROUTE_PORT}"
+
+
+def cluster_config(
+    routes: Sequence[str], password: str, folder: PurePosixPath, *, listen: str = f"0.0.0.0:{ROUTE_PORT}"
+) -> str:
+    """The text of the file: the servers' addresses as ``HOST:PORT``, one's own included. ``folder`` is where the server finds
+    the certificates. It holds the password."""
+    urls = [f"nats-route://{ROUTE_USER}:{password}@{route}" for route in routes]
+    return "\n".join(
+        [
+            "cluster {",
+            f"  name: {CLUSTER_NAME}",
+            f"  listen: {json.dumps(listen)}",
+            f"  authorization {{ user: {ROUTE_USER}, password: {json.dumps(password)}, timeout: 5 }}",
+            "  tls {",
+            f"    cert_file: {json.dumps(str(folder / 'server.pem'))}",
+            f"    key_file: {json.dumps(str(folder / 'server-key.pem'))}",
+            f"    ca_file: {json.dumps(str(folder / 'ca.pem'))}",
+            "    verify: true",
+            "    timeout: 5",
+            "  }",
+            "  routes: [",
+            *(f"    {json.dumps(url)}" for url in urls),
+            "  ]",
+            "}",
+            "",
+        ]
+    )

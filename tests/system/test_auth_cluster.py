@@ -1,0 +1,143 @@
+"""Who may join a cluster: a server with the certificate and the password that `fleetbus auth init --route` writes, no other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+import anyio
+import pytest
+
+from fleetbus.auth.cluster_config import ROUTE_USER, cluster_config
+from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.bus.nats.server import find_server
+from fleetbus.bus.streams import plan_run
+from tests.support.ports import free_ports
+
+REFUSED = ("handshake error", "authentication error")
+
+
+class Servers:
+    """Route and monitoring ports of two servers, and of one that nobody asked."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = free_ports(6)
+        self.routes, self.monitors = ports[:3], ports[3:]
+        self.folder = folder
+        self.auth = AuthFolder(folder / "keys")
+        every = [f"127.0.0.1:{port}" for port in self.routes[:2]]
+        write_folder(self.auth, [plan_run("a", lanes=1)], hosts=["127.0.0.1"], days=1, routes=every)
+
+    def config(self, index: int) -> str:
+        """What `auth init` wrote, with a port of its own."""
+        text = self.auth.cluster_config.read_text()
+        (self.auth.path / "cluster.conf").write_text(text)
+        own = text.replace("0.0.0.0:6222", f"127.0.0.1:{self.routes[index]}")
+        (self.auth.path / f"cluster{index}.conf").write_text(own)
+        return self.auth.server_config.read_text().replace("./cluster.conf", f"./cluster{index}.conf")
+
+    @asynccontextmanager
+    async def running(self, name: str, index: int, config: str) -> AsyncIterator[Path]:
+        """Its log."""
+        file, log = self.auth.path / f"{name}.conf", self.folder / f"{name}.log"
+        file.write_text(config)
+        command = [str(find_server()), "-c", str(file), "-js", "-sd", str(self.folder / name), "-p", "-1", "-D"]
+        command += [f"--server_name={name}", "-m", str(self.monitors[index]), "-l", str(log)]
+        process = await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield log
+        finally:
+            with anyio.CancelScope(shield=True):
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+                await process.aclose()
+
+    async def peers(self, index: int) -> set[str]:
+        """Whom the server has routes to."""
+
+        def ask() -> set[str]:
+            url = f"http://127.0.0.1:{self.monitors[index]}/routez"
+            return {each["remote_name"] for each in json.load(urllib.request.urlopen(url, timeout=5))["routes"]}
+
+        with suppress(OSError):
+            return await anyio.to_thread.run_sync(ask)
+        return set()
+
+    async def until_peers(self, index: int, peers: set[str]) -> None:
+        while await self.peers(index) != peers:  # noqa: ASYNC110  # another process's routes
+            await anyio.sleep(0.05)
+
+
+def _read(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+async def wait_for_output(log: Path, words: tuple[str, ...], known: int = 0) -> None:
+    while not any(word in _read(log)[known:] for word in words):  # noqa: ASYNC110  # another process writes it
+        await anyio.sleep(0.05)
+
+
+def rogue_configs(servers: Servers, folder: Path) -> dict[str, str]:
+    """Servers that would like to join: with nothing, with a certificate of their own, with the password alone, with the
+    certificate alone."""
+    other = AuthFolder(folder / "other")
+    write_folder(other, [plan_run("a", lanes=1)], hosts=["127.0.0.1"], days=1)
+    password, target = servers.auth.route_password.read_text(), [f"127.0.0.1:{servers.routes[0]}"]
+    listen = f"127.0.0.1:{servers.routes[2]}"
+
+    def configured(password: str, keys: AuthFolder) -> str:
+        return cluster_config(target, password, PurePosixPath(keys.path.as_posix()), listen=listen)
+
+    clear = f'cluster {{ name: fleetbus, listen: "{listen}", routes: ["nats://{ROUTE_USER}:{password}@{target[0]}"] }}'
+    trusting = AuthFolder(folder / "trusting")  # its own certificate, and the fleet's authority to trust the others
+    shutil.copytree(other.path, trusting.path)
+    shutil.copy(servers.auth.authority, trusting.authority)
+    return {
+        "in the clear": clear,
+        "another authority": configured(password, other),
+        "a certificate of its own": configured(password, trusting),
+        "another password": configured("guessed", servers.auth),
+    }
+
+
+@pytest.mark.parametrize("how", ["in the clear", "another authority", "a certificate of its own", "another password"])
+async def test_a_server_without_the_certificate_and_the_password_joins_no_cluster(how: str, tmp_path: Path) -> None:
+    servers = Servers(tmp_path)
+    with anyio.fail_after(50):
+        async with servers.running("n0", 0, servers.config(0)) as log, servers.running("n1", 1, servers.config(1)):
+            await servers.until_peers(0, {"n1"})
+            known = len(_read(log))
+            async with servers.running("rogue", 2, rogue_configs(servers, tmp_path)[how]) as rogue:
+                await wait_for_output(rogue, ("Trying to connect to route",))
+                await wait_for_output(log, REFUSED, known)
+                assert "rogue" not in await servers.peers(0)
+                assert await servers.peers(2) <= {""}
+            assert await servers.peers(0) == {"n1"}
+
+
+async def test_without_them_any_server_joins(tmp_path: Path) -> None:
+    """What they are for."""
+    servers = Servers(tmp_path)
+    here, there = (f"127.0.0.1:{port}" for port in (servers.routes[0], servers.routes[2]))
+    with anyio.fail_after(50):
+        own = f'cluster {{ name: fleetbus, listen: "{here}", routes: ["nats://{here}"] }}'
+        async with servers.running("n0", 0, own):
+            config = f'cluster {{ name: fleetbus, listen: "{there}", routes: ["nats://{here}"] }}'
+            async with servers.running("rogue", 2, config):
+                await servers.until_peers(0, {"rogue"})
+
+
+def test_the_password_stays_and_stands_in_files_of_the_owner_alone(tmp_path: Path) -> None:
+    servers = Servers(tmp_path)
+    password = servers.auth.route_password.read_text()
+    write_folder(servers.auth, [plan_run("a", lanes=1)], hosts=[], days=1, routes=["n:1"])
+    assert servers.auth.route_password.read_text() == password
+    holders = [file for file in servers.auth.path.iterdir() if password in file.read_text()]
+    assert sorted(file.name for file in holders) == ["cluster.conf", "route-password"]
+    assert all(file.stat().st_mode & 0o077 == 0 for file in holders)
