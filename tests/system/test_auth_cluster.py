@@ -7,31 +7,42 @@ import shutil
 import subprocess
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import anyio
 import pytest
 
+from fleetbus.auth.access import build_access
 from fleetbus.auth.cluster_config import ROUTE_USER, cluster_config
 from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import find_server
 from fleetbus.bus.streams import plan_run
+from fleetbus.errors import BusError, NoResponders, UserError
+from fleetbus_schemas import Subjects
 from tests.support.ports import free_ports
 
+PLAN = plan_run("a", lanes=1, max_bytes=1 << 28, replicas=3)
 REFUSED = ("handshake error", "authentication error")
 
 
 class Servers:
-    """Route and monitoring ports of two servers, and of one that nobody asked."""
+    """Ports for routes, monitoring and clients of ``count`` servers, and of one that nobody asked."""
 
-    def __init__(self, folder: Path) -> None:
-        ports = free_ports(6)
-        self.routes, self.monitors = ports[:3], ports[3:]
+    def __init__(self, folder: Path, count: int = 2) -> None:
+        ports = free_ports(3 * count + 3)
+        self.routes, self.monitors, self.clients = ports[: count + 1], ports[count + 1 : 2 * count + 2], ports[2 * count + 2 :]
         self.folder = folder
         self.auth = AuthFolder(folder / "keys")
-        every = [f"127.0.0.1:{port}" for port in self.routes[:2]]
-        write_folder(self.auth, [plan_run("a", lanes=1)], hosts=["127.0.0.1"], days=1, routes=every)
+        every = [f"127.0.0.1:{port}" for port in self.routes[:count]]
+        write_folder(self.auth, [PLAN], hosts=["127.0.0.1"], days=1, routes=every)
+
+    def connect(self, role: str, index: int) -> AbstractAsyncContextManager[Bus]:
+        """To one of the servers."""
+        url = f"nats://127.0.0.1:{self.clients[index]}"
+        return connect(url, run=PLAN.run, role=role, worker=role, **build_access(role, str(self.auth.path), PLAN.run))
 
     def config(self, index: int) -> str:
         """What `auth init` wrote, with a port of its own."""
@@ -46,7 +57,17 @@ class Servers:
         """Its log."""
         file, log = self.auth.path / f"{name}.conf", self.folder / f"{name}.log"
         file.write_text(config)
-        command = [str(find_server()), "-c", str(file), "-js", "-sd", str(self.folder / name), "-p", "-1", "-D"]
+        command = [
+            str(find_server()),
+            "-c",
+            str(file),
+            "-js",
+            "-sd",
+            str(self.folder / name),
+            "-p",
+            str(self.clients[index]),
+            "-D",
+        ]
         command += [f"--server_name={name}", "-m", str(self.monitors[index]), "-l", str(log)]
         process = await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -141,3 +162,51 @@ def test_the_password_stays_and_stands_in_files_of_the_owner_alone(tmp_path: Pat
     holders = [file for file in servers.auth.path.iterdir() if password in file.read_text()]
     assert sorted(file.name for file in holders) == ["cluster.conf", "route-password"]
     assert all(file.stat().st_mode & 0o077 == 0 for file in holders)
+
+
+async def declared(servers: Servers) -> None:
+    """The servers take a moment to elect a leader."""
+    while True:
+        with suppress(BusError, UserError):
+            async with servers.connect("init", 0) as bus:
+                with anyio.fail_after(20):
+                    await bus.declare(PLAN)
+                    return
+        await anyio.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("where", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+async def test_accounts_reach_the_streams_whichever_server_a_worker_is_on(where: tuple[int, int, int], tmp_path: Path) -> None:
+    """Learner, environment and inference worker each on another server, the log's leader on any of them."""
+    servers, subjects = Servers(tmp_path, 3), Subjects("a")
+    with anyio.fail_after(140):
+        async with AsyncExitStack() as stack:
+            for index in range(3):
+                await stack.enter_async_context(servers.running(f"n{index}", index, servers.config(index)))
+            await declared(servers)
+            roles = ("learner", "environment", "inference")
+            buses = [await stack.enter_async_context(servers.connect(*each)) for each in zip(roles, where, strict=True)]
+            learner, environment, inference = buses
+            tasks = await stack.enter_async_context(environment.pull("task_default", credits=8))
+            observations = await stack.enter_async_context(inference.pull("obs_default_any", credits=8))
+            heartbeats = await stack.enter_async_context(environment.listen(subjects.heartbeat("inference", "*")))
+            for number in range(20):
+                episode = f"e{number}"
+                await learner.publish(subjects.task("default", episode), b"task", expected_last=0)
+                taken = await tasks.receive()
+                assert taken.message.subject == subjects.task("default", episode)
+                tasks.grant()
+                await environment.publish(subjects.observation("default", "any", episode), b"seen")
+                await taken.ack()
+                await (await observations.receive()).ack()
+                observations.grant()
+                await inference.publish(subjects.action("e0", episode), b"act", expected_last=0)
+                assert [each.payload for each in await inference.history([subjects.action("e0", episode)])] == [b"act"]
+                await inference.broadcast(subjects.heartbeat("inference", "i"), b"beat")
+                assert (await heartbeats.receive())[1] == b"beat"
+            with pytest.raises(NoResponders):
+                await environment.request(subjects.control("inference", "gone"), b"ping", timeout=60)
+            entries = [entry.payload async for entry in learner.scan([subjects.log])]
+            assert entries == [b"task", b"seen", b"act"] * 20
