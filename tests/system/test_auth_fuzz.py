@@ -12,7 +12,7 @@ import pytest
 from fleetbus.auth.operations import covers
 from fleetbus.auth.permissions import USERS, build_rights
 from fleetbus.bus.objects import weights_bucket
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import API, IMPORTED_API, plan_run
 from fleetbus_schemas import Subjects
 from tests.support.bare_client import BareClient, bare_client, describe_state
 from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, secured_server
@@ -46,7 +46,9 @@ class Pairs:
     def subject(self) -> str:
         kind = self.random.randrange(6)
         if kind < 2:
-            return self._filled(self.random.choice(self.own))
+            subject = self._filled(self.random.choice(self.own))
+            elsewhere = subject.replace(f"{IMPORTED_API}.", f"{API}.").replace("fbwork_", "fb_")
+            return self.random.choice((subject, elsewhere))
         if kind == 2:
             return self._filled(self.random.choice(self.others))
         if kind == 3:

@@ -167,6 +167,27 @@ async def test_a_consumer_of_ones_own_can_neither_drain_nor_change_those_that_wo
             await attacker.ask(f"fbapi.CONSUMER.DELETE.{LOG}.{name}")
 
 
+@pytest.mark.parametrize("user", [user for user in ROLES if user != "environment"])
+async def test_an_answer_does_not_ack_what_another_worker_was_given(secured: SecuredServer, user: str) -> None:
+    """The server hands a reply below ``$JS.ACK.`` on into the streams' account, whoever names it."""
+    asked = {
+        "inference": (f"DIRECT.GET.{LOG}.{SUBJECTS.action('e0', 'none')}", b""),
+        "gateway": (f"DIRECT.GET.{LOG}.{SUBJECTS.session('none')}", b""),
+    }
+    question, payload = asked.get(user, (f"DIRECT.GET.{LOG}", MISSING))
+    async with attacking(secured, user) as (attacker, admin):
+        async with secured.connect("environment") as bus, bus.pull(DURABLE, credits=1) as tasks:
+            given = await tasks.receive()
+            for cycle in range(1, 60):
+                ack = f"$JS.ACK.{LOG}.{DURABLE}.{given.delivered}.{given.message.sequence}.{cycle}.{given.message.time_ns}.0"
+                await attacker.send(f"fbapi.{question}", payload, reply=ack)
+            await attacker.settle()
+            await anyio.sleep(0.2)
+            held = {name: each for name, each in (await describe_state(admin, TRUST)).items() if name.startswith(DURABLE)}
+            assert [each["num_ack_pending"] for each in held.values()] == [1]
+            await given.nak()
+
+
 async def test_in_one_account_the_same_permissions_do_not_hold(secured: SecuredServer, tmp_path: Path) -> None:
     """What the accounts are for: the monitor's rights as permissions of one account, and one question deletes the log."""
     rights = build_rights("monitor", plan_run(TRUST, lanes=LANES))
