@@ -21,9 +21,9 @@ _EVERYBODY = "$G"
 def check_store(store: Path, run: str, *, keys: bool) -> None:
     """Raise `UserError` if the run's log was begun the other way: going on would begin it anew."""
     if not keys and _holds_log(store, account_of(run), run):
-        raise UserError(f"run {run} was begun with keys: give --nats-auth again, or begin another run (--run-name)")
+        raise UserError(f"run {run} was begun with keys: give --nats-auth again, or begin another run (--run)")
     if keys and _holds_log(store, _EVERYBODY, run):
-        raise UserError(f"run {run} was begun without keys: leave out --nats-auth, or begin another run (--run-name)")
+        raise UserError(f"run {run} was begun without keys: leave out --nats-auth, or begin another run (--run)")
 
 
 def reading_config(store: Path, run: str) -> Path | None:

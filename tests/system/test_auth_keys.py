@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Generator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -13,11 +16,13 @@ import pytest
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.auth.permissions import USERS
+from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.errors import UserError
-from fleetbus_schemas import Heartbeat, encode
+from fleetbus_schemas import Heartbeat, Subjects, encode
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.up.checks import check_rights
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
@@ -165,3 +170,31 @@ async def test_a_key_that_was_cut_is_one_line_that_says_what_to_do(
             raise AssertionError
     folder.key(TRUST, "monitor").unlink()
     assert write_folder(folder, plans, hosts=["localhost"], days=1).keys == (f"{TRUST}.monitor",)
+
+
+async def test_a_further_run_is_let_in_by_a_reload_and_the_first_one_works_on(tmp_path: Path) -> None:
+    folder, plans = AuthFolder(tmp_path / "keys"), [plan_run(run, lanes=1, max_bytes=1 << 26) for run in ("a", "b")]
+    write_folder(folder, plans[:1], hosts=["127.0.0.1"], days=1)
+    with anyio.fail_after(50):
+        async with run_server(tmp_path / "store", config=folder.server_config) as server:
+
+            def connected(role: str, run: str) -> AbstractAsyncContextManager[Bus]:
+                return connect(server.url, run=run, role=role, **build_access(role, str(folder.path), run))
+
+            async with connected("init", "a") as admin:
+                await admin.declare(plans[0])
+            async with connected("learner", "a") as learner, connected("environment", "a") as allow_worker_reports:
+                async with allow_worker_reports.pull("task_default", credits=2) as tasks:
+                    await learner.publish(Subjects("a").task("default", "e0"), b"before")
+                    await (await tasks.receive()).ack()
+                    write_folder(folder, plans, hosts=["127.0.0.1"], days=1)
+                    os.kill(server.pid, signal.SIGHUP)
+                    while True:
+                        try:
+                            async with connected("init", "b") as admin:
+                                await admin.declare(plans[1])
+                            break
+                        except UserError:  # not reloaded yet
+                            await anyio.sleep(0.05)
+                    await learner.publish(Subjects("a").task("default", "e1"), b"after")
+                    assert (await tasks.receive()).message.payload == b"after"
