@@ -39,6 +39,8 @@ SYNC_SECONDS = 1.0
 
 _POLL_SECONDS = 0.01
 
+_HEALTH = b"GET /healthz?js-enabled-only=true HTTP/1.0\r\n\r\n"
+
 GARBAGE_COLLECTION = {"GOGC": "400"}
 """For a server with accounts. Each message that crosses from one to another leaves some garbage behind; collected a quarter as
 often, that costs some ten megabytes, and a server with a small heap saves a sixth of its time."""
@@ -207,11 +209,17 @@ class NatsServerProcess:
             self._monitor_port = _parse_port(ports["monitoring"][0])
 
     async def _wait_until_jetstream(self) -> None:
+        # A server that speaks TLS alone greets in the clear only after seconds; over HTTP it answers at once.
+        port, question, answer = self._port, b"", b'"jetstream":true'
+        if self._monitor_port is not None:
+            port, question, answer = self._monitor_port, _HEALTH, b" 200 "
         while True:
             self._check_alive()
-            with suppress(OSError, anyio.EndOfStream):
-                async with await anyio.connect_tcp(self._host, self._port) as stream:
-                    if b'"jetstream":true' in await stream.receive():
+            with suppress(OSError, anyio.EndOfStream, anyio.BrokenResourceError):
+                async with await anyio.connect_tcp(self._host, port) as stream:
+                    if question:
+                        await stream.send(question)
+                    if answer in await stream.receive():
                         return
             await anyio.sleep(_POLL_SECONDS)
 
