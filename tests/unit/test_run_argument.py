@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from fleetbus_workers.cli.log_access import run_argument
+from fleetbus_workers.cli.run_options import run_argument
 from fleetbus_workers.cli.program import program
 
 

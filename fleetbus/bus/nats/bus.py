@@ -159,7 +159,7 @@ class NatsBus:
         return await list_floors(self._connection.api, self._log)
 
     async def ack_floor(self, consumer: str) -> int:
-        return await read_floor(self._connection.api, self._log, consumer)
+        return await read_floor(self._connection.api, self._work, consumer)
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         return await get_next(self._connection, self._log, subject, start)

@@ -38,7 +38,7 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
     from fleetbus.service_api import Microservice
     from fleetbus_schemas import Subjects
 
-    access = build_access(role, configuration.nats.auth)
+    access = build_access(role, configuration.nats.auth, configuration.run.name)
     run = configuration.run.name
     async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
         await _check_declared(bus, run)

@@ -69,7 +69,7 @@ def _server(configuration: Configuration) -> Any:
     from fleetbus.bus.nats import connect
     from fleetbus_workers.run_access.server_address import generate_worker_name
 
-    access = build_access("init", configuration.nats.auth)
+    access = build_access("init", configuration.nats.auth, configuration.run.name)
     return connect(
         configuration.nats.url, run=configuration.run.name, role="init", worker=generate_worker_name("runs"), **access
     )
