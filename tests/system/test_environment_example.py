@@ -11,7 +11,7 @@ import pytest
 from fleetbus.tasks import load_tasks
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.specs import SPEC_FORMS, build_environment_factory
+from fleetbus_workers.environment.specs import SPEC_FORMS, build_environment_factory, format_markdown_table
 from tests.support.small_deployment import build_configuration, small_deployment
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,7 +32,9 @@ def test_the_docs_show_the_example_as_it_is_and_it_is_short() -> None:
 
 
 def test_every_kind_that_the_docs_name_exists() -> None:
-    table = (DOCS / "environments.md").read_text().partition("| SPEC |")[2].partition("\n\n")[0]
+    text = (DOCS / "environments.md").read_text()
+    assert format_markdown_table() in text
+    table = text.partition("| SPEC |")[2].partition("\n\n")[0]
     kinds = [cell for line in table.splitlines()[2:] for cell in line.split("|")[1].split("`")[1::2]]
     assert len(kinds) > 8
     assert [kind for kind in kinds if kind.split(":")[0].split("[")[0] not in SPEC_FORMS] == []

@@ -95,7 +95,7 @@ from fleetbus_workers.environment.adapters.providers.process import ProcessProvi
 
 async def main():
     provider = ProcessProvider(f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}")
-    server = await provider.start(Labels(run="r", episode="e", owner=owner_of_this_process(), expires=1 << 40))
+    server = await provider.start(Labels(run="r", episode="e", owner=build_process_owner(), expires=1 << 40))
     await wait_until_ready(provider, server, path="/", seconds=40)
     print("ready", flush=True)
     await anyio.sleep_forever()

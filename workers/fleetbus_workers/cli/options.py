@@ -29,6 +29,9 @@ SHORT_FLAGS = {
 }
 """Settings that are common enough for a flag without their table's name; the long form works too."""
 
+NAMING_ENVIRONMENTS = frozenset({"up", "environment"})
+"""Commands whose help lists the kinds of environments."""
+
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 _SEPARATOR = "__"
 _TYPED = f"{__name__}.typed"
@@ -80,6 +83,11 @@ class SettingsCommand(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+        if self.name in NAMING_ENVIRONMENTS:
+            from fleetbus_workers.environment.specs import ADAPTERS
+
+            with formatter.section("Environments (--environment SPEC)"):
+                formatter.write_dl([(adapter.forms, adapter.description) for adapter in ADAPTERS])
 
 
 def settings_options(*names: str) -> Callable[[F], F]:

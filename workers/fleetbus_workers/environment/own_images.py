@@ -1,4 +1,4 @@
-"""Images of a class of one's own: given with `Start` and `Step` as the class has them, placed where ``<image>`` stands.
+"""Images of a class of one's own: given with `Start` and `Step` as the class has them, place_images where ``<image>`` stands.
 
 Above it are the session and its exchange, which know images as references alone; below it one environment of a class.
 """
@@ -22,44 +22,46 @@ PLACEHOLDER = "<image>"
 log = structlog.get_logger(__name__)
 
 
-class Showing:
-    """Makes environments of ``make`` that may show images. Without ``keep`` a word stands for each, and a warning says so."""
+class ImageStoringFactory:
+    """Makes environments of ``make`` that may show images. Without ``store_image`` a word stands for each, and a warning says so."""
 
-    def __init__(self, make: Callable[[], Environment], keep: StoreImage | None) -> None:
+    def __init__(self, make: Callable[[], Environment], store_image: StoreImage | None) -> None:
         self._make = make
-        self._keep = keep
+        self._store_image = store_image
         self._has_warned = False
 
     def __call__(self) -> Environment:
-        return ShowingEnvironment(self._make(), self)
+        return ImageStoringEnvironment(self._make(), self)
 
-    async def shown(self, observed: S) -> S:
+    async def store_images(self, observed: S) -> S:
         """The same with its images in its messages."""
         if not len(observed.images):
             return observed
-        if self._keep is None and not self._has_warned:
+        if self._store_image is None and not self._has_warned:
             self._has_warned = True
             log.warning("images_not_shown", reason="a word stands for each image: turn environment.images on")
         pictures = [await anyio.to_thread.run_sync(encode_image_file, image) for image in observed.images]
-        return msgspec.structs.replace(observed, messages=await placed(observed.messages, pictures, self._keep), images=())
+        return msgspec.structs.replace(
+            observed, messages=await place_images(observed.messages, pictures, self._store_image), images=()
+        )
 
 
-class ShowingEnvironment:
+class ImageStoringEnvironment:
     """One episode; calls go on as they are."""
 
-    def __init__(self, inner: Environment, showing: Showing) -> None:
+    def __init__(self, inner: Environment, factory: ImageStoringFactory) -> None:
         self.replayable = inner.replayable
         self._inner = inner
-        self._showing = showing
+        self._factory = factory
 
     async def open(self, task: Task) -> None:
         await self._inner.open(task)
 
     async def reset(self) -> Start:
-        return await self._showing.shown(await self._inner.reset())
+        return await self._factory.store_images(await self._inner.reset())
 
     async def step(self, action: Action) -> Step:
-        return await self._showing.shown(await self._inner.step(action))
+        return await self._factory.store_images(await self._inner.step(action))
 
     async def state(self) -> dict[str, Any]:
         return await self._inner.state()
@@ -71,18 +73,18 @@ class ShowingEnvironment:
         await self._inner.close()
 
 
-async def placed(
-    messages: Sequence[ChatMessage], pictures: Sequence[EncodedImage], keep: StoreImage | None
+async def place_images(
+    messages: Sequence[ChatMessage], pictures: Sequence[EncodedImage], store_image: StoreImage | None
 ) -> tuple[ChatMessage, ...]:
     """``messages`` with the pictures at their placeholders, in order; the last message has those that are left."""
     messages = messages or (ChatMessage(role="user", content=""),)
-    told, rest = [], list(pictures)
+    placed, rest = [], list(pictures)
     for number, message in enumerate(messages):
         if not isinstance(message.content, str):
-            told.append(message)
+            placed.append(message)
             continue
         count = len(rest) if number == len(messages) - 1 else min(message.content.count(PLACEHOLDER), len(rest))
         mine, rest = rest[:count], rest[count:]
-        content = await insert_images(message.content, mine, keep, PLACEHOLDER)
-        told.append(msgspec.structs.replace(message, content=content))
-    return tuple(told)
+        content = await insert_images(message.content, mine, store_image, PLACEHOLDER)
+        placed.append(msgspec.structs.replace(message, content=content))
+    return tuple(placed)

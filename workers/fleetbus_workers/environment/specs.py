@@ -1,40 +1,28 @@
 """Environments by name: what a user writes after ``--environment`` becomes a factory of environments, one per episode.
 
-Above it are the command line and the environment worker; below it one module per kind, imported only when it is asked for.
+`ADAPTERS` is the list of kinds: the help of commands, the docs and error messages print from it. Above it are the command line
+and the environment worker; below it one module per kind, imported only when it is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
-import shlex
-import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, check_class, parse_device_names
-from fleetbus_workers.environment.adapters.python_class.environment import load_callable as _load
 from fleetbus_workers.environment.base import Environment
-from fleetbus_workers.environment.own_images import Showing
+from fleetbus_workers.environment.own_images import ImageStoringFactory
 
 if TYPE_CHECKING:
-    from fleetbus_workers.environment.adapters.mcp.connection import Connection
     from fleetbus_workers.environment.adapters.mcp.environment import PromptStyle
     from fleetbus_workers.environment.images.observation import StoreImage
     from fleetbus_workers.environment.isolation.verifier import Grader
-
-SPEC_FORMS = (
-    "warehouse, scripted[:TURNS], mcp:MODULE:FACTORY, stdio[+reset=TOOL]:COMMAND ARGUMENTS, http:URL[,URL...], fleet[:URL], "
-    "openenv:URL, remote-gym[:URL[,URL...]], gym[:ID], colours[:TURNS], reasoning-gym[:DATASET], textarena[:ID], "
-    "coding, MODULE:CLASS, pool:MODULE:CLASS, process:KIND:COMMAND, docker:KIND:IMAGE, kubernetes:KIND:IMAGE"
-)
 
 
 PYTHON_OBJECT = "python-object"
@@ -47,6 +35,179 @@ class EnvironmentFactory(Protocol):
     def __call__(self) -> Environment: ...
 
     def running(self) -> AbstractAsyncContextManager[None]: ...
+
+
+@asynccontextmanager
+async def _hold_nothing() -> AsyncIterator[None]:
+    await anyio.lowlevel.checkpoint()
+    yield
+
+
+class Factory:
+    """A factory from its parts."""
+
+    def __init__(
+        self, make: Callable[[], Environment], running: Callable[[], AbstractAsyncContextManager[None]] = _hold_nothing
+    ) -> None:
+        self._make = make
+        self.running = running
+
+    def __call__(self) -> Environment:
+        return self._make()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterContext:
+    """A spec in its parts, ``form:rest``, and what its environments are made with."""
+
+    spec: str
+    form: str
+    rest: str
+    grader: Grader
+    observation_bytes: int
+    prompt: PromptStyle | None
+    settings: Configuration
+    store_image: StoreImage | None
+
+    @property
+    def call_seconds(self) -> float:
+        return self.settings.limits.tool_call
+
+    def grading_arguments(self, style: PromptStyle) -> dict[str, Any]:
+        """What every environment with tools and a verifier is made with."""
+        return {"grader": self.grader, "prompt": self.prompt or style, "observation_bytes": self.observation_bytes}
+
+    def mcp_arguments(self, style: PromptStyle) -> dict[str, Any]:
+        """What every environment over MCP is made with."""
+        settings = self.settings.environment
+        output_chars = settings.output_chars if settings.context_tools else None
+        return {**self.grading_arguments(style), "output_chars": output_chars, "store_image": self.store_image}
+
+    def build_factory(self, spec: str) -> EnvironmentFactory:
+        """The factory of another spec, with all else the same."""
+        form, _, rest = spec.partition(":")
+        return _build(replace(self, spec=spec, form=form, rest=rest))
+
+
+class Adapter(NamedTuple):
+    """One kind of environment. ``forms`` is how it is written; ``module`` (below `adapters`) needs the packages of ``extra``.
+
+    ``build`` gets the module. It is asked only for a spec with something after the colon if ``forms`` has a bare ``:``, and
+    with nothing there if it has no colon; an adapter ``checks_rest`` when its own message says more.
+    """
+
+    forms: str
+    module: str
+    extra: str
+    description: str
+    build: Callable[[Any, AdapterContext], EnvironmentFactory]
+    checks_rest: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.forms.partition(":")[0].partition("[")[0]
+
+    def accepts(self, rest: str) -> bool:
+        """True if a spec of this kind may end in ``rest``."""
+        if self.checks_rest or "[:" in self.forms:
+            return True
+        return bool(rest) == (":" in self.forms)
+
+
+def _build_host(module: Any, context: AdapterContext) -> EnvironmentFactory:
+    host = module.build_server_host(context.spec, context.form, context.rest, context.build_factory, context.settings)
+    return Factory(host, host.running)
+
+
+ADAPTERS = (
+    Adapter(
+        "warehouse", "mcp.factories", "environment", "tools over a small database; the default",
+        lambda mcp, context: mcp.build_warehouse_factory(context),
+    ),
+    Adapter(
+        "scripted[:TURNS]", "scripted", "", "nothing outside: a fixed number of turns, for benchmarks",
+        lambda scripted, context: Factory(scripted.build_scripted_factory(context.spec, context.rest)),
+    ),
+    Adapter(
+        "mcp:MODULE:FACTORY", "mcp.factories", "environment", "an MCP server object that your function makes",
+        lambda mcp, context: mcp.build_object_factory(context),
+    ),
+    Adapter(
+        "stdio[+reset=TOOL]:COMMAND ARGUMENTS", "mcp.factories", "environment",
+        "an MCP server as a process per episode, or kept and reset with a tool of its own",
+        lambda mcp, context: mcp.build_command_factory(context), checks_rest=True,
+    ),
+    Adapter(
+        "http:URL[,URL...]", "mcp.factories", "environment", "MCP servers over streamable HTTP",
+        lambda mcp, context: mcp.build_http_factory(context),
+    ),
+    Adapter(
+        "fleet[:URL]", "fleet.factory", "fleet", "instances on the Fleet platform",
+        lambda fleet, context: Factory(
+            *fleet.build_fleet_factory(
+                context.spec, context.rest, configuration=context.settings, **context.mcp_arguments("fleet")
+            )
+        ),
+    ),
+    Adapter(
+        "openenv:URL", "openenv.environment", "openenv", "an OpenEnv 0.10 server",
+        lambda openenv, context: Factory(*openenv.build_openenv_factory(context.rest, **context.grading_arguments("fleet"))),
+    ),
+    Adapter(
+        "remote-gym[:URL[,URL...]]", "remote_gym.environment", "remote-gym",
+        "servers of the remote-gym protocol (multipart over HTTP)",
+        lambda remote, context: Factory(*remote.build_remote_gym_factory(context.rest, store_image=context.store_image)),
+    ),
+    Adapter(
+        "gym[:ID]", "gymnasium.environment", "gym", "any registered Gymnasium environment",
+        lambda gym, context: Factory(
+            gym.build_gymnasium_factory(context.spec, context.rest, store_image=context.store_image)
+        ),
+    ),
+    Adapter(
+        "colours[:TURNS]", "colours", "vision", "questions about small pictures, for models that see",
+        lambda colours, context: Factory(
+            colours.build_colours_factory(context.spec, context.rest, store_image=context.store_image)
+        ),
+    ),
+    Adapter(
+        "reasoning-gym[:DATASET]", "reasoning_gym", "texts", "questions that are made and scored",
+        lambda texts, context: Factory(texts.build_reasoning_gym_factory(context.spec, context.rest)),
+    ),
+    Adapter(
+        "textarena[:ID]", "textarena", "texts", "text games for one player",
+        lambda texts, context: Factory(texts.build_textarena_factory(context.spec, context.rest)),
+    ),
+    Adapter(
+        "coding", "coding.factory", "", "Python in a sandbox: bubblewrap (Debian package), or user namespaces",
+        lambda coding, context: Factory(
+            *coding.build_coding_factory(**context.grading_arguments("compact"), seconds=context.call_seconds)
+        ),
+    ),
+    Adapter(
+        "MODULE:CLASS", "python_class.environment", "", "a class of your own, in this process",
+        lambda python, context: Factory(*python.build_named_class_factory(context.spec, context.settings.environment)),
+    ),
+    Adapter(
+        "pool:MODULE:CLASS", "python_class.process_pool", "", "a class of your own, in several processes",
+        lambda python, context: python.build_process_pool(context.spec, context.rest, context.settings.environment),
+    ),
+    Adapter(
+        "process:KIND:COMMAND", "providers.factory", "", "a server that is started for each episode", _build_host, True,
+    ),
+    Adapter(
+        "docker:KIND:IMAGE", "providers.factory", "docker", "a container that is started for each episode", _build_host, True,
+    ),
+    Adapter(
+        "kubernetes:KIND:IMAGE", "providers.factory", "kubernetes", "a Job that is started for each episode", _build_host, True,
+    ),
+)  # fmt: skip
+"""Every kind of environment, in the order in which help and docs show them."""
+
+SPEC_FORMS = ", ".join(adapter.forms for adapter in ADAPTERS)
+
+_BY_NAME = {adapter.name: adapter for adapter in ADAPTERS}
+_BY_NAME |= {"https": _BY_NAME["http"]}
 
 
 def build_environment_factory(
@@ -65,6 +226,7 @@ def build_environment_factory(
     images that environments show; without it a placeholder text replaces each.
     """
     form, _, rest = spec.partition(":")
+<<<<<<< HEAD
     if form == PYTHON_OBJECT:
         raise UserError(f"the environment of this run is {rest} of a Python program: run that program, or its fleetbus.train")
     context = _SpecContext(
@@ -277,48 +439,43 @@ def _build_pooled_mcp(context: _SpecContext) -> EnvironmentFactory:
     make = partial(McpEnvironment, **context.mcp_arguments("fleet"))
     return _Factory(
         *build_pooled_factory(_split_command(context.spec, context.rest), tool, make, call_seconds=context.call_seconds)
+=======
+    return _build(
+        AdapterContext(
+            spec=spec,
+            form=form,
+            rest=rest,
+            grader=verifier,
+            observation_bytes=observation_bytes,
+            prompt=prompt,
+            settings=configuration or Configuration(),
+            store_image=store_image,
+        )
+>>>>>>> 562e745 (List the kinds of environments in one table that help, docs and errors print from)
     )
 
 
-def _build_stdio_mcp(context: _SpecContext) -> EnvironmentFactory:
-    from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command
-    from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
-
-    command = _split_command(context.spec, context.rest)
-    host = ConnectionHost()
-
-    def connect(_: Task) -> Connection:
-        return ClientConnection(partial(open_command, command), host, call_seconds=context.call_seconds)
-
-    return _Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.running)
-
-
-def _split_command(spec: str, command_line: str) -> Sequence[str]:
+def _build(context: AdapterContext) -> EnvironmentFactory:
+    name = context.form.partition("+")[0] if context.form.startswith("stdio+") else context.form
+    adapter = _BY_NAME.get(name) or (_BY_NAME["MODULE"] if name else None)
+    if adapter is None or not adapter.accepts(context.rest):
+        raise UserError(f"environment {context.spec!r} is none of: {SPEC_FORMS}")
     try:
-        command = shlex.split(command_line)
-    except ValueError as error:
-        raise UserError(f"environment {spec!r}: the command cannot be read: {error}") from error
-    if not command:
-        raise UserError(f"environment {spec!r} names no command, as in stdio:python -m my_server")
-    if shutil.which(command[0]) is None:
-        raise UserError(f"environment {spec!r}: there is no command {command[0]!r}; install it or give its path")
-    return command
-
-
-def _import_adapter(spec: str, module: str, extra: str) -> Any:
-    """A module of this package that needs packages beyond the usual ones."""
-    try:
-        return importlib.import_module(f"fleetbus_workers.environment.adapters.{module}")
+        module = importlib.import_module(f"fleetbus_workers.environment.adapters.{adapter.module}")
     except ModuleNotFoundError as error:
-        raise UserError(f"environment {spec!r} needs {error.name}: pip install 'fleetbus[{extra}]'") from error
+        if not adapter.extra:
+            raise
+        raise UserError(f"environment {context.spec!r} needs {error.name}: pip install 'fleetbus[{adapter.extra}]'") from error
+    return adapter.build(module, context)
 
 
+<<<<<<< HEAD
 def _build_python_class(spec: str, configuration: Configuration, store_image: StoreImage | None) -> EnvironmentFactory:
     kind = _load(spec, spec)
     check_class(spec, kind)
     settings = configuration.environment
     make, running = build_class_factory(kind, devices=parse_device_names(settings.devices), threads=settings.slots)
-    return _Factory(Showing(make, store_image), running)
+    return _Factory(ImageStoringFactory(make, store_image), running)
 
 
 def _build_process_pool(
@@ -335,4 +492,12 @@ def _build_process_pool(
         devices=parse_device_names(settings.devices),
         replayable=bool(getattr(kind, "replayable", False)),
     )
-    return _Factory(Showing(pool, store_image), pool.running)
+    return _Factory(ImageStoringFactory(pool, store_image), pool.running)
+=======
+def format_markdown_table() -> str:
+    """The kinds as docs/environments.md shows them."""
+    rows = (
+        f"| `{each.forms}` | {each.description} | {f'`fleetbus[{each.extra}]`' if each.extra else ''} |\n" for each in ADAPTERS
+    )
+    return "| SPEC | what it is | install |\n|---|---|---|\n" + "".join(rows)
+>>>>>>> 562e745 (List the kinds of environments in one table that help, docs and errors print from)

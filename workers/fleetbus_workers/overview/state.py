@@ -188,7 +188,7 @@ class RunState:
             self.trained_in.pop(episode, None)
             self._claimed.discard(episode)
 
-    # Showing
+    # ImageStoringFactory
 
     def compute_last_progress_ns(self, oldest_open_ns: int) -> int:
         """Since when nothing has progressed: the last progress, the beginning of the lineage, or the request of what has been

@@ -1,4 +1,4 @@
-"""Environments over MCP servers elsewhere: at one or several URLs, or in processes that are used for many episodes.
+"""Environments over MCP servers: objects in this process, processes of their own, or one or several URLs.
 
 Above it is `specs`, which reads what a user writes; below it the connections.
 """
@@ -7,58 +7,112 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Any
 
 from fleetbus.config.load import strip_credentials
+from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.common.addresses import check_http_address
-from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command
-from fleetbus_workers.environment.adapters.mcp.connection import Connection
-from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
+from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command, open_server
+from fleetbus_workers.environment.adapters.mcp.connection import Connection, DirectConnection, has_default_lifespan
+from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment, PromptStyle
 from fleetbus_workers.environment.adapters.mcp.http_connection import http_connection
 from fleetbus_workers.environment.adapters.mcp.merged_connection import MergedConnection
 from fleetbus_workers.environment.adapters.mcp.server_pool import PooledConnection, WarmPool
+from fleetbus_workers.environment.adapters.python_class.environment import load_callable
+from fleetbus_workers.environment.specs import AdapterContext, Factory
 
 TOKEN_VARIABLE = "MCP_BEARER_TOKEN"
 """Environment variable: sent to every URL as ``Authorization: Bearer``. Specs are shown and stored: no place for a token."""
 
-Make = Callable[[Callable[[Task], Connection]], McpEnvironment]
-"""Makes an environment from a way to connect."""
 
-Parts = tuple[Callable[[], McpEnvironment], Callable[[], AbstractAsyncContextManager[None]]]
-"""What a factory is made of: one that makes environments, and what runs around them."""
+def build_warehouse_factory(context: AdapterContext) -> Factory:
+    """The environment that ships, in this process."""
+    from fleetbus_workers.environment.adapters.warehouse.server import serve_task
+
+    return _build_in_process_factory(context, serve_task, "compact", replayable=True)
 
 
-def build_http_factory(spec: str, urls: str, make: Make, *, call_seconds: float) -> Parts:
-    """Environments over the MCP servers at comma separated ``urls``. Raises `UserError` for what is no HTTP address."""
-    addresses = split_urls(spec, urls)
+def build_object_factory(context: AdapterContext) -> Factory:
+    """Environments over the server object that a user's function makes for each task."""
+    serve = load_callable(context.spec, context.rest)
+    return _build_in_process_factory(context, serve, "fleet", replayable=bool(getattr(serve, "replayable", False)))
+
+
+def _build_in_process_factory(
+    context: AdapterContext, serve: Callable[[Task], Any], style: PromptStyle, *, replayable: bool
+) -> Factory:
+    """Environments over server objects: called directly where that is possible, through a client otherwise."""
+    host = ConnectionHost()
+    listings: dict[Any, Any] = {}
+
+    def connect(task: Task) -> Connection:
+        server = serve(task)
+        if has_default_lifespan(server):
+            return DirectConnection(server, listings, call_seconds=context.call_seconds)
+        return ClientConnection(partial(open_server, server), host, call_seconds=context.call_seconds)
+
+    return Factory(partial(McpEnvironment, connect, replayable=replayable, **context.mcp_arguments(style)), host.running)
+
+
+def build_http_factory(context: AdapterContext) -> Factory:
+    """Environments over the MCP servers at comma separated URLs, or a URL alone. Raises `UserError` for no HTTP address."""
+    addresses = _split_urls(context.spec, context.spec if context.rest.startswith("//") else context.rest)
     token = os.environ.get(TOKEN_VARIABLE, "")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     host = ConnectionHost()
 
     def connect(_: Task) -> Connection:
         connections = {
-            strip_credentials(url): http_connection(url, host, call_seconds=call_seconds, headers=headers) for url in addresses
+            strip_credentials(url): http_connection(url, host, call_seconds=context.call_seconds, headers=headers)
+            for url in addresses
         }
         return next(iter(connections.values())) if len(connections) == 1 else MergedConnection(connections)
 
-    return lambda: make(connect), host.running
+    return Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.running)
 
 
-def split_urls(spec: str, urls: str) -> tuple[str, ...]:
+def build_command_factory(context: AdapterContext) -> Factory:
+    """Environments over a process each, or over processes that are reset with a tool of theirs between episodes."""
+    options = context.form.partition("+")[2]
+    key, _, reset_tool = options.partition("=")
+    if "+" in context.form and (key != "reset" or not reset_tool):
+        raise UserError(
+            f"environment {context.spec!r} must name the tool that resets its server, as in stdio+reset=new_game:COMMAND"
+        )
+    command = _split_command(context.spec, context.rest)
+    host = ConnectionHost()
+
+    def start_client() -> ClientConnection:
+        return ClientConnection(partial(open_command, command), host, call_seconds=context.call_seconds)
+
+    pool = WarmPool(start_client, reset_tool=reset_tool)
+
+    def connect(task: Task) -> Connection:
+        return PooledConnection(pool, task) if reset_tool else start_client()
+
+    return Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.running)
+
+
+def _split_command(spec: str, command_line: str) -> Sequence[str]:
+    try:
+        command = shlex.split(command_line)
+    except ValueError as error:
+        raise UserError(f"environment {spec!r}: the command cannot be read: {error}") from error
+    if not command:
+        raise UserError(f"environment {spec!r} names no command, as in stdio:python -m my_server")
+    if shutil.which(command[0]) is None:
+        raise UserError(f"environment {spec!r}: there is no command {command[0]!r}; install it or give its path")
+    return command
+
+
+def _split_urls(spec: str, urls: str) -> tuple[str, ...]:
     """The addresses in ``urls``, each once; a comma counts only before another address."""
     addresses = tuple(dict.fromkeys(url.strip() for url in re.split(r",(?=\s*https?://)", urls)))
     for url in addresses:
         check_http_address(spec, url, example="http:http://127.0.0.1:8000/mcp", secret=TOKEN_VARIABLE)
     return addresses
-
-
-def build_pooled_factory(command: Sequence[str], reset_tool: str, make: Make, *, call_seconds: float) -> Parts:
-    """Environments over processes that are reset with their tool ``reset_tool`` between episodes."""
-    host = ConnectionHost()
-    pool = WarmPool(
-        lambda: ClientConnection(partial(open_command, command), host, call_seconds=call_seconds), reset_tool=reset_tool
-    )
-    return lambda: make(lambda task: PooledConnection(pool, task)), host.running

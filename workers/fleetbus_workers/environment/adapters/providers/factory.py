@@ -11,14 +11,15 @@ from collections.abc import Callable
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.providers.base import Provider
-from fleetbus_workers.environment.adapters.providers.provisioned_environment import InnerFactory, ServerHost
+from fleetbus_workers.environment.adapters.providers.provisioned_environment import ServerHost
+from fleetbus_workers.environment.specs import EnvironmentFactory
 
 KINDS = {"openenv": "openenv:{url}", "remote-gym": "remote-gym:{url}", "http": "http:{url}/mcp"}
 """Kinds of environments on a server, and their specs."""
 
 
 def build_server_host(
-    spec: str, form: str, rest: str, build_factory: Callable[[str], InnerFactory], settings: Configuration
+    spec: str, form: str, rest: str, build_factory: Callable[[str], EnvironmentFactory], settings: Configuration
 ) -> ServerHost:
     """The servers that a spec asks for. ``build_factory`` makes the factory for the spec of an environment on one of them.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import structlog
@@ -20,6 +20,7 @@ from fleetbus_workers.environment.adapters.providers.base import (
     wait_until_ready,
 )
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.specs import EnvironmentFactory
 
 READY_PATH = "/health"
 STOP_SECONDS = 60.0
@@ -29,21 +30,13 @@ SPARE_SECONDS = 600
 _log = structlog.get_logger(__name__)
 
 
-class InnerFactory(Protocol):
-    """Makes environments on one server."""
-
-    def __call__(self) -> Environment: ...
-
-    def running(self) -> AbstractAsyncContextManager[None]: ...
-
-
 class ServerHost:
     """The servers of one worker; use it inside `running`. ``inner`` makes the factory for a server's URL."""
 
     def __init__(
         self,
         provider: Provider,
-        inner: Callable[[str], InnerFactory],
+        inner: Callable[[str], EnvironmentFactory],
         *,
         run: str,
         ready_seconds: float,

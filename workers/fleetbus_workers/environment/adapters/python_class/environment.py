@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
@@ -90,6 +91,15 @@ def build_class_factory(
         yield
 
     return make, running
+
+
+def build_named_class_factory(
+    spec: str, settings: EnvironmentSettings
+) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
+    """The same for the class that ``spec``, MODULE:CLASS, names. Raises `UserError`."""
+    kind = load_callable(spec, spec)
+    check_class(spec, kind)
+    return build_class_factory(kind, devices=parse_device_names(settings.devices), threads=settings.slots)
 
 
 def assign_device(task: Task, device: str) -> Task:

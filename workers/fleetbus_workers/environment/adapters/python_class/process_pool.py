@@ -19,9 +19,15 @@ import anyio
 import msgspec
 from anyio.abc import Process
 
+from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.python_process import build_module_command
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.adapters.python_class.environment import assign_device
+from fleetbus_workers.environment.adapters.python_class.environment import (
+    assign_device,
+    check_class,
+    load_callable,
+    parse_device_names,
+)
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken
@@ -30,6 +36,18 @@ S = TypeVar("S", Start, Step)
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
+
+
+def build_process_pool(spec: str, path: str, settings: EnvironmentSettings) -> ProcessPool:
+    """The pool for the class at ``path``, MODULE:CLASS. Raises `UserError`."""
+    kind = load_callable(spec, path)
+    check_class(spec, kind)
+    return ProcessPool(
+        path,
+        processes=settings.processes or settings.slots,
+        devices=parse_device_names(settings.devices),
+        replayable=bool(getattr(kind, "replayable", False)),
+    )
 
 
 class ProcessPool:
