@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from fleetbus.config.settings import TrainerSettings
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch, split_micro_batches
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
@@ -102,7 +103,8 @@ def measure(width: int, layers: int) -> dict[str, float]:
     tokens = sum(row.ids.numel() for row in rows)
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch), width, layers)
-        trainer = TorchTrainer(Path(scratch), settings=TorchTrainerSettings(packing=True, token_budget=BUDGET, threads=1))
+        settings = TorchTrainerSettings(trainer=TrainerSettings(packing=True, token_budget=BUDGET))
+        trainer = TorchTrainer(Path(scratch), settings=settings)
         model = AutoModelForCausalLM.from_pretrained(scratch).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
     bare: list[float] = []

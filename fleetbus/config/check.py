@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetbus.config.settings import Configuration
+from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas.subjects import InvalidName, check_name
 
@@ -22,7 +22,10 @@ def check_configuration(configuration: Configuration) -> None:
             "algorithm.credit_assignment = turn does not know "
             f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo or dr_grpo"
         )
-    _check_trainer(configuration)
+    check_training(configuration.algorithm, configuration.trainer)
+    store = configuration.weights.store
+    if store not in ("folder", "nats") and "://" not in store:
+        raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")
     if any("@" in url.partition("://")[2].partition("/")[0] for url in inference.urls.split(",")):
         raise UserError("inference.urls must hold no password, for settings are written to files: set OPENAI_API_KEY instead")
     if episode.max_episode_tokens > inference.max_model_len:
@@ -51,15 +54,15 @@ def _check_lanes(configuration: Configuration) -> None:
             raise UserError(f"{setting} = {workers} exceeds nats.lanes = {lanes}: raise nats.lanes, each worker holds one")
 
 
-def _check_trainer(configuration: Configuration) -> None:
-    algorithm, trainer, store = configuration.algorithm, configuration.trainer, configuration.weights.store
+def check_training(algorithm: AlgorithmSettings, trainer: TrainerSettings) -> None:
+    """The same for a trainer alone, however it was configured."""
     if trainer.packing and not trainer.token_budget:
         raise UserError("trainer.packing needs trainer.token_budget: the tokens of one packed row")
-    if algorithm.rollout_correction_low > algorithm.rollout_correction_high:
+    low, high = algorithm.rollout_correction_low, algorithm.rollout_correction_high
+    if low > high:
         raise UserError(
-            f"algorithm.rollout_correction_low = {algorithm.rollout_correction_low} exceeds "
-            f"algorithm.rollout_correction_high = "
-            f"{algorithm.rollout_correction_high}: every token would be dropped"
+            f"algorithm.rollout_correction_low = {low} exceeds algorithm.rollout_correction_high = {high}: "
+            "every token would be dropped"
         )
-    if store not in ("folder", "nats") and "://" not in store:
-        raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")
+    if algorithm.rollout_correction == "geometric" and low > 1.0:
+        raise UserError(f"algorithm.rollout_correction_low = {low}: a geometric mask has to let 1 through")

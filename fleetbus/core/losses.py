@@ -7,42 +7,20 @@ before the first update of the batch, pi is the current one. With a correction t
 
 from __future__ import annotations
 
-from typing import Literal
-
-import msgspec
-
+from fleetbus.config.settings import AlgorithmSettings
 from fleetbus.core.arrays import Array
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS
 from fleetbus.core.objectives import OBJECTIVES, Clip, constant_mean, sequence_mean, sequence_sum, token_mean
 
-Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"]
-
-REDUCTIONS: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
+REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
 
 
-class LossPlan(msgspec.Struct, frozen=True, kw_only=True):
+class LossPlan(AlgorithmSettings, frozen=True, kw_only=True):
     """Which parts, and their numbers. ``old_policy`` "auto": pi_old where a rollout_correction is on, else mu.
-    ``kl_coefficient`` 0
-    leaves the KL out; "reward" takes it out of the advantages instead of adding it to the loss."""
+    ``kl_coefficient`` 0 leaves the KL out; ``kl_place`` "reward" takes it out of the advantages instead of adding it to the
+    loss."""
 
-    objective: str = "ppo_clip"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
-    dual_clip: float | None = None
-    rollout_correction: str = "none"
-    rollout_correction_low: float = 0.5
-    rollout_correction_high: float = 2.0
-    old_policy: Literal["auto", "sampler", "trainer"] = "auto"
-    kl_estimator: str = "k3"
-    kl_coefficient: float = 0.0
-    kl_place: Literal["loss", "reward"] = "loss"
-    reduction: Reduction = "token_mean"
-    loss_scale_factor: int = 1024
-
-    @property
-    def clip(self) -> Clip:
-        """The three numbers of the clip, as objectives take them."""
-        return Clip(low=self.clip_ratio_low, high=self.clip_ratio_high, dual=self.dual_clip)
+    clip: Clip = Clip(low=0.2, high=0.28)
 
     @property
     def uses_proximal(self) -> bool:

@@ -113,7 +113,7 @@ async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
 
     wanted = requests(processor)
     before = await answers(sampler, wanted)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(images=True, threads=1))
+    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(images=True))
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in trainer._model.named_parameters():

@@ -40,10 +40,10 @@ from fleetbus_workers.inference.image_template import ImageTemplate
 from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
-from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.weights.store import get_object_store
+from tests.support.trainer_settings import trainer_settings
 from tests.support.vision_models import write_vision_model
 
 RUN = "seen"
@@ -168,7 +168,7 @@ async def trained(fleet: Fleet, results: list[EpisodeFinished], group: Group | N
         assert len(sequence.images) == TURNS
         assert not any(sequence.loss_mask[image.start : image.stop].any() for image in sequence.images)
     trainer = await anyio.to_thread.run_sync(
-        lambda: TorchTrainer(fleet.folder, settings=TorchTrainerSettings(images=True, threads=1))
+        lambda: TorchTrainer(fleet.folder, settings=trainer_settings(images=True, threads=1))
     )
     metrics = await anyio.to_thread.run_sync(lambda: trainer.train(sequences, version=0, progress=0.0))
     assert metrics["tokens"] > 0

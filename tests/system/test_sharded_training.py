@@ -24,6 +24,7 @@ from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import make_model
+from tests.support.trainer_settings import trainer_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -79,8 +80,8 @@ def assert_close(first: Path, second: Path) -> None:
 
 
 CHOICES = {
-    "plain": TorchTrainerSettings(micro_batch_size=2),
-    "packed, recomputed, corrected, several updates": TorchTrainerSettings(
+    "plain": trainer_settings(micro_batch_size=2),
+    "packed, recomputed, corrected, several updates": trainer_settings(
         packing=True, token_budget=60, gradient_checkpointing=True, rollout_correction="tis", minibatches=2
     ),
 }
@@ -145,7 +146,7 @@ def test_a_learner_under_torchrun_trains_a_fleet_to_its_end(tmp_path: Path, serv
 
 def test_adapters_of_a_sharded_model_are_those_of_a_whole_one(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    settings = TorchTrainerSettings(micro_batch_size=2, lora_rank=2, learning_rate=1e-3)
+    settings = trainer_settings(micro_batch_size=2, lora_rank=2, learning_rate=1e-3)
 
     expected = alone(folder, tmp_path / "one", settings)
     found = sharded(folder, tmp_path / "two", settings)

@@ -19,9 +19,9 @@ from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import truncate_sequence
 from fleetbus_workers.learner.torch.images import TrainingImages
-from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.starter.build import find_starter_folder
+from tests.support.trainer_settings import trainer_settings
 from tests.support.vision_models import FAMILIES, Opened, ask, make_picture, open_families, play, show
 
 pytestmark = pytest.mark.timeout(300)
@@ -60,7 +60,7 @@ async def sequences(folder: Path, processor: ImageProcessor) -> list[TrainingSeq
 
 
 def trainer(folder: Path, **settings: Any) -> TorchTrainer:
-    return TorchTrainer(folder, settings=TorchTrainerSettings(images=True, threads=1, **settings))
+    return TorchTrainer(folder, settings=trainer_settings(images=True, threads=1, **settings))
 
 
 def published(file: Path, manifest: Any) -> PolicyPublished:

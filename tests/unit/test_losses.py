@@ -69,7 +69,10 @@ def test_the_geometric_mask_does_not_depend_on_the_length_of_a_sequence() -> Non
 
 def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_its_ratio_to_the_sampler() -> None:
     given = drawn()
-    plan = LossPlan(rollout_correction="decoupled", clip_ratio_low=0.2, clip_ratio_high=0.2)
+    plan = LossPlan(
+        rollout_correction="decoupled",
+        clip=Clip(low=0.2, high=0.2),
+    )
 
     losses = compute_token_losses(plan, **given)
 
@@ -82,7 +85,13 @@ def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_its_ratio_
 def test_without_a_clip_decoupled_ppo_is_importance_sampling_from_the_sampler() -> None:
     given = drawn(1)
 
-    losses = compute_token_losses(LossPlan(rollout_correction="decoupled", clip_ratio_low=1.0, clip_ratio_high=1e9), **given)
+    losses = compute_token_losses(
+        LossPlan(
+            rollout_correction="decoupled",
+            clip=Clip(low=1.0, high=1e9),
+        ),
+        **given,
+    )
 
     np.testing.assert_allclose(losses, -np.exp(given["logprobs"] - given["sampler"]) * given["advantages"])
 
@@ -91,7 +100,13 @@ def test_without_a_clip_decoupled_ppo_is_importance_sampling_from_the_sampler() 
 def test_without_a_correction_the_ratio_is_taken_to_the_sampler_unless_told_otherwise(old_policy: str, base: str) -> None:
     given = drawn(2)
 
-    losses = compute_token_losses(LossPlan(old_policy=old_policy, clip_ratio_low=0.2, clip_ratio_high=0.28), **given)  # type: ignore[arg-type]
+    losses = compute_token_losses(
+        LossPlan(
+            old_policy=old_policy,
+            clip=Clip(low=0.2, high=0.28),
+        ),
+        **given,
+    )  # type: ignore[arg-type]
 
     expected = ppo_clip(given["logprobs"], given[base], given["advantages"], given["mask"], Clip(low=0.2, high=0.28))
     np.testing.assert_allclose(losses, expected)
@@ -164,7 +179,7 @@ def test_numpy_and_torch_agree_on_every_combination(objective: str, rollout_corr
         objective=objective,
         rollout_correction=rollout_correction,
         reduction=reduction,  # type: ignore[arg-type]
-        dual_clip=3.0,
+        clip=Clip(low=0.2, high=0.28, dual=3.0),
         kl_coefficient=0.01,
     )
     tensors = {name: torch.tensor(array) for name, array in given.items()}

@@ -11,7 +11,6 @@ from fleetbus.errors import UserError
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import find_shared_prefix, split_micro_batches
 from fleetbus_workers.learner.torch.forward import can_share_prefix, has_plain_head
-from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import (
     CONFIGS,
@@ -25,6 +24,7 @@ from tests.support.trainable_model import (
     make_model,
     make_sequence,
 )
+from tests.support.trainer_settings import trainer_settings
 
 PREFIX = 24
 
@@ -98,7 +98,7 @@ def plain_gradient(folder, batch):
 def test_the_gradient_is_that_of_plain_forward_passes_over_whole_sequences(folder):
     batch = make_batch(folder, off_policy=0.3)
 
-    shared = compute_gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL)), batch)
+    shared = compute_gradient(TorchTrainer(folder, settings=trainer_settings(**SMALL)), batch)
 
     assert compute_distance(shared, plain_gradient(folder, batch)) <= 1e-5
 
@@ -120,7 +120,7 @@ def test_other_architectures_get_their_exact_gradient_too(tmp_path, config, shar
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     batch = make_batch(tmp_path, count=4, off_policy=0.3)
-    trainer = TorchTrainer(tmp_path, settings=TorchTrainerSettings(**SMALL))
+    trainer = TorchTrainer(tmp_path, settings=trainer_settings(**SMALL))
 
     assert (can_share_prefix(trainer._model), has_plain_head(trainer._model)) == (shares, plain_head)
     assert compute_distance(compute_gradient(trainer, batch), plain_gradient(tmp_path, batch)) <= 1e-5
@@ -137,7 +137,7 @@ def test_a_sequence_without_sampled_tokens_does_no_harm(folder):
         advantages=np.zeros_like(batch[0].advantages),
         versions=np.full_like(batch[0].versions, -1),
     )
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL))
+    trainer = TorchTrainer(folder, settings=trainer_settings(**SMALL))
 
     assert compute_distance(compute_gradient(trainer, [silent, *batch]), compute_gradient(trainer, batch)) <= 1e-5
     assert trainer.train([silent], version=3, progress=0.0)["tokens"] == 0.0
@@ -146,16 +146,16 @@ def test_a_sequence_without_sampled_tokens_does_no_harm(folder):
 @pytest.mark.parametrize("choice", [{"share_prefix": False}, {"micro_batch_size": 1}, {"micro_batch_size": 64}])
 def test_how_the_batch_is_cut_does_not_change_the_gradient(folder, choice):
     batch = make_batch(folder, off_policy=0.3)
-    usual = compute_gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL)), batch)
+    usual = compute_gradient(TorchTrainer(folder, settings=trainer_settings(**SMALL)), batch)
 
-    other = compute_gradient(TorchTrainer(folder, settings=TorchTrainerSettings(**{**SMALL, **choice})), batch)
+    other = compute_gradient(TorchTrainer(folder, settings=trainer_settings(**{**SMALL, **choice})), batch)
 
     assert compute_distance(other, usual) <= 1e-5
 
 
 def test_the_order_of_the_batch_does_not_change_the_gradient(folder):
     batch = make_batch(folder, off_policy=0.3)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL))
+    trainer = TorchTrainer(folder, settings=trainer_settings(**SMALL))
 
     assert compute_distance(compute_gradient(trainer, batch[::-1]), compute_gradient(trainer, batch)) <= 1e-5
 
@@ -163,7 +163,7 @@ def test_the_order_of_the_batch_does_not_change_the_gradient(folder):
 def test_sequences_without_advantage_are_measured_and_have_no_gradient(folder):
     advantages = [1.0, -1.0] + [0.0] * 8
     batch = make_batch(folder, advantages=advantages)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**SMALL, reduction="constant_mean", loss_scale_factor=10))
+    trainer = TorchTrainer(folder, settings=trainer_settings(**SMALL, reduction="constant_mean", loss_scale_factor=10))
 
     both, alone = compute_gradient(trainer, batch), compute_gradient(trainer, batch[:2])
 
@@ -203,7 +203,7 @@ def test_differences_to_the_sampler_are_measured_only_where_the_weights_are_the_
 
 def test_training_raises_the_likelihood_of_what_was_better(folder):
     batch = make_batch(folder, advantages=[1.0, -1.0] * 5)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(warmup_steps=0))
+    trainer = TorchTrainer(folder, settings=trainer_settings(warmup_steps=0))
     first = trainer.train(batch, version=3, progress=0.0)
 
     second = trainer.train(batch, version=4, progress=0.0)
@@ -254,7 +254,7 @@ def test_a_saved_model_loads_and_brings_what_lay_beside_it(folder, tmp_path):
 
 
 def test_the_learning_rate_warms_up_and_decays_with_progress(folder):
-    settings = TorchTrainerSettings(learning_rate=1e-3, min_lr_ratio=0.1, warmup_steps=2)
+    settings = trainer_settings(learning_rate=1e-3, min_lr_ratio=0.1, warmup_steps=2)
     trainer = TorchTrainer(folder, settings=settings)
     batch = make_batch(folder, count=2)
 
@@ -288,7 +288,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder, tmp_path):
 )
 def test_every_algorithm_trains_with_finite_metrics(folder, choice, tmp_path):
     batch = make_batch(folder, off_policy=0.2)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(**choice))
+    trainer = TorchTrainer(folder, settings=trainer_settings(**choice))
     before = weights(trainer, tmp_path)
 
     metrics = trainer.train(batch, version=3, progress=0.0)
@@ -300,8 +300,8 @@ def test_every_algorithm_trains_with_finite_metrics(folder, choice, tmp_path):
 
 def test_corrected_ratios_are_taken_to_the_trainer_before_the_first_of_several_updates(folder):
     batch = make_batch(folder, off_policy=0.5)
-    one = TorchTrainer(folder, settings=TorchTrainerSettings(rollout_correction="tis"))
-    two = TorchTrainer(folder, settings=TorchTrainerSettings(rollout_correction="tis", epochs=2, warmup_steps=0))
+    one = TorchTrainer(folder, settings=trainer_settings(rollout_correction="tis"))
+    two = TorchTrainer(folder, settings=trainer_settings(rollout_correction="tis", epochs=2, warmup_steps=0))
 
     assert one.train(batch, version=3, progress=0.0)["ratio_max"] == 1.0
     assert two.train(batch, version=3, progress=0.0)["ratio_max"] > 1.0 + 1e-4
@@ -310,7 +310,7 @@ def test_corrected_ratios_are_taken_to_the_trainer_before_the_first_of_several_u
 @pytest.mark.parametrize("choice", [{"objective": "ppo"}, {"reduction": "mean"}, {"epochs": 0}, {"dtype": "int8"}])
 def test_wrong_settings_are_refused_by_name(folder, choice):
     with pytest.raises(UserError, match=next(iter(choice))):
-        TorchTrainer(folder, settings=TorchTrainerSettings(**choice))
+        TorchTrainer(folder, settings=trainer_settings(**choice))
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

@@ -32,6 +32,7 @@ from tests.support.trainable_model import (
     make_model,
     make_sequence,
 )
+from tests.support.trainer_settings import trainer_settings
 
 PROMPT = 20
 
@@ -67,7 +68,7 @@ def make_batch(
 
 
 def trainer(folder: Path, **settings: Any) -> TorchTrainer:
-    return TorchTrainer(folder, settings=TorchTrainerSettings(max_grad_norm=1e9, micro_batch_size=4, **settings))
+    return TorchTrainer(folder, settings=trainer_settings(max_grad_norm=1e9, micro_batch_size=4, **settings))
 
 
 # Batches
@@ -295,9 +296,10 @@ def test_the_configuration_reaches_the_trainer() -> None:
 
     settings = build_trainer_settings(configuration)
 
-    assert (settings.objective, settings.kl_coefficient, settings.kl_reference) == ("cispo", 0.5, "start")
-    assert (settings.packing, settings.token_budget, settings.epochs, settings.lora_rank) == (True, 4096, 2, 4)
-    assert msgspec.structs.replace(build_trainer_settings(Configuration()), threads=0) == TorchTrainerSettings()
+    algorithm, given = settings.algorithm, settings.trainer
+    assert (algorithm.objective, algorithm.kl_coefficient, algorithm.kl_reference) == ("cispo", 0.5, "start")
+    assert (given.packing, given.token_budget, given.epochs, given.lora_rank) == (True, 4096, 2, 4)
+    assert build_trainer_settings(Configuration()) == TorchTrainerSettings()
 
 
 # Adapters

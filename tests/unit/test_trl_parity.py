@@ -26,6 +26,7 @@ import torch
 from fleetbus.core.advantages import dr_grpo, grpo, grpo_batch, rloo
 from fleetbus.core.corrections import CORRECTIONS
 from fleetbus.core.losses import LossPlan, compute_token_losses, reduce_losses
+from fleetbus.core.objectives import Clip
 from fleetbus.core.shaping import overlong_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -156,16 +157,19 @@ def ours(plan: LossPlan, numbers: dict[str, torch.Tensor]) -> torch.Tensor:
     ("plan", "attributes"),
     [
         (LossPlan(), {"loss_type": "dapo"}),
-        (LossPlan(clip_ratio_high=0.2), {"loss_type": "bnpo", "epsilon_high": 0.2}),
+        (LossPlan(clip=Clip(low=0.2, high=0.2)), {"loss_type": "bnpo", "epsilon_high": 0.2}),
         (LossPlan(reduction="sequence_mean"), {"loss_type": "grpo"}),
         (LossPlan(reduction="constant_mean", loss_scale_factor=LENGTH), {"loss_type": "dr_grpo"}),
         (LossPlan(reduction="sequence_sum"), {"loss_type": "luspo"}),
-        (LossPlan(dual_clip=1.5), {"loss_type": "dapo", "delta": 1.5}),
+        (LossPlan(clip=Clip(low=0.2, high=0.28, dual=1.5)), {"loss_type": "dapo", "delta": 1.5}),
         (
             LossPlan(objective="gspo", reduction="sequence_mean"),
             {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         ),
-        (LossPlan(objective="cispo", clip_ratio_low=1.0, clip_ratio_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
+        (
+            LossPlan(objective="cispo", clip=Clip(low=1.0, high=0.5)),
+            {"loss_type": "cispo", "epsilon_high": 1.5},
+        ),
         (LossPlan(kl_coefficient=0.04), {"loss_type": "dapo", "beta": 0.04}),
     ],
     ids=["dapo", "bnpo", "grpo", "dr_grpo", "luspo", "dual clip", "gspo", "cispo", "kl k3"],

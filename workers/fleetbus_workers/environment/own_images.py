@@ -23,7 +23,8 @@ log = structlog.get_logger(__name__)
 
 
 class ImageStoringFactory:
-    """Makes environments of ``make`` that may show images. Without ``store_image`` a word stands for each, and a warning says so."""
+    """Makes environments of ``make`` that may show images. Without ``store_image`` a word stands for each, and a warning says
+    so."""
 
     def __init__(self, make: Callable[[], Environment], store_image: StoreImage | None) -> None:
         self._make = make

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fleetbus.config.settings import TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
@@ -35,7 +36,7 @@ def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.devic
     return loaded
 
 
-def add_adapters(model: PreTrainedModel, settings: TorchTrainerSettings) -> None:
+def add_adapters(model: PreTrainedModel, settings: TrainerSettings) -> None:
     """Freeze the model and put LoRA adapters beside its linear layers (arXiv 2106.09685); raises `UserError`."""
     try:
         from peft import LoraConfig, inject_adapter_in_model

@@ -78,9 +78,8 @@ class TorchTrainer:
     def __init__(self, folder: Path, *, settings: TorchTrainerSettings | None = None) -> None:
         self.settings = settings or TorchTrainerSettings()
         self.settings.check()
-        if self.settings.threads:
-            torch.set_num_threads(self.settings.threads)
-        device = resolve_device(self.settings.device)
+        torch.set_num_threads(self.settings.learner.threads)
+        device = resolve_device(self.settings.trainer.device)
         self.shards = init_shards(device)
         self._folder = folder
         self._updates = 0
@@ -88,16 +87,16 @@ class TorchTrainer:
         self._detect_capabilities()
         self._images = self._open_images()
         self._reference = self._load_reference(device)
-        if self.settings.lora_rank:
-            models.add_adapters(self._model, self.settings)
-        if self.settings.gradient_checkpointing:
+        if self.settings.trainer.lora_rank:
+            models.add_adapters(self._model, self.settings.trainer)
+        if self.settings.trainer.gradient_checkpointing:
             models.enable_gradient_checkpointing(self._model)
         self.shards.shard(self._model)
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in self._model.parameters() if parameter.requires_grad],
-            lr=self.settings.learning_rate,
+            lr=self.settings.learner.learning_rate,
             betas=self.settings.betas,
-            weight_decay=self.settings.weight_decay,
+            weight_decay=self.settings.trainer.weight_decay,
         )
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
@@ -111,20 +110,20 @@ class TorchTrainer:
                 "the batch contains images, and this trainer reads text only: set environment.images = true for the learner"
             )
         longest = sum(len(sequence.ids) for sequence in batch)
-        batch = [truncate_sequence(sequence, self.settings.max_tokens) for sequence in batch]
+        batch = [truncate_sequence(sequence, self.settings.trainer.max_tokens) for sequence in batch]
         measured = LossMetrics()
         norms: list[float] = []
         initial = self._compute_initial_logprobs(batch)
-        if self.settings.kl_coefficient and self.settings.kl_place == "reward":
+        if self.settings.algorithm.kl_coefficient and self.settings.algorithm.kl_place == "reward":
             batch = self._apply_kl_penalty(batch, initial)
         rate = 0.0
-        for _ in range(self.settings.epochs):
-            for chosen in _split_evenly(len(batch), self.settings.minibatches):
+        for _ in range(self.settings.trainer.epochs):
+            for chosen in _split_evenly(len(batch), self.settings.learner.minibatches):
                 rate = self._set_learning_rate(progress)
                 fresh = version if not norms else None
                 norms.append(self._update(batch, chosen, initial, measured, fresh))
         measured.gather(self.shards)
-        return measured.metrics(len(norms), self.settings.epochs) | {
+        return measured.metrics(len(norms), self.settings.trainer.epochs) | {
             "grad_norm": sum(norms) / len(norms),
             "skipped_updates": float(sum(not math.isfinite(norm) for norm in norms)),
             "learning_rate": rate,
@@ -169,7 +168,7 @@ class TorchTrainer:
             for index, values in optimizer["state"].items()
         }
         state: dict[str, Any] = {"optimizer": optimizer, "updates": self._updates}
-        if self.settings.lora_rank:
+        if self.settings.trainer.lora_rank:
             state["adapters"] = models.gather_adapters(self._model)
         elif self._publishes_rounded:
             state["weights"] = {name: tensor.cpu() for name, tensor in models.gather_weights(self._model).items()}
@@ -179,7 +178,7 @@ class TorchTrainer:
     def restore(self, weights: Path, state: Path) -> None:
         """See `Trainer.restore`. Raises `OSError` or, when the names or shapes are not this model's, `UserError`."""
         stored = torch.load(state, weights_only=True)
-        if self.settings.lora_rank:
+        if self.settings.trainer.lora_rank:
             self._restore_adapters(state, stored.get("adapters", {}))
         else:
             self._restore_weights(weights)
@@ -208,20 +207,19 @@ class TorchTrainer:
     def _restore_adapters(self, state: Path, tensors: dict[str, torch.Tensor]) -> None:
         own = {name: parameter.shape for name, parameter in self._model.named_parameters() if ".lora_" in name}
         if {name: tensor.shape for name, tensor in tensors.items()} != own:
-            raise UserError(
-                f"{state} holds no adapters of rank {self.settings.lora_rank} for {self.settings.lora_target_modules}"
-            )
+            wanted = self.settings.trainer
+            raise UserError(f"{state} holds no adapters of rank {wanted.lora_rank} for {wanted.lora_target_modules}")
         models.copy_weights(self._model, tensors)
 
     @property
     def _is_wrapped(self) -> bool:
         """True if the model's own state is not what an engine loads."""
-        return self.shards.world > 1 or self.settings.lora_rank > 0
+        return self.shards.world > 1 or self.settings.trainer.lora_rank > 0
 
     @property
     def _publishes_rounded(self) -> bool:
         """True if what is published is less precise than what is trained."""
-        return self.settings.published_dtype == "bfloat16" and self.settings.dtype == "float32"
+        return self.settings.trainer.published_dtype == "bfloat16" and self.settings.dtype == "float32"
 
     def _gather_weights(self) -> dict[str, torch.Tensor]:
         return models.gather_weights(self._model) if self._is_wrapped else self._model.state_dict()
@@ -231,9 +229,9 @@ class TorchTrainer:
         settings = self.settings
         # A sharded model has to be entered at its top, and checkpointed layers drop their cache.
         self._plain_head = self.shards.world == 1 and has_plain_head(self._model)
-        separate = self.shards.world > 1 or settings.packing or settings.gradient_checkpointing
+        separate = self.shards.world > 1 or settings.trainer.packing or settings.trainer.gradient_checkpointing
         self._share = settings.share_prefix and not separate and can_share_prefix(self._model)
-        if settings.packing and not can_pack(self._model):
+        if settings.trainer.packing and not can_pack(self._model):
             raise UserError(f"trainer.packing: packed sequences of {type(self._model).__name__} would see each other")
 
     def _open_images(self) -> TrainingImages | None:
@@ -247,7 +245,7 @@ class TorchTrainer:
         """The model that the KL pulls to; with adapters it is the model itself without them."""
         if not self.settings.needs_reference:
             return None
-        if self.settings.lora_rank:
+        if self.settings.trainer.lora_rank:
             return self._model
         reference = models.load_model(self._folder, self.settings, device).requires_grad_(False)
         self.shards.shard(reference)
@@ -256,9 +254,9 @@ class TorchTrainer:
     def _set_learning_rate(self, progress: float) -> float:
         passed = min(max(progress, 0.0), 1.0)
         share = {"linear": 1.0 - passed, "cosine": 0.5 * (1.0 + math.cos(math.pi * passed)), "constant": 1.0}
-        decayed = 1.0 - (1.0 - self.settings.min_lr_ratio) * (1.0 - share[self.settings.lr_scheduler_type])
-        warmed = min(1.0, (self._updates + 1) / max(self.settings.warmup_steps, 1))
-        rate = self.settings.learning_rate * decayed * warmed
+        decayed = 1.0 - (1.0 - self.settings.learner.min_lr_ratio) * (1.0 - share[self.settings.trainer.lr_scheduler_type])
+        warmed = min(1.0, (self._updates + 1) / max(self.settings.learner.warmup_steps, 1))
+        rate = self.settings.learner.learning_rate * decayed * warmed
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -266,12 +264,12 @@ class TorchTrainer:
     def _compute_initial_logprobs(self, batch: Sequence[TrainingSequence]) -> InitialLogprobs:
         """Log-probabilities before the first update, as later updates and the KL term need them."""
         settings = self.settings
-        several = settings.loss.uses_proximal and settings.epochs * settings.minibatches > 1
-        penalises = settings.kl_coefficient > 0 and settings.kl_place == "reward"
+        several = settings.loss.uses_proximal and settings.trainer.epochs * settings.learner.minibatches > 1
+        penalises = settings.algorithm.kl_coefficient > 0 and settings.algorithm.kl_place == "reward"
         proximal = self._compute_logprobs(batch, self._model) if several or penalises else None
         if self._reference is None:
             return InitialLogprobs(proximal, None)
-        with models.disable_adapters(self._model) if settings.lora_rank else nullcontext():
+        with models.disable_adapters(self._model) if settings.trainer.lora_rank else nullcontext():
             return InitialLogprobs(proximal, self._compute_logprobs(batch, self._reference))
 
     def _compute_logprobs(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> list[torch.Tensor]:
@@ -293,7 +291,9 @@ class TorchTrainer:
         width = max(map(len, policy))
         rows = [np.stack([np.pad(row, (0, width - len(row))) for row in found]) for found in (policy, target)]
         mask = np.stack([np.arange(width) < len(row) for row in policy]).astype(np.float32)
-        penalty = self.settings.kl_coefficient * kl_penalty(KL_ESTIMATORS[self.settings.kl_estimator](*rows), mask)
+        penalty = self.settings.algorithm.kl_coefficient * kl_penalty(
+            KL_ESTIMATORS[self.settings.algorithm.kl_estimator](*rows), mask
+        )
         penalised = []
         for sequence, row, found in zip(batch, penalty, policy, strict=True):
             advantages = sequence.advantages.copy()
@@ -334,7 +334,7 @@ class TorchTrainer:
                 # Shards average their gradients; the loss is a sum over all micro-batches.
                 torch.autograd.backward(loss if self.shards.world == 1 else loss * (self.shards.world if counts else 0.0))
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        norm = gather_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm)).item()
+        norm = gather_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.settings.learner.max_grad_norm)).item()
         if math.isfinite(norm):
             self._optimizer.step()
             self._updates += 1
@@ -350,7 +350,7 @@ class TorchTrainer:
         if self._images is not None:
             ids, inputs = self._images.encode_images(batch)
         length = find_shared_prefix(ids, masks) if self._share else 0
-        precision: torch.dtype = getattr(torch, self.settings.precision)
+        precision: torch.dtype = getattr(torch, self.settings.trainer.precision)
         prefix = None
         if length:
             with torch.autocast(device.type, precision, enabled=precision != torch.float32):
@@ -360,10 +360,10 @@ class TorchTrainer:
                 ids,
                 masks,
                 prefix=length,
-                size=self.settings.micro_batch_size,
+                size=self.settings.learner.micro_batch_size,
                 subset=subset,
-                budget=self.settings.token_budget,
-                packing=self.settings.packing,
+                budget=self.settings.trainer.token_budget,
+                packing=self.settings.trainer.packing,
             )
             for each, counts in (
                 self.shards.split_items(list(found)) if self.shards.world > 1 else ((each, True) for each in found)
@@ -387,7 +387,7 @@ class TorchTrainer:
         self, batch: Sequence[TrainingSequence]
     ) -> tuple[tuple[bool, list[int]], tuple[bool, list[int]]]:
         """Indices of sequences that have a gradient, and of those that are only measured: their advantage is zero."""
-        has_kl_loss = self.settings.kl_coefficient and self.settings.kl_place == "loss"
+        has_kl_loss = self.settings.algorithm.kl_coefficient and self.settings.algorithm.kl_place == "loss"
         idle = [not sequence.advantages.any() and not has_kl_loss for sequence in batch]
         return (
             (True, [index for index, still in enumerate(idle) if not still]),
