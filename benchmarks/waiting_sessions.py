@@ -32,7 +32,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, RunSettings
-from fleetbus.worker_lifecycle import HEARTBEAT_SECONDS
+from fleetbus.heartbeats import HEARTBEAT_SECONDS
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 

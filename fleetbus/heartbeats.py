@@ -11,6 +11,15 @@ from fleetbus_schemas import Heartbeat, MalformedMessage, decode
 
 log = structlog.get_logger()
 
+HEARTBEAT_SECONDS = 2.0
+"""How often every worker says that it lives; its lane is renewed as often."""
+
+SILENT_AFTER_SECONDS = 2 * HEARTBEAT_SECONDS
+"""Who is not heard of for this long (two are due) counts as silent."""
+
+LOST_AFTER_SECONDS = 5 * HEARTBEAT_SECONDS
+"""Who is not heard of for this long is replaced: its lane is free, and its sessions are asked of others."""
+
 
 async def follow_heartbeats(bus: Bus, subject: str, on_heartbeat: Callable[[Heartbeat], None]) -> None:
     """Tell ``on_heartbeat`` of every heartbeat on ``subject`` (wildcards allowed), until cancelled."""

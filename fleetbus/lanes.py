@@ -12,9 +12,10 @@ import msgspec
 
 from fleetbus.bus.base import Bus
 from fleetbus.errors import BusError, FleetbusError, PublishUnanswered, SequenceConflict
+from fleetbus.heartbeats import LOST_AFTER_SECONDS
 from fleetbus_schemas import LaneLease, MalformedMessage, Subjects, decode, encode
 
-LEASE_SECONDS = 10.0
+LEASE_SECONDS = LOST_AFTER_SECONDS
 ANSWER_SECONDS = 2.0
 """How long a renewal waits for the server: heartbeats wait with it."""
 

@@ -13,6 +13,7 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.errors import BusError
+from fleetbus.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.lanes import Lane
 from fleetbus_schemas import (
     Heartbeat,
@@ -25,8 +26,6 @@ from fleetbus_schemas import (
     WorkerStopped,
     encode,
 )
-
-HEARTBEAT_SECONDS = 2.0
 
 log = structlog.get_logger()
 

@@ -7,13 +7,9 @@ from collections.abc import Collection
 import anyio
 
 from fleetbus.bus.base import Bus
-from fleetbus.heartbeats import follow_heartbeats
+from fleetbus.heartbeats import LOST_AFTER_SECONDS, follow_heartbeats
 from fleetbus.notifier import Notifier
-from fleetbus.worker_lifecycle import HEARTBEAT_SECONDS
 from fleetbus_schemas import Heartbeat, Subjects
-
-FORGET_AFTER_SECONDS = 5 * HEARTBEAT_SECONDS
-"""A worker that was not heard of for this long is not asked."""
 
 
 class SessionHosts:
@@ -54,7 +50,7 @@ class SessionHosts:
         self._heard.notify()
 
     def _forget_silent(self) -> None:
-        oldest = anyio.current_time() - FORGET_AFTER_SECONDS
+        oldest = anyio.current_time() - LOST_AFTER_SECONDS
         for worker in [worker for worker, (at, _) in self._hosts.items() if at < oldest]:
             self.remove(worker)
 

@@ -11,6 +11,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+ADMISSION_SHARE = 0.7
+"""Share of the log that new requests may fill, by default."""
+
+FULL_SHARE = 0.95
+"""A log as full as this refuses larger messages of admitted work too."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every table."""
@@ -47,7 +53,7 @@ class NatsSettings(Settings, frozen=True, kw_only=True):
     lanes: Annotated[int, Meta(ge=1, le=1024, description="Lanes declared per role: the most workers of one role")] = 16
     replicas: Annotated[int, Meta(ge=0, le=5, description="Servers that keep a copy of the log; 0: as the server has it")] = 0
     max_bytes: Annotated[int, Meta(ge=1 << 20, description="Limit of the log in bytes")] = 4 << 30
-    admission: Annotated[float, Meta(gt=0, le=1, description="Share of the log that new requests may fill")] = 0.7
+    admission: Annotated[float, Meta(gt=0, le=1, description="Share of the log that new requests may fill")] = ADMISSION_SHARE
 
 
 class EpisodeSettings(Settings, frozen=True, kw_only=True):

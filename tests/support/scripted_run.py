@@ -84,7 +84,7 @@ class ScriptedRun:
 
     def stalls(self, at: float) -> list[Stall]:
         for beat in self.beats:
-            self.state.record_heartbeat(beat, START + at)
+            self.state.worker_registry.record_heartbeat(beat, START + at)
         return find_stalls(self.state, self.health, now=START + at, now_ns=int((START + at) * SECOND))
 
     def only(self, at: float) -> Stall:

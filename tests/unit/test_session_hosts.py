@@ -12,7 +12,8 @@ import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus.client.session_hosts import FORGET_AFTER_SECONDS, SessionHosts
+from fleetbus.client.session_hosts import SessionHosts
+from fleetbus.heartbeats import LOST_AFTER_SECONDS
 from fleetbus_schemas import Heartbeat, Subjects, encode
 
 SUBJECTS = Subjects("r")
@@ -46,7 +47,7 @@ async def test_the_worker_with_most_room_is_chosen_until_it_drains_or_falls_sile
         assert await hosts.choose() == "empty"
         await beat(bus, "empty", draining=True)
         assert await hosts.choose() == "full"
-        await anyio.sleep(FORGET_AFTER_SECONDS + 1)
+        await anyio.sleep(LOST_AFTER_SECONDS + 1)
         with anyio.move_on_after(1) as waited:
             await hosts.choose()
         assert waited.cancelled_caught, "nobody was heard of lately"
@@ -58,7 +59,7 @@ async def test_workers_that_were_killed_are_forgotten_however_many_there_were() 
         for number in range(200):
             await beat(bus, f"w{number}")
             await hosts.choose()
-            await anyio.sleep(FORGET_AFTER_SECONDS / 2)
+            await anyio.sleep(LOST_AFTER_SECONDS / 2)
         assert len(hosts._hosts) <= 3
         assert len(hosts._sent) <= 3
 

@@ -22,12 +22,12 @@ DRIVEN = Driver(is_driving=lambda: True, command="fleetbus up --run r")
 def ending(run: ScriptedRun, at: float, driver: Driver) -> Termination | None:
     now = START + at
     for beat in run.beats:
-        run.state.record_heartbeat(beat, now)
+        run.state.worker_registry.record_heartbeat(beat, now)
     return detect_termination(
         run.state.termination_state,
         driver,
         is_silent=bool(run.health.problem),
-        is_anybody_alive=any(row.state in ALIVE for row in run.state.workers(now)),
+        is_anybody_alive=any(row.state in ALIVE for row in run.state.worker_registry.rows(now)),
         last_time_ns=run.state.last_time_ns,
         step=run.state.progress.step,
         steps=run.state.progress.steps,

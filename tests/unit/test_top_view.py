@@ -46,8 +46,8 @@ def fleet(workers: int, *, silent: int = -1) -> RunState:
     roles: tuple[WorkerRole, ...] = ("environment", "inference")
     for number in range(workers):
         beat = Heartbeat(role=roles[number % 2], worker=f"w{number:03}", slots=64, in_flight=7, policy_version=150)
-        state.record_heartbeat(beat, NOW - (9.0 if number == silent else 0.5))
-    state.record_heartbeat(Heartbeat(role="learner", worker="lea", slots=8, in_flight=8), NOW)
+        state.worker_registry.record_heartbeat(beat, NOW - (9.0 if number == silent else 0.5))
+    state.worker_registry.record_heartbeat(Heartbeat(role="learner", worker="lea", slots=8, in_flight=8), NOW)
     return state
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from fleetbus.config.run_folder import RunFolder
+from fleetbus.heartbeats import SILENT_AFTER_SECONDS
 from fleetbus_schemas import (
     EpisodeFinished,
     EvaluationFinished,
@@ -34,7 +35,7 @@ from fleetbus_workers.overview.formatting import (
     format_step_short,
     in_flight,
 )
-from fleetbus_workers.overview.progress import SILENT_AFTER_SECONDS, Progress
+from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import PlainDisplay, render_live_view
 from fleetbus_workers.up.reward_chart import draw_reward_chart, smooth
 from fleetbus_workers.up.summary_builder import Summary, SummaryBuilder
@@ -85,10 +86,10 @@ def test_rates_of_a_run_that_stood_still_do_not_leap_when_it_goes_on() -> None:
 
 def test_workers_that_fell_silent_are_shown_no_more() -> None:
     progress = Progress(10)
-    progress.record_heartbeat(Heartbeat(role="inference", worker="i"), 0.0)
-    progress.record_heartbeat(Heartbeat(role="environment", worker="e"), SILENT_AFTER_SECONDS)
-    assert [beat.worker for beat in progress.workers(SILENT_AFTER_SECONDS)] == ["e", "i"]
-    assert [beat.worker for beat in progress.workers(SILENT_AFTER_SECONDS + 0.1)] == ["e"]
+    progress.worker_registry.record_heartbeat(Heartbeat(role="inference", worker="i"), 0.0)
+    progress.worker_registry.record_heartbeat(Heartbeat(role="environment", worker="e"), SILENT_AFTER_SECONDS)
+    assert [beat.worker for beat in progress.worker_registry.list_live(SILENT_AFTER_SECONDS)] == ["e", "i"]
+    assert [beat.worker for beat in progress.worker_registry.list_live(SILENT_AFTER_SECONDS + 0.1)] == ["e"]
 
 
 def test_a_step_line_tells_success_staleness_stages_and_what_was_not_trained() -> None:

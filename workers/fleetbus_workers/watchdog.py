@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fleetbus.config.settings import ADMISSION_SHARE, FULL_SHARE
 from fleetbus.core.learning_signal import MANY_GROUPS
 from fleetbus_schemas import GRADED
 from fleetbus_workers.overview.run_observer import LogHealth
@@ -21,9 +22,6 @@ from fleetbus_workers.overview.worker_registry import WorkerRow
 
 STALL_SECONDS = 60.0
 """Without progress for this long something is said."""
-
-FULL_SHARE = 0.95
-"""A log as full as this refuses larger messages of admitted work too."""
 
 MANY_WITHOUT_VERDICT = 16
 """So many training episodes since the last step, all without a verdict, are no accident any more."""
@@ -53,7 +51,7 @@ def find_stalls(
     *,
     now: float,
     now_ns: int,
-    admission: float = 0.7,
+    admission: float = ADMISSION_SHARE,
     stall_seconds: float = STALL_SECONDS,
 ) -> list[Stall]:
     """The causes of a stall, most specific first; empty while the run progresses, is finished, or has not begun. Whether it is
@@ -98,7 +96,7 @@ class StallDetector:
         self._state = state
         self._health = health
         self._admission = admission
-        self._workers = state.workers(now)
+        self._workers = state.worker_registry.rows(now)
         self.waiting, self.running = int(numbers["waiting"]), int(numbers["running"])
         self.stuck_seconds: float = numbers["stuck_seconds"]
         self._environments = self._find_alive("environment")

@@ -86,7 +86,10 @@ async def _watch(
                         stall_seconds=stall_seconds,
                     )
                 )
-                shown = build_facts(state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns, ending=ending)
+                admission = configuration.nats.admission
+                shown = build_facts(
+                    state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns, ending=ending, admission=admission
+                )
                 return {"is_behind": is_behind} | shown
 
             result = await _show_once(look, as_json) if once else await _show(look, as_json)

@@ -114,7 +114,7 @@ def _collect_episodes(state: RunState) -> Iterable[Sample]:
 
 
 def _collect_workers(state: RunState, now: float) -> Iterable[Sample]:
-    rows = state.workers(now)
+    rows = state.worker_registry.rows(now)
     for (role, condition), count in Counter((row.role, row.state) for row in rows).items():
         yield Sample("fleetbus_workers", float(count), (role, condition))
     for row in rows:

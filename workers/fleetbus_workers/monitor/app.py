@@ -50,7 +50,7 @@ class Site:
     """One watched run as a web application. Set ``stopping`` to end the streams of events."""
 
     def __init__(
-        self, watch: RunObserver, subjects: Subjects, words: TokenDecoder, *, hosts: list[str] | None, admission: float = 0.7
+        self, watch: RunObserver, subjects: Subjects, words: TokenDecoder, *, hosts: list[str] | None, admission: float
     ) -> None:
         self._watch = watch
         self._subjects = subjects
@@ -115,7 +115,7 @@ class Site:
                 "run": self._subjects.run,
                 "ending": ending,
                 "numbers": state.numbers(bus.now_ns()),
-                "workers": state.workers(now),
+                "workers": state.worker_registry.rows(now),
                 "log": usage
                 | {
                     "entries_per_second": health.entries_per_second,

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-import msgspec
-
 from fleetbus.core.learning_signal import LearningSignal
 from fleetbus_schemas import (
     EpisodeFinished,
     EvaluationFinished,
-    Heartbeat,
     LineageStarted,
     Message,
     PolicyPublished,
     StepTrained,
 )
 from fleetbus_schemas.stored import STORED
+from fleetbus_workers.overview.worker_registry import WorkerRegistry
 
 FOLLOWED = STORED["train"] + STORED["episode"] + STORED["policy"] + STORED["life"]
 """Every message on the subjects that are followed to know how a run stands."""
@@ -28,16 +26,6 @@ RATE_WINDOW_SECONDS = 10.0
 """Episodes and tokens per second are means over this long."""
 
 RATE_WINDOW_EPISODES = 4096
-
-SILENT_AFTER_SECONDS = 7.0
-"""Without a heartbeat for this long (three are due) a worker is shown no more."""
-
-
-class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's last heartbeat, and when it came (monotonic seconds)."""
-
-    beat: Heartbeat
-    heard_at: float
 
 
 class Progress:
@@ -52,10 +40,10 @@ class Progress:
         self.episodes = 0
         self.outcomes: Counter[str] = Counter()
         self.signal = LearningSignal()
+        self.worker_registry = WorkerRegistry()
         self.excluded: Counter[str] = Counter()
         """Episodes that were settled untrained, by reason, without those of lineages that were cut."""
         self._excluded_at: dict[int, Counter[str]] = {}
-        self._workers: dict[str, WorkerView] = {}
         self._recent: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_EPISODES)
 
     def apply(self, message: Message, time_ns: int) -> None:
@@ -76,14 +64,6 @@ class Progress:
                 self.version = message.version
             case EpisodeFinished():
                 self._apply_result(message, time_ns)
-
-    def record_heartbeat(self, beat: Heartbeat, now_seconds: float) -> None:
-        self._workers[beat.worker] = WorkerView(beat=beat, heard_at=now_seconds)
-
-    def workers(self, now_seconds: float) -> list[Heartbeat]:
-        """The workers that have been heard of lately, by role and name."""
-        lately = [view.beat for view in self._workers.values() if now_seconds - view.heard_at <= SILENT_AFTER_SECONDS]
-        return sorted(lately, key=lambda beat: (beat.role, beat.worker))
 
     def rates(self) -> tuple[float, float]:
         """Episodes and tokens per second up to the last episode that finished; 0 until there are two."""

@@ -94,7 +94,7 @@ class RunObserver:
             state.termination_state,
             self._driver,
             is_silent=bool(self.health.problem),
-            is_anybody_alive=any(row.state in ALIVE for row in state.workers(now)),
+            is_anybody_alive=any(row.state in ALIVE for row in state.worker_registry.rows(now)),
             last_time_ns=state.last_time_ns,
             step=progress.step,
             steps=progress.steps,
@@ -107,7 +107,7 @@ class RunObserver:
 
     def _is_being_resumed(self, now: float) -> bool:
         """An `up` drives the run, whose learner has not come back yet: it may take its time."""
-        has_learner = any(row.role == "learner" and row.state in ALIVE for row in self.state.workers(now))
+        has_learner = any(row.role == "learner" and row.state in ALIVE for row in self.state.worker_registry.rows(now))
         if has_learner or not self._driver.is_driving():
             self._resumed_at = math.inf
             return False
@@ -150,8 +150,9 @@ class RunObserver:
         self.state.apply(entry, message, anyio.current_time(), self._bus.now_ns())
 
     async def _follow_heartbeats(self) -> None:
+        registry = self.state.worker_registry
         await follow_heartbeats(
-            self._bus, self._subjects.heartbeats, lambda beat: self.state.record_heartbeat(beat, anyio.current_time())
+            self._bus, self._subjects.heartbeats, lambda beat: registry.record_heartbeat(beat, anyio.current_time())
         )
 
     async def _poll_usage(self) -> None:

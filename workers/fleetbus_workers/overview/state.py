@@ -22,7 +22,6 @@ from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,
     EvaluationFinished,
-    Heartbeat,
     LineageStarted,
     Message,
     PolicyPublished,
@@ -32,7 +31,6 @@ from fleetbus_schemas import (
 )
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.overview.termination import TerminationState
-from fleetbus_workers.overview.worker_registry import WorkerRegistry, WorkerRow
 
 KEPT_EPISODES = 50_000
 """Older rows are forgotten; the log still has them."""
@@ -87,7 +85,7 @@ class RunState:
 
     def __init__(self, steps: int) -> None:
         self.progress = Progress(steps)
-        self.worker_registry = WorkerRegistry()
+        self.worker_registry = self.progress.worker_registry
         self.termination_state = TerminationState()
         self.episodes = EpisodeIndex()
         self.trained_in: dict[str, int] = {}
@@ -196,12 +194,6 @@ class RunState:
         if not oldest_open_ns and not self.lineage_ns:
             return 0
         return max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
-
-    def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        self.worker_registry.record_heartbeat(beat, now)
-
-    def workers(self, now: float) -> list[WorkerRow]:
-        return self.worker_registry.rows(now)
 
     def points(self) -> list[StepPoint]:
         """The steps of the lineage that survives, in order."""

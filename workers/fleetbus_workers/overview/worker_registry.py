@@ -9,10 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from fleetbus.heartbeats import SILENT_AFTER_SECONDS
 from fleetbus_schemas import Heartbeat, Message, WorkerDraining, WorkerFailed, WorkerRole, WorkerStarted, WorkerStopped
-
-SILENCE_TIMEOUT_SECONDS = 4.0
-"""Without a heartbeat for this long (two are due) a worker is shown as silent."""
 
 RETENTION_SECONDS = 600.0
 """Silent, stopped and failed workers are shown for this long."""
@@ -79,6 +77,11 @@ class WorkerRegistry:
         """The newest heartbeat of every worker that has not ended, by name."""
         return [seen.beat for _, seen in sorted(self._records.items()) if seen.beat is not None and not seen.ended]
 
+    def list_live(self, now: float) -> list[Heartbeat]:
+        """The newest heartbeat of every worker that is neither silent nor at its end, by role and name."""
+        heard = [seen for seen in self._records.values() if not seen.ended and now - seen.at <= SILENT_AFTER_SECONDS]
+        return sorted((seen.beat for seen in heard if seen.beat is not None), key=lambda beat: (beat.role, beat.worker))
+
     def rows(self, now: float) -> list[WorkerRow]:
         """The workers of now and of late, by role and name; the others are forgotten."""
         self._records = {name: seen for name, seen in self._records.items() if now - seen.at <= RETENTION_SECONDS}
@@ -104,7 +107,7 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
 def _compute_state(seen: _WorkerRecord, silence: float) -> State:
     if seen.ended:
         return seen.ended
-    if silence > SILENCE_TIMEOUT_SECONDS:
+    if silence > SILENT_AFTER_SECONDS:
         return "silent"
     if seen.beat is None:
         return "starting"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fleetbus.config.settings import ADMISSION_SHARE
 from fleetbus_workers.overview.formatting import format_count, format_duration, in_flight
 from fleetbus_workers.overview.jetstream import ServerView
 from fleetbus_workers.overview.run_observer import LogHealth
@@ -28,7 +29,6 @@ SHOWN_SLOW = 3
 SLOW_BYTES = 256 << 10
 """Less than this is unread for a moment everywhere."""
 
-FULL_SHARE = 0.7
 NAME_WIDTH = 30
 _URGENT = {"failed": 0, "silent": 1, "draining": 2, "starting": 3}
 _STYLES = {"silent": "bold red", "failed": "bold red", "stopped": "dim", "draining": "yellow", "starting": "yellow"}
@@ -44,6 +44,7 @@ def build_facts(
     now: float,
     now_ns: int,
     ending: Termination | None = None,
+    admission: float = ADMISSION_SHARE,
 ) -> dict[str, Any]:
     """Everything that is shown, as plain data: what ``--json`` prints. ``ending`` is that of a run that is over."""
     points = state.points()
@@ -53,10 +54,11 @@ def build_facts(
         "ending": ending,
         "numbers": state.numbers(now_ns),
         "step": metrics,
-        "workers": state.workers(now),
+        "workers": state.worker_registry.rows(now),
         "log": {
             "bytes": health.bytes,
             "limit_bytes": health.limit_bytes,
+            "admission": admission,
             "last_sequence": health.last_sequence,
             "entries_per_second": round(health.entries_per_second, 1),
             "problem": health.problem,
@@ -162,7 +164,7 @@ def _format_log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[
 def _choose_log_style(log: dict[str, Any], is_over: bool) -> str:
     if log["problem"]:
         return "dim" if is_over else "bold red"
-    return "yellow" if log["limit_bytes"] and log["bytes"] > FULL_SHARE * log["limit_bytes"] else ""
+    return "yellow" if log["limit_bytes"] and log["bytes"] > log["admission"] * log["limit_bytes"] else ""
 
 
 def _render_server(server: ServerView) -> list[RenderableType]:

@@ -59,7 +59,8 @@ class EpisodeTrace(Trace):
         before = self._claim
         if before is not None and not self._is_released:
             yield from self._end_attempt(self._seen_ns, "taken over", error="its worker was lost")
-            yield self._span("lost", f"lost/{claim.attempt}", ROOT, self._seen_ns, entry.time_ns, worker=before.worker)
+            since, path, lost = self._seen_ns, f"lost/{claim.attempt}", {"fleetbus.attempt": before.attempt}
+            yield self._span("lost", path, ROOT, since, entry.time_ns, worker=before.worker, about=lost)
         else:
             about: dict[str, Value] = {"fleetbus.queue": "environment", "fleetbus.claim.sequence": entry.sequence}
             path = f"queue/{claim.attempt}"
@@ -195,8 +196,8 @@ class EpisodeTrace(Trace):
         )
 
     def _build_attempt_span(self, name: str, start_ns: int, end_ns: int) -> Span:
-        path = self._attempt_path
-        return self._span(name, f"{path}/{name}", path, start_ns, end_ns, worker=self._worker)
+        path, about = self._attempt_path, {"fleetbus.attempt": self._claim.attempt if self._claim else 0}
+        return self._span(name, f"{path}/{name}", path, start_ns, end_ns, worker=self._worker, about=about)
 
     def _build_inference_span(
         self, name: str, path: str, start_ns: int, end_ns: int, action: Action, about: dict[str, Value], error: str = ""

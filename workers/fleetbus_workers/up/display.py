@@ -100,7 +100,7 @@ async def _open_live_display(progress: Progress, target: TextIO) -> AsyncIterato
 
     def render() -> Group:
         now = anyio.current_time()
-        return render_live_view(progress, progress.workers(now), now - began)
+        return render_live_view(progress, progress.worker_registry.list_live(now), now - began)
 
     console = Console(file=target)
     with Live(render(), console=console, auto_refresh=False, transient=True) as live:

@@ -56,6 +56,5 @@ class Follower:
             self._display.show_message(message)
 
     async def _follow_heartbeats(self) -> None:
-        await follow_heartbeats(
-            self._bus, self._heartbeats, lambda beat: self._progress.record_heartbeat(beat, anyio.current_time())
-        )
+        registry = self._progress.worker_registry
+        await follow_heartbeats(self._bus, self._heartbeats, lambda beat: registry.record_heartbeat(beat, anyio.current_time()))
