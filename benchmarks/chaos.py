@@ -62,7 +62,8 @@ from fleetbus_schemas import (
     decode,
 )
 from fleetbus_schemas.message import decode_any
-from fleetbus_workers.up.summary_builder import Summary, SummaryBuilder
+from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.up.summary_builder import Summary, build_summary
 
 RUN = "chaos"
 PLACES = {"environment": 2, "inference": 2, "learner": 1}
@@ -187,10 +188,10 @@ class Chaos:
         stored = [entry async for entry in self._bus.scan([self._subjects.log])]
         log = [Entry(entry.time_ns, entry.subject, message) for entry in stored if (message := _decode_message(entry.payload))]
         audit = await audit_run(self._bus, self._subjects)
-        book = SummaryBuilder()
+        book = Progress(1)
         for entry in log:
-            book.apply(entry.message)
-        summary = book.summary(run=RUN, seed=self._plan.seed, wall_seconds=0.0)
+            book.apply(entry.message, 0)
+        summary = build_summary(book, run=RUN, seed=self._plan.seed, wall_seconds=0.0)
         figures = _build_figures(log, audit, summary)
         self._fleet.write_history()
         return {

@@ -157,7 +157,7 @@ def test_steps_of_a_lineage_that_was_cut_leave_the_curves() -> None:
     before = log.state.history
     log.add(train, LineageStarted(lineage="b", worker="m", parent="a", parent_step=1))
     log.step(2, "b")
-    assert [(point.lineage, point.step) for point in log.state.points()] == [("a", 1), ("b", 2)]
+    assert [(point.lineage, point.step) for point in log.state.training.steps] == [("a", 1), ("b", 2)]
     assert log.state.history == before + 1
 
 
@@ -166,7 +166,7 @@ def test_numbers_that_are_none_never_reach_the_page() -> None:
     log.add(SUBJECTS.train("default"), LineageStarted(lineage="a", worker="l"))
     trained = StepTrained(lineage="a", step=1, version=1, episodes=(), metrics={"reward": float("nan"), "loss": 0.5})
     log.add(SUBJECTS.train("default"), trained)
-    assert [point.metrics for point in log.state.points()] == [{"loss": 0.5}]
+    assert [point.metrics for point in log.state.training.steps] == [{"loss": 0.5}]
 
 
 def test_only_so_many_episodes_are_kept() -> None:

@@ -14,7 +14,7 @@ from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.signal_log import SignalLog
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import PlainDisplay
-from fleetbus_workers.up.summary_builder import Summary, SummaryBuilder
+from fleetbus_workers.up.summary_builder import Summary, build_summary
 from fleetbus_workers.up.summary_report import format_report, load_summary, write_summary
 
 SECOND = 1_000_000_000
@@ -64,9 +64,9 @@ def test_a_run_that_solved_its_tasks_is_no_warning() -> None:
 
 
 def summary(signal: str) -> Summary:
-    book = SummaryBuilder()
-    book.apply(step(1, 0.5))
-    return msgspec.structs.replace(book.summary(run="r", seed=1, wall_seconds=1.0), signal=signal)
+    book = Progress(1)
+    book.apply(step(1, 0.5), 0)
+    return msgspec.structs.replace(build_summary(book, run="r", seed=1, wall_seconds=1.0), signal=signal)
 
 
 def test_the_report_at_the_end_says_it_in_80_columns_and_the_summary_keeps_it(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_server_is_a_line_and_who_does_not_read_another() -> None:
 def test_episodes_that_ended_otherwise_are_told_apart_from_those_that_were_not_trained() -> None:
     state = fleet(2)
     state.errors.update({"turns": 7, "ServerGone": 2})
-    state.progress.excluded.update({"stale": 8})
+    state.training.excluded.update({"stale": 8})
     lines = render(state)
     assert "cut short or failed: turns 7 · ServerGone 2 · not trained: stale 8" in lines
     assert any(line.startswith("lea") and "8 groups" in line for line in lines)

@@ -38,7 +38,7 @@ from fleetbus_workers.overview.formatting import (
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import PlainDisplay, render_live_view
 from fleetbus_workers.up.reward_chart import draw_reward_chart, smooth
-from fleetbus_workers.up.summary_builder import Summary, SummaryBuilder
+from fleetbus_workers.up.summary_builder import Summary, build_summary, is_summarized
 from fleetbus_workers.up.summary_report import format_report
 
 SECOND_NS = 1_000_000_000
@@ -63,8 +63,8 @@ def evaluated(name: str, success: float, step: int = 0, lineage: str = "a", temp
     )  # fmt: skip
 
 
-def summed(book: SummaryBuilder) -> Summary:
-    return book.summary(run="r", seed=3, wall_seconds=12.3456)
+def summed(book: Progress) -> Summary:
+    return build_summary(book, run="r", seed=3, wall_seconds=12.3456)
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
@@ -94,6 +94,7 @@ def test_workers_that_fell_silent_are_shown_no_more() -> None:
 
 def test_a_step_line_tells_success_staleness_stages_and_what_was_not_trained() -> None:
     progress = Progress(50)
+    progress.apply(LineageStarted(lineage="a", worker="w"), 0)
     progress.apply(finished(0, "env_failed"), 0)
     progress.apply(trained(3, success=0.5, reward=0.25, staleness_max=1.0, seconds_train=0.512, excluded=("stale", "stale")), 0)
     assert format_step(progress) == (
@@ -122,6 +123,7 @@ def test_a_step_is_told_in_80_columns_where_the_rest_is_shown_below() -> None:
 
 def test_what_a_cut_lineage_left_untrained_is_not_counted_twice() -> None:
     progress = Progress(50)
+    progress.apply(LineageStarted(lineage="a", worker="w"), 0)
     for step in (1, 2, 3):
         progress.apply(trained(step, excluded=("stale",) * step), 0)
     progress.apply(LineageStarted(lineage="b", worker="w", parent="a", parent_step=1), 0)
@@ -190,7 +192,7 @@ def test_counts_are_rounded_to_what_fits() -> None:
 
 
 def test_the_summary_counts_only_the_lineage_that_survived() -> None:
-    book = SummaryBuilder()
+    book = Progress(1, keeps=is_summarized)
     for message in (
         LineageStarted(lineage="a", worker="w1"),
         evaluated("start", 0.25),
@@ -202,7 +204,7 @@ def test_the_summary_counts_only_the_lineage_that_survived() -> None:
         evaluated("end", 0.75, step=3, lineage="b"),
         TrainingFinished(lineage="b", step=3, version=3, excluded=(Exclusion(episode_id="x", reason="training_finished"),)),
     ):
-        book.apply(message)
+        book.apply(message, 0)
     summary = summed(book)
     assert summary.steps == [1, 2, 3] and summary.reward_by_step == [0.1, 0.2, 0.3]
     assert summary.episodes_trained == 6
@@ -212,19 +214,19 @@ def test_the_summary_counts_only_the_lineage_that_survived() -> None:
 
 
 def test_a_learner_that_starts_over_voids_everything_but_the_evaluation_of_the_start() -> None:
-    book = SummaryBuilder()
+    book = Progress(1, keeps=is_summarized)
     for message in (
         LineageStarted(lineage="a", worker="w1"),
         evaluated("start", 0.25),
         trained(1),
         LineageStarted(lineage="b", worker="w2", parent="a", parent_step=0),
     ):
-        book.apply(message)
+        book.apply(message, 0)
     assert summed(book).optimizer_steps == 0 and summed(book).success_start == 0.25
 
 
 def test_training_further_is_unfinished_until_it_ends_again() -> None:
-    book = SummaryBuilder()
+    book = Progress(1, keeps=is_summarized)
     for message in (
         LineageStarted(lineage="a", worker="w1"),
         trained(1),
@@ -232,21 +234,21 @@ def test_training_further_is_unfinished_until_it_ends_again() -> None:
         TrainingFinished(lineage="a", step=1, version=1),
         LineageStarted(lineage="b", worker="w2", parent="a", parent_step=1),
     ):
-        book.apply(message)
+        book.apply(message, 0)
     assert not summed(book).finished and summed(book).optimizer_steps == 1 and summed(book).success_end == 0.5
-    book.apply(trained(2, lineage="b"))
-    book.apply(evaluated("end", 0.75, step=2, lineage="b"))
-    book.apply(TrainingFinished(lineage="b", step=2, version=2))
+    book.apply(trained(2, lineage="b"), 0)
+    book.apply(evaluated("end", 0.75, step=2, lineage="b"), 0)
+    book.apply(TrainingFinished(lineage="b", step=2, version=2), 0)
     assert summed(book).finished and summed(book).optimizer_steps == 2 and summed(book).success_end == 0.75
 
 
 def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
-    book = SummaryBuilder()
-    book.apply(LineageStarted(lineage="a", worker="w"))
-    book.apply(trained(1, logprob_difference_max=math.nan, staleness_max=2.0, reward=math.nan, seconds_wait=0.5))
-    book.apply(trained(2, logprob_difference_max=1e-5, reward=0.5, seconds_wait=0.25))
-    book.apply(finished(0, open=0.1, action=1.0))
-    book.apply(finished(1, "timeout", action=2.0))
+    book = Progress(1, keeps=is_summarized)
+    book.apply(LineageStarted(lineage="a", worker="w"), 0)
+    book.apply(trained(1, logprob_difference_max=math.nan, staleness_max=2.0, reward=math.nan, seconds_wait=0.5), 0)
+    book.apply(trained(2, logprob_difference_max=1e-5, reward=0.5, seconds_wait=0.25), 0)
+    book.apply(finished(0, open=0.1, action=1.0), 0)
+    book.apply(finished(1, "timeout", action=2.0), 0)
     summary = summed(book)
     assert summary.max_logprob_difference == 1e-5 and summary.max_staleness_seen == 2
     assert summary.reward_by_step == [None, 0.5]
@@ -256,12 +258,12 @@ def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
 
 def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    book = SummaryBuilder()
-    book.apply(LineageStarted(lineage="a", worker="w"))
+    book = Progress(1, keeps=is_summarized)
+    book.apply(LineageStarted(lineage="a", worker="w"), 0)
     for message in (evaluated("start", 0.344), trained(80, excluded=("stale",) * 232), evaluated("end", 0.934, step=80)):
-        book.apply(message)
-    book.apply(evaluated("end_greedy", 1.0, step=80, temperature=0.0))
-    book.apply(TrainingFinished(lineage="a", step=80, version=80))
+        book.apply(message, 0)
+    book.apply(evaluated("end_greedy", 1.0, step=80, temperature=0.0), 0)
+    book.apply(TrainingFinished(lineage="a", step=80, version=80), 0)
     lines = format_report(summed(book), RunFolder(Path(".fleetbus/runs/r")), str)
     assert "34.4% → 93.4% sampled, 100.0% greedy" in lines[0] and "excluded: stale 232 · 12 s" in lines[1]
     assert "trains it further" in lines[-2] and "starts another" in lines[-1]
@@ -271,7 +273,7 @@ def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_empty_log_makes_an_empty_summary_and_no_picture(tmp_path: Path) -> None:
-    summary = summed(SummaryBuilder())
+    summary = summed(Progress(1, keeps=is_summarized))
     assert summary.max_logprob_difference is None and not summary.finished
     draw_reward_chart(summary, tmp_path / "reward.png")
     assert not (tmp_path / "reward.png").exists()
@@ -283,10 +285,10 @@ def test_smoothing_keeps_length_ends_and_mean() -> None:
 
 
 def test_the_picture_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
-    book = SummaryBuilder()
+    book = Progress(1, keeps=is_summarized)
     started = LineageStarted(lineage="a", worker="w")
     for message in (started, evaluated("start", 0.25), *(trained(step, reward=step / 20) for step in range(1, 21))):
-        book.apply(message)
+        book.apply(message, 0)
     file = tmp_path / "reward.png"
     draw_reward_chart(summed(book), file)
     header = file.read_bytes()[:24]
@@ -296,13 +298,13 @@ def test_the_picture_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
 
 
 def test_a_book_of_many_steps_does_not_remember_which_episodes_they_trained() -> None:
-    book = SummaryBuilder()
+    book = Progress(1, keeps=is_summarized)
 
     def book_steps(first: int, count: int) -> int:
         for step in range(first, first + count):
             episodes = tuple(f"g{step:06d}-{index}" for index in range(64))
             metrics = {f"metric_{index}": float(step) for index in range(30)} | {"reward": 1.0}
-            book.apply(StepTrained(lineage="l1", step=step, version=step, episodes=episodes, metrics=metrics))
+            book.apply(StepTrained(lineage="l1", step=step, version=step, episodes=episodes, metrics=metrics), 0)
         gc.collect()
         return sys.getallocatedblocks()
 

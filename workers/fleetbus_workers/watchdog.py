@@ -60,7 +60,7 @@ def find_stalls(
 
     ``now`` is monotonic seconds, ``now_ns`` the server's time; ``admission`` the share of the log that requests may fill.
     """
-    if state.finished:
+    if state.training.is_finished:
         return []
     if health.problem:
         seconds = max(now - health.problem_since, 0.0)
@@ -84,7 +84,7 @@ def find_stalls(
 
 def find_notes(state: RunState, *, now_ns: int, patience_seconds: float = STALL_SECONDS) -> list[str]:
     """Informational notes: that the policy has nothing left to learn."""
-    found = None if state.finished else state.progress.signal.diagnose(now_ns, patience_seconds=patience_seconds)
+    found = None if state.training.is_finished else state.progress.signal.diagnose(now_ns, patience_seconds=patience_seconds)
     return [found.line] if found is not None and found.kind == "solved" else []
 
 

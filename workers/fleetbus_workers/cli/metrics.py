@@ -104,7 +104,7 @@ async def _export(
                 publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
                 for step, time_seconds, values in iterate_step_values(state, written):
                     await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
-                if until_finished and state.finished and not watch.is_behind(now):
+                if until_finished and state.training.is_finished and not watch.is_behind(now):
                     break
         tasks.cancel_scope.cancel()
 

@@ -45,7 +45,7 @@ def iterate_step_values(state: RunState, written: set[tuple[str, int]]) -> Itera
 
     ``written`` are lineages and steps: what a later lineage trains again is another step of the same number.
     """
-    for point in state.points():
+    for point in state.training.steps:
         if (point.lineage, point.step) not in written:
             written.add((point.lineage, point.step))
             yield point.step, point.time_ns / 1e9, point.metrics | {"version": float(point.version)}
@@ -73,12 +73,12 @@ def _collect_progress(state: RunState, now_ns: int) -> Iterable[Sample]:
     for name, key in (("episodes", "outcomes"), ("errors", "errors"), ("excluded", "excluded")):
         yield from (Sample(f"fleetbus_{name}_total", float(count), (label,)) for label, count in numbers[key].items())
     yield from (Sample("fleetbus_episodes_open", float(numbers[key]), (key,)) for key in ("waiting", "running"))
-    for evaluation in state.evaluations():
+    for evaluation in state.training.evaluations:
         yield Sample("fleetbus_evaluation_success_ratio", evaluation.success, (evaluation.name,))
 
 
 def _collect_step(state: RunState) -> Iterable[Sample]:
-    points = state.points()
+    points = state.training.steps
     metrics = points[-1].metrics if points else {}
     stages = {name.removeprefix(_STAGE): value for name, value in metrics.items() if name.startswith(_STAGE)}
     for name, value in metrics.items():

@@ -89,7 +89,7 @@ class Site:
         last = b""
         while not self.stopping.is_set():
             state = self._watch.state
-            now = (len(state.points()), len(state.evaluations()), state.history)
+            now = (len(state.training.steps), len(state.training.evaluations), state.history)
             if now != (points, evaluations, history):
                 start = points if history == now[2] and points >= 0 else 0
                 yield _encode_event("curves", self._encode_curves(start))
@@ -140,8 +140,8 @@ class Site:
 
     def _encode_curves(self, start: int) -> bytes:
         """Points from number ``start`` on; all evaluations, which are few."""
-        state = self._watch.state
-        return msgspec.json.encode({"start": start, "points": state.points()[start:], "evaluations": state.evaluations()})
+        training = self._watch.state.training
+        return msgspec.json.encode({"start": start, "points": training.steps[start:], "evaluations": training.evaluations})
 
     # Tables
 

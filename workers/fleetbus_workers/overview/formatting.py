@@ -48,7 +48,7 @@ def format_stage_times(metrics: Mapping[str, float]) -> str:
 def format_failures(progress: Progress) -> str:
     """``not trained so far: stale 12``: episodes without a grade and those settled untrained; empty if there are none."""
     ungraded = {outcome: count for outcome, count in progress.outcomes.items() if outcome not in GRADED}
-    reasons = {**progress.excluded, **ungraded}
+    reasons = {**progress.training.excluded, **ungraded}
     counted = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(reasons.items()) if count]
     return f"not trained so far: {', '.join(counted)}" if counted else ""
 

@@ -14,54 +14,25 @@ from typing import Any
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
 from fleetbus_schemas import (
     GRADED,
     AttemptStarted,
     CheckpointStored,
     EpisodeFinished,
-    EvaluationFinished,
     LineageStarted,
     Message,
-    PolicyPublished,
     StepTrained,
-    TrainingFinished,
-    WorkerStarted,
 )
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.overview.termination import TerminationState
+from fleetbus_workers.overview.training_history import TrainingHistory
 
 KEPT_EPISODES = 50_000
 """Older rows are forgotten; the log still has them."""
 
 RECENT_EPISODES = 500
 """Outcomes and errors are counted over all episodes, means over this many."""
-
-
-class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step on the curves. ``time_ns`` is when it was stored; ``metrics`` are finite."""
-
-    step: int
-    version: int
-    lineage: str
-    time_ns: int
-    episodes: int
-    excluded: int
-    metrics: dict[str, float]
-
-
-class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation on the curves."""
-
-    step: int
-    version: int
-    lineage: str
-    name: str
-    success: float
-    mean_reward: float
-    graded: int
-    temperature: float
 
 
 class GroupRow(msgspec.Struct, kw_only=True):
@@ -102,13 +73,9 @@ class RunState:
         self.groups_since_step: set[str] = set()
         """The groups that they are of, where there is a learner to take them."""
         self.malformed = 0
-        self.finished = False
         self.checkpoint = 0
         self.history = 0
         """Counts the times that the curves lost points: whoever has drawn them draws them again."""
-        self._points: list[StepPoint] = []
-        self._evaluations: list[EvaluationPoint] = []
-        self._lineages: list[LineageStarted] = []
         self._claimed: set[str] = set()
 
     # Folding
@@ -128,22 +95,12 @@ class RunState:
                 self._apply_result(message, entry)
             case StepTrained():
                 self._apply_step(message, entry)
-            case EvaluationFinished():
-                self._evaluations.append(
-                    EvaluationPoint(**{name: getattr(message, name) for name in EvaluationPoint.__struct_fields__})
-                )
             case LineageStarted() if ".train." in entry.subject:
-                self._lineages.append(message)
                 self.lineage_ns = entry.time_ns
                 self._reset_step_counters()
                 self.history += 1
-                self.finished = False
             case CheckpointStored():
                 self.checkpoint = message.step
-            case TrainingFinished():
-                self.finished = True
-            case PolicyPublished() | WorkerStarted():
-                pass
         if entry.subject.split(".", 3)[2] == "task":
             self.requested += 1
             self._prune_settled()
@@ -160,17 +117,6 @@ class RunState:
     def _apply_step(self, message: StepTrained, entry: StreamEntry) -> None:
         self.last_progress_ns = self.last_step_ns = entry.time_ns
         self._reset_step_counters()
-        self._points.append(
-            StepPoint(
-                step=message.step,
-                version=message.version,
-                lineage=message.lineage,
-                time_ns=entry.time_ns,
-                episodes=len(message.episodes),
-                excluded=len(message.excluded),
-                metrics={name: value for name, value in message.metrics.items() if value - value == 0},
-            )
-        )
         self.trained_in.update(dict.fromkeys(message.episodes, message.step))
 
     def _reset_step_counters(self) -> None:
@@ -188,21 +134,17 @@ class RunState:
 
     # ImageStoringFactory
 
+    @property
+    def training(self) -> TrainingHistory:
+        """The steps and evaluations that count."""
+        return self.progress.training
+
     def compute_last_progress_ns(self, oldest_open_ns: int) -> int:
         """Since when nothing has progressed: the last progress, the beginning of the lineage, or the request of what has been
         open the longest, whichever came last; 0 if there is nothing to wait for."""
         if not oldest_open_ns and not self.lineage_ns:
             return 0
         return max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
-
-    def points(self) -> list[StepPoint]:
-        """The steps of the lineage that survives, in order."""
-        surviving = compute_surviving_steps(self._lineages)
-        return [point for point in self._points if is_surviving(surviving, point.lineage, point.step)]
-
-    def evaluations(self) -> list[EvaluationPoint]:
-        surviving = compute_surviving_steps(self._lineages)
-        return [each for each in self._evaluations if is_surviving(surviving, each.lineage, each.step)]
 
     def describe_state(self, row: EpisodeRow) -> str:
         """Its outcome, or how far it is."""
@@ -222,7 +164,7 @@ class RunState:
             "step": self.progress.step,
             "steps": max(self.progress.steps, self.progress.step),
             "version": self.progress.version,
-            "finished": self.finished,
+            "finished": self.training.is_finished,
             "checkpoint": self.checkpoint,
             "requested": self.requested,
             "finished_episodes": self.progress.episodes,
@@ -237,7 +179,7 @@ class RunState:
             "truncated": sum(row.outcome == "truncated" for row in graded) / len(graded) if graded else None,
             "tool_error_rate": sum(row.tool_errors for row in rows) / calls if calls else None,
             "outcomes": dict(self.progress.outcomes),
-            "excluded": dict(self.progress.excluded),
+            "excluded": dict(self.training.excluded),
             "errors": dict(self.errors.most_common(12)),
             "takeovers": self.takeovers,
             "malformed": self.malformed,

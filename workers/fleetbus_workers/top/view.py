@@ -47,7 +47,7 @@ def build_facts(
     admission: float = ADMISSION_SHARE,
 ) -> dict[str, Any]:
     """Everything that is shown, as plain data: what ``--json`` prints. ``ending`` is that of a run that is over."""
-    points = state.points()
+    points = state.training.steps
     metrics = points[-1].metrics if points else {}
     return {
         "run": run,

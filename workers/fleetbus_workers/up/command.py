@@ -27,13 +27,8 @@ from fleetbus_workers.up.identity import build_identity, check_identity, write_i
 from fleetbus_workers.up.lock import lock_run
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.run import Run, RunResult
-from fleetbus_workers.up.summary_builder import Summary
-from fleetbus_workers.up.summary_report import (
-    format_finished_report,
-    format_report,
-    load_summary,
-    write_summary,
-)
+from fleetbus_workers.up.summary_builder import Summary, is_summarized
+from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
 from fleetbus_workers.up.supervisor import WorkerUnrecoverable
 
 
@@ -129,7 +124,7 @@ def record_start(configuration: Configuration, folder: RunFolder) -> None:
 
 
 async def _run(configuration: Configuration, folder: RunFolder) -> RunResult:
-    progress = Progress(configuration.learner.steps)
+    progress = Progress(configuration.learner.steps, keeps=is_summarized)
     async with open_display(progress) as display:
         display.line(format_opening_line(configuration, folder))
         command, record = build_role_command(folder.configuration), partial(record_start, configuration, folder)

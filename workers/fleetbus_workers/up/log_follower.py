@@ -1,4 +1,4 @@
-"""Feeds `Progress` and `SummaryBuilder` from the bus: the log's training, episode, policy and life entries, and heartbeats."""
+"""Feeds `Progress` from the bus: the log's training, episode, policy and life entries, and heartbeats."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from fleetbus.heartbeats import follow_heartbeats
 from fleetbus_schemas import Subjects
 from fleetbus_workers.overview.progress import FOLLOWED, Progress
 from fleetbus_workers.up.display import Display
-from fleetbus_workers.up.summary_builder import SummaryBuilder
 
 
 class Follower:
-    """Folds the log of one run, from its first entry on, into ``progress`` and ``summary_builder``; what is new is shown."""
+    """Folds the log of one run, from its first entry on, into ``progress``; what is new is shown."""
 
     def __init__(self, bus: Bus, subjects: Subjects, policy: str, progress: Progress, display: Display) -> None:
         self._bus = bus
@@ -24,7 +23,6 @@ class Follower:
         self._display = display
         self._next_sequence = 1
         self._shown_from = 1
-        self.summary_builder = SummaryBuilder()
 
     async def run(self) -> None:
         """Follow the log and the heartbeats until cancelled."""
@@ -51,7 +49,6 @@ class Follower:
         if message is None:
             return
         self._progress.apply(message, entry.time_ns)
-        self.summary_builder.apply(message)
         if entry.sequence >= self._shown_from:
             self._display.show_message(message)
 

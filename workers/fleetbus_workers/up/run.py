@@ -30,7 +30,7 @@ from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.process_plans import LocalRoles, RoleCommand, build_role_plans, build_server_plan, build_stream_plan
 from fleetbus_workers.up.server import end_stray_server
-from fleetbus_workers.up.summary_builder import Summary
+from fleetbus_workers.up.summary_builder import Summary, build_summary
 from fleetbus_workers.up.supervisor import Supervisor
 
 SUMMARY_SECONDS = 8.0
@@ -190,7 +190,7 @@ class Run:
             tasks.cancel_scope.cancel()
         self._result.failure = roles.failure or self._server.failure
         await self._read_remaining_entries(follower)
-        summary = follower.summary_builder.summary(run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
+        summary = build_summary(progress, run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
         found = progress.signal.latest
         self._result.summary = msgspec.structs.replace(summary, signal=found.reason if found is not None else "")
 
