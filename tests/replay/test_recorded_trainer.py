@@ -93,12 +93,12 @@ def test_advantages_that_change_places_are_found_by_their_moment(monkeypatch: py
     recording = load_recording(GUESSING)
     recording.entries = [with_moment(entry, seen) for entry in recording.entries]
     replayed(recording).check()
-    original = batches.compute_turn_advantages
+    original = batches.compute_episode_advantages
 
     def exchanged(*arguments: Any) -> Any:
         return [*reversed(original(*arguments))]
 
-    monkeypatch.setattr(batches, "compute_turn_advantages", exchanged)
+    monkeypatch.setattr(batches, "compute_episode_advantages", exchanged)
     first = replayed(recording).first
     assert first is not None and first.message.startswith("StepTrained step")
     assert first.field.startswith("metrics.advantage_")

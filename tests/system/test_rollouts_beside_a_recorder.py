@@ -45,7 +45,7 @@ async def fleet_with_recorder(
                 drain=member.drain,
                 folder=folder,
                 settings=RecorderSettings(trim_seconds=1.0),
-                ports=fleet.ports,
+                runtime=fleet.runtime,
             )
 
         fleet.start("recorder", "recorder", record)
@@ -59,7 +59,7 @@ async def group_of_a_busy_trainer(fleet: SmallDeployment, *, archive: str, secon
     configuration = msgspec.structs.replace(fleet.configuration, learner=LearnerSettings(archive=archive))
     async with (
         fleet.server.connect(RUN, worker="trainer") as bus,
-        rollouts(bus, configuration, [TASK], group_size=EPISODES, ports=fleet.ports) as groups,
+        rollouts(bus, configuration, [TASK], group_size=EPISODES, runtime=fleet.runtime) as groups,
     ):
         await anyio.sleep(0.5)
         bus.disconnect()

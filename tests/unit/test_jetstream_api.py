@@ -12,6 +12,7 @@ import trio.testing
 
 from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, JetStreamApi
 from fleetbus.bus.nats.request_mux import Answer, RequestMux
+from fleetbus.bus.streams import API
 from fleetbus.errors import BusError, RequestUnanswered
 
 NOBODY: Answer = (b"", b"NATS/1.0 503\r\n\r\n")
@@ -46,7 +47,7 @@ class Server:
 
 
 def api(answers: Callable[[float], Answer]) -> JetStreamApi:
-    return JetStreamApi(cast(RequestMux, Server(answers)))
+    return JetStreamApi(cast(RequestMux, Server(answers)), API)
 
 
 @pytest.mark.parametrize("trouble", [refusal(NO_QUORUM), refusal(OFFLINE), NOBODY], ids=["no quorum", "offline", "nobody"])
