@@ -6,8 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from fleetbus_workers.cli.run_options import run_argument
 from fleetbus_workers.cli.program import program
+from fleetbus_workers.cli.run_options import run_argument
 
 
 @click.command()
