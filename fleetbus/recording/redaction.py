@@ -31,10 +31,10 @@ _FORMATS = (
 )
 _FORMAT = re.compile("|".join(_FORMATS))
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}")
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/@\"'<>]+@[^\s\"'<>]+")
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s/@\"'<>]+@[^\s\"'<>]+")
 _WORDS = "|".join(word.replace("_", "[_-]?") for word in SECRET_WORDS if word not in ("seed", "credential"))
 _ASSIGNED = re.compile(
-    rf"(?i)([\w-]*(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
+    rf"(?i)([\w-]{{0,64}}(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
 )
 _MARKS = (
     *(b"api", b"authorization", b"cookie", b"credential", b"passw", b"private", b"secret", b"bearer "),

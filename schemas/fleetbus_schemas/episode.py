@@ -118,6 +118,9 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     prompt delta 1, ... (``tokens`` bits). ``timings`` are seconds by stage. ``info`` is what the environment told beside its
     last observation, ``success`` what it says of success there (None: nothing), ``last_observation`` the text of that
     observation, which the policy did not see if the episode ended with it; info and text are cut.
+
+    ``error_location`` is the place in an environment's code that failed, as ``FILE:LINE in FUNCTION``. ``traceback`` stands in
+    the first failure of each kind that a worker has, without secrets and of bounded length.
     """
 
     episode_id: str
@@ -146,3 +149,5 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     success: bool | None = None
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     last_observation: str = ""
+    error_location: str = ""
+    traceback: str = ""

@@ -51,7 +51,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Every worker → whoever listens, on ``fbhb.<run>.<role>.<worker>``; a core message, not stored.
 
     ``policy_version`` is what an inference worker samples from or a learner published last; ``counters`` only ever grow.
-    An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions.
+    An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the
+    worker from its work at the moment, in one line; empty while it works.
     """
 
     role: WorkerRole
@@ -64,6 +65,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     counters: dict[str, float] = msgspec.field(default_factory=dict)
     session_slots: int = 0
     sessions: int = 0
+    problem: str = ""
 
 
 class LaneLease(Message, frozen=True, kw_only=True):

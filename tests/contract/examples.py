@@ -201,6 +201,8 @@ _EXAMPLES: tuple[Message, ...] = (
         success=True,
         info={"success": True, "distance": 1.5},
         last_observation="The crates are at the dock.",
+        error_location="crates.py:27 in step",
+        traceback='Traceback (most recent call last):\n  File "crates.py", line 27, in step\nToolTimeout: move took too long',
     ),
     PolicyPublished(
         policy="main",
@@ -268,6 +270,7 @@ _EXAMPLES: tuple[Message, ...] = (
         counters={"tokens": 12345.0},
         session_slots=64,
         sessions=3,
+        problem="weights of version 14 were rejected: sha256 differs",
     ),
     LaneLease(worker="env-1", nonce="b7d0c1", lease_seconds=10.0),
     ControlRequested(command="cancel", episodes=("s3-g7-k2",)),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fleetbus_schemas import ChatMessage
-from fleetbus_workers.environment.episode.normalization import check_messages, clip_messages, to_plain_number, to_plain_values
+from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_number, to_plain_values
+from fleetbus_workers.environment.validation import check_messages
 
 
 def test_numbers_and_arrays_of_other_libraries_become_plain_values() -> None:

@@ -67,7 +67,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentFailed(Exception):
-    """The outside system failed, not the policy: the episode ends `env_failed` and trains nothing."""
+    """The outside system failed, not the policy: the episode ends `env_failed` and trains nothing.
+
+    ``location`` and ``remote_traceback`` are those of the exception in another process that it stands for.
+    """
+
+    def __init__(self, *arguments: object, location: str = "", remote_traceback: str = "") -> None:
+        super().__init__(*arguments)
+        self.location = location
+        self.remote_traceback = remote_traceback
 
 
 class Environment(Protocol):

@@ -15,6 +15,7 @@ import structlog
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_image_file, insert_images
+from fleetbus_workers.environment.validation import validate_return
 
 S = TypeVar("S", Start, Step)
 PLACEHOLDER = "<image>"
@@ -55,14 +56,19 @@ class ImageStoringEnvironment:
         self._inner = inner
         self._factory = factory
 
+    @property
+    def implementation(self) -> Any:
+        """The user's object: what a failure is located in."""
+        return getattr(self._inner, "implementation", self._inner)
+
     async def open(self, task: Task) -> None:
         await self._inner.open(task)
 
     async def reset(self) -> Start:
-        return await self._factory.store_images(await self._inner.reset())
+        return await self._factory.store_images(validate_return(Start, await self._inner.reset(), "reset", self._inner))
 
     async def step(self, action: Action) -> Step:
-        return await self._factory.store_images(await self._inner.step(action))
+        return await self._factory.store_images(validate_return(Step, await self._inner.step(action), "step", self._inner))
 
     async def state(self) -> dict[str, Any]:
         return await self._inner.state()

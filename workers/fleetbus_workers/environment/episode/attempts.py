@@ -36,6 +36,7 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.runner import EpisodeRunner
@@ -104,6 +105,7 @@ class Attempts:
         self._counters = counters
         self._running: dict[str, RunningAttempt] = {}
         self._final_attempts = 0
+        self._first_failures = FirstFailures()
         self._closed = False
         self.lane_status = LaneStatus(context.bus, context.subjects, self.recheck)
 
@@ -234,7 +236,7 @@ class Attempts:
             with Stages().time_limit("make", context.limits.open):
                 environment = context.make(request.task)
         except EpisodeEnded as ended:
-            await self._conclude(running, episode_state, ended.outcome, ended.error_class, ended.error)
+            await self._conclude_unmade(running, episode_state, ended)
             return
         recorded = (
             await read_turns(self._bus, self._subjects, request.episode_id, episode_state) if environment.replayable else ()
@@ -264,6 +266,7 @@ class Attempts:
             settings=context.settings,
             limits=context.limits,
             counters=self._counters,
+            first_failures=self._first_failures,
         )
         await self._finish(await session.play(), claim_sequence)
 
@@ -309,7 +312,15 @@ class Attempts:
             return None
 
     async def _conclude(
-        self, running: RunningAttempt, episode_state: EpisodeState, outcome: Outcome, error_class: str, error: str = ""
+        self,
+        running: RunningAttempt,
+        episode_state: EpisodeState,
+        outcome: Outcome,
+        error_class: str,
+        error: str = "",
+        *,
+        location: str = "",
+        traceback: str = "",
     ) -> None:
         """A result without an attempt of one's own: it expects the last entry that was read."""
         result = build_result_without_attempt(
@@ -321,7 +332,20 @@ class Attempts:
             error_class=error_class,
             error=error,
         )
+        result = msgspec.structs.replace(result, error_location=location, traceback=traceback)
         await self._finish(result, episode_state.last_sequence)
+
+    async def _conclude_unmade(self, running: RunningAttempt, episode_state: EpisodeState, ended: EpisodeEnded) -> None:
+        """The result of an episode whose environment could not be made."""
+        await self._conclude(
+            running,
+            episode_state,
+            ended.outcome,
+            ended.error_class,
+            ended.error,
+            location=ended.location,
+            traceback=self._first_failures.describe(ended),
+        )
 
     async def _finish(self, result: EpisodeFinished, expected_last: int) -> None:
         """Store the result, then ack: in this order, so that a crash between them repeats nothing."""

@@ -1,4 +1,4 @@
-"""What an environment returns, normalized for a message: types checked, plain numbers, bounded text. Pure."""
+"""What an environment returns, normalized for a message: plain numbers and values, bounded text. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ INFO_BYTES = 2048
 """Of what an environment tells beside its observation, in results: they are kept as long as the log, and read by everybody."""
 
 CLIP_NOTICE = "\n[cut: {left} more bytes]"
-
-
-def check_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages of an environment; raises `TypeError` when they are something else."""
-    if not all(isinstance(message, ChatMessage) for message in messages):
-        raise TypeError("an environment's messages must be of the type ChatMessage")
-    return tuple(messages)
 
 
 def to_plain_number(value: float) -> float:

@@ -7,7 +7,6 @@ verify and close run before the result exists. Whatever is not the policy's doin
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, MutableMapping
 
 import anyio
@@ -20,18 +19,19 @@ from fleetbus.core.history import Turn, loss_mask
 from fleetbus.core.success import success_in
 from fleetbus_schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, Text, ToolSpec
 from fleetbus_schemas.tokens import count_tokens, pack_mask
-from fleetbus_workers.environment.base import Environment, Step
+from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.normalization import (
     INFO_BYTES,
-    check_messages,
     clip_messages,
     clipped_text,
     clipped_values,
     shown_text,
-    to_plain_number,
 )
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
+from fleetbus_workers.environment.failure_location import locate_method
+from fleetbus_workers.environment.validation import validate_return
 
 LAST_OBSERVATION_BYTES = 2048
 
@@ -45,6 +45,8 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     error_class: str = ""
     error: str = ""
     reward: float | None = None
+    location: str = ""
+    traceback: str = ""
 
 
 class EpisodeRunner:
@@ -63,6 +65,7 @@ class EpisodeRunner:
         settings: EnvironmentSettings,
         limits: LimitSettings,
         counters: MutableMapping[str, float] | None = None,
+        first_failures: FirstFailures | None = None,
     ) -> None:
         self._request = request
         self._claim = claim
@@ -74,6 +77,7 @@ class EpisodeRunner:
         self._settings = settings
         self._limits = limits
         self._stages = Stages(counters)
+        self._first_failures = first_failures or FirstFailures()
         self._turns: list[Turn] = []
         self._turn_rewards: list[float] = []
         self._tool_calls = 0
@@ -106,15 +110,21 @@ class EpisodeRunner:
             with anyio.move_on_after(self._remaining_seconds):
                 return await self._run_turns()
         except EpisodeEnded as ended:
-            return Conclusion(outcome=ended.outcome, error_class=ended.error_class, error=ended.error)
+            return Conclusion(
+                outcome=ended.outcome,
+                error_class=ended.error_class,
+                error=ended.error,
+                location=ended.location,
+                traceback=self._first_failures.describe(ended),
+            )
         return Conclusion(outcome="timeout", error_class="episode_timeout", error="the episode's deadline passed")
 
     async def _run_turns(self) -> Conclusion:
         with self._stages.time_limit("open", self._limits.open):
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
-            start = await self._environment.reset()
-            messages, tools = check_messages(start.messages), tuple(start.tools)
+            start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
+            messages, tools = start.messages, start.tools
         while self.turn < self._request.max_turns:
             turn = await self._obtain_turn(messages, tools)
             if turn is None:
@@ -175,36 +185,46 @@ class EpisodeRunner:
         self._turns.append(turn)
         self._tokens += count_tokens(turn.action.prompt_delta) + count_tokens(turn.action.sampled)
         with self._stages.time_limit("step", self._limits.step):
-            step = await self._environment.step(turn.action)
-            step = msgspec.structs.replace(
-                step, messages=clip_messages(check_messages(step.messages), self._settings.observation_bytes)
-            )
-            self._count(step)
+            step = validate_return(Step, await self._environment.step(turn.action), "step", self._environment)
+            step = msgspec.structs.replace(step, messages=clip_messages(step.messages, self._settings.observation_bytes))
             self._last = step
-        if not math.isfinite(self._turn_rewards[-1]):
-            raise EpisodeEnded("verifier_unknown", "reward_not_finite", f"turn {self.turn - 1} was rewarded {step.reward}")
+        self._tool_calls += step.tool_calls
+        self._tool_errors += step.tool_errors
+        self._turn_rewards.append(step.reward)
+        if not math.isfinite(step.reward):
+            raise EpisodeEnded(
+                "verifier_unknown",
+                "reward_not_finite",
+                f"turn {self.turn - 1} was rewarded {step.reward}",
+                location=locate_method(self._environment, "step"),
+            )
         return step
-
-    def _count(self, step: Step) -> None:
-        """Numbers of other libraries become plain ones; what is no number raises `TypeError`."""
-        self._tool_calls += operator.index(step.tool_calls)
-        self._tool_errors += operator.index(step.tool_errors)
-        self._turn_rewards.append(to_plain_number(step.reward))
 
     async def _grade(self, conclusion: Conclusion) -> Conclusion:
         """The verdict, even when the worker is being cancelled; without one the outcome is ``verifier_unknown``."""
+        environment = self._environment
         try:
             with self._stages.time_limit("verify", self._limits.verify, shield=True):
-                verdict = await self._environment.verify()
-                reward = math.nan if verdict.reward is None else to_plain_number(verdict.reward)
-                reason = to_printable(verdict.reason)
+                verdict = validate_return(Verdict, await environment.verify(), "verify", environment)
         except EpisodeEnded as ended:
-            reward, reason = math.nan, to_printable(f"{ended.error_class}: {ended.error}")
-        if not math.isfinite(reward):
-            if conclusion.error:  # nothing was played: that is why there is nothing to grade
-                return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=conclusion.error)
-            return Conclusion(outcome="verifier_unknown", error_class="no_verdict", error=reason)
-        return msgspec.structs.replace(conclusion, reward=reward)
+            if conclusion.error:
+                return _conclude_unplayed(conclusion)
+            return Conclusion(
+                outcome="verifier_unknown",
+                error_class="no_verdict",
+                error=to_printable(f"{ended.error_class}: {ended.error}"),
+                location=ended.location,
+                traceback=self._first_failures.describe(ended),
+            )
+        if verdict.reward is not None and math.isfinite(verdict.reward):
+            return msgspec.structs.replace(conclusion, reward=verdict.reward)
+        if conclusion.error:
+            return _conclude_unplayed(conclusion)
+        reason = verdict.reason
+        if verdict.reward is not None:
+            reason = f"verify: the reward is {verdict.reward}, which is no grade{f'; {reason}' if reason else ''}"
+        location = locate_method(environment, "verify")
+        return Conclusion(outcome="verifier_unknown", error_class="no_verdict", error=to_printable(reason), location=location)
 
     async def _close(self) -> None:
         """Close the environment whatever happened; a close that hangs or raises changes no outcome."""
@@ -246,4 +266,11 @@ class EpisodeRunner:
             success=success_in(info),
             info=info,
             last_observation=to_printable(clipped_text(shown_text(self._last.messages), LAST_OBSERVATION_BYTES)),
+            error_location=conclusion.location,
+            traceback=conclusion.traceback,
         )
+
+
+def _conclude_unplayed(conclusion: Conclusion) -> Conclusion:
+    """Nothing was played: that is why there is nothing to grade."""
+    return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=conclusion.error)

@@ -12,16 +12,18 @@ from contextlib import contextmanager
 import anyio
 
 from fleetbus_schemas import Outcome
+from fleetbus_workers.environment.failure_location import locate_error
 
 
 class EpisodeEnded(Exception):
-    """The episode is over, for a reason that is not the policy's."""
+    """The episode is over, for a reason that is not the policy's. ``location`` is the place in the environment's own code."""
 
-    def __init__(self, outcome: Outcome, error_class: str, error: str = "") -> None:
+    def __init__(self, outcome: Outcome, error_class: str, error: str = "", *, location: str = "") -> None:
         super().__init__(f"{outcome}: {error_class}: {error}")
         self.outcome: Outcome = outcome
         self.error_class = error_class
         self.error = to_printable(error)
+        self.location = location
 
 
 class Superseded(Exception):
@@ -46,36 +48,45 @@ class Stages:
         ``limit`` names the limit that ``seconds`` comes from if that is not the stage's own.
         """
         started = anyio.current_time()
+        location = ""
         self._count(f"begun_{stage}")
         try:
             with anyio.move_on_after(seconds, shield=shield) as scope:
-                yield
+                try:
+                    yield
+                except anyio.get_cancelled_exc_class() as cancelled:
+                    location = locate_error(cancelled) if scope.cancel_called else ""
+                    raise
         except (EpisodeEnded, Superseded):
             raise
         except anyio.get_cancelled_exc_class() as error:
             if anyio.current_effective_deadline() > -math.inf:  # not cancelled by us: it came from a library on asyncio
                 raise EpisodeEnded(
-                    "env_failed", type(error).__name__, f"{stage}: cancelled by a library, not by fleetbus"
+                    "env_failed",
+                    type(error).__name__,
+                    f"{stage}: cancelled by a library, not by fleetbus",
+                    location=locate_error(error),
                 ) from error
             raise
         except Exception as error:
             if scope.cancel_called:  # raised because its time was up
-                raise _build_timeout(limit or stage, seconds) from error
+                raise _build_timeout(limit or stage, seconds, locate_error(find_root_cause(error))) from error
             cause = find_root_cause(error)
-            raise EpisodeEnded("env_failed", type(cause).__name__, f"{stage}: {cause}") from error
+            location = locate_error(cause)
+            raise EpisodeEnded("env_failed", type(cause).__name__, f"{stage}: {cause}", location=location) from cause
         finally:
             self._count(f"ended_{stage}")
             self.ended_at = anyio.current_time()
             self.timings[stage] = self.timings.get(stage, 0.0) + self.ended_at - started
         if scope.cancelled_caught:
-            raise _build_timeout(limit or stage, seconds)
+            raise _build_timeout(limit or stage, seconds, location)
 
     def _count(self, name: str) -> None:
         self._counters[name] = self._counters.get(name, 0.0) + 1.0
 
 
-def _build_timeout(stage: str, seconds: float) -> EpisodeEnded:
-    return EpisodeEnded("timeout", f"{stage}_timeout", f"{stage} took longer than {seconds:g} s")
+def _build_timeout(stage: str, seconds: float, location: str) -> EpisodeEnded:
+    return EpisodeEnded("timeout", f"{stage}_timeout", f"{stage} took longer than {seconds:g} s", location=location)
 
 
 def to_printable(text: str) -> str:

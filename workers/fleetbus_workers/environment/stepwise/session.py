@@ -7,7 +7,6 @@ the running one; a call that fails ends the session. The environment is closed i
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, get_args
 
 import anyio
@@ -19,11 +18,12 @@ from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.core.turn_credit import unpaid_reward
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from fleetbus_schemas.session import SessionEnd
-from fleetbus_workers.environment.base import Environment, HoldsElsewhere
+from fleetbus_workers.environment.base import Environment, HoldsElsewhere, Start, Step, Verdict
 from fleetbus_workers.environment.episode.attempts import WorkerContext
-from fleetbus_workers.environment.episode.normalization import check_messages, clip_messages, to_plain_number, to_plain_values
+from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_values
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded
 from fleetbus_workers.environment.stepwise.journal_log import append
+from fleetbus_workers.environment.validation import validate_return
 
 MAX_WAITING_CALLS = 16
 """Calls of one session that may wait; further ones are refused as busy."""
@@ -200,8 +200,9 @@ class StepwiseSession:
                     return self._build_answer(call, state=to_plain_values(await self._require_environment().state()))
             case _:
                 with self._stages.time_limit("verify", self._context.limits.verify):
-                    verdict = await self._require_environment().verify()
-                    reward = None if verdict.reward is None else to_plain_number(verdict.reward)
+                    environment = self._require_environment()
+                    verdict = validate_return(Verdict, await environment.verify(), "verify", environment)
+                    reward = verdict.reward
                     if reward is not None and not math.isfinite(reward):
                         return self._build_answer(call, reason=f"the verdict is {reward}, which is no grade")
                     unpaid = None if reward is None else unpaid_reward(reward, self._rewards)
@@ -227,13 +228,14 @@ class StepwiseSession:
             await self._close_environment()
             await self._open(msgspec.structs.replace(self._task, seed=seed))
         with self._stages.time_limit("reset", self._context.limits.reset):
-            start = await self._require_environment().reset()
-            messages = clip_messages(check_messages(start.messages), self._context.settings.observation_bytes)
+            environment = self._require_environment()
+            start = validate_return(Start, await environment.reset(), "reset", environment)
+            messages = clip_messages(start.messages, self._context.settings.observation_bytes)
         self._turn, self._rewards = 0, []
         return self._build_answer(
             call,
             messages=messages,
-            tools=tuple(start.offered or start.tools),
+            tools=start.offered or start.tools,
             prompted=start.prompted,
             state=to_plain_values(start.info),
         )
@@ -247,21 +249,21 @@ class StepwiseSession:
             tool_calls=call.tool_calls or parse_tool_calls(call.text).calls,
         )
         with self._stages.time_limit("step", self._context.limits.step):
-            step = await self._require_environment().step(action)
+            environment = self._require_environment()
+            step = validate_return(Step, await environment.step(action), "step", environment)
             self._turn += 1
             self._is_episode_over = step.terminated or step.truncated
-            reward = to_plain_number(step.reward)
-            if not math.isfinite(reward):
-                raise EpisodeEnded("env_failed", "reward_not_finite", f"the step was rewarded {reward}")
-            self._rewards.append(reward)
+            if not math.isfinite(step.reward):
+                raise EpisodeEnded("env_failed", "reward_not_finite", f"the step was rewarded {step.reward}")
+            self._rewards.append(step.reward)
             return self._build_answer(
                 call,
-                messages=clip_messages(check_messages(step.messages), self._context.settings.observation_bytes),
-                reward=reward,
-                terminated=bool(step.terminated),
-                truncated=bool(step.truncated),
-                tool_calls=operator.index(step.tool_calls),
-                tool_errors=operator.index(step.tool_errors),
+                messages=clip_messages(step.messages, self._context.settings.observation_bytes),
+                reward=step.reward,
+                terminated=step.terminated,
+                truncated=step.truncated,
+                tool_calls=step.tool_calls,
+                tool_errors=step.tool_errors,
                 state=to_plain_values(step.info),
                 output=step.output,
             )

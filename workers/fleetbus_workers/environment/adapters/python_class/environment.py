@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -24,8 +24,8 @@ from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.validation import validate_return
 
-T = TypeVar("T")
 CALLS = ("open", "reset", "step", "state", "verify", "close")
 SPARE_THREADS = 8
 """Threads beyond one per episode: calls that were given up keep theirs until they end."""
@@ -118,21 +118,26 @@ class ClassEnvironment:
         self._object: Any = None
         self._lock = threading.Lock()
 
+    @property
+    def implementation(self) -> Any:
+        """The user's object; None before `open`."""
+        return self._object
+
     async def open(self, task: Task) -> None:
         self._object = self._kind() if is_asynchronous(self._kind) else await self._run_in_thread(self._kind)
         await self._call("open", assign_device(task, self._device))
 
     async def reset(self) -> Start:
-        return _require_type(Start, await self._call("reset"), "reset")
+        return validate_return(Start, await self._call("reset"), "reset", self)
 
     async def step(self, action: Action) -> Step:
-        return _require_type(Step, await self._call("step", action), "step")
+        return validate_return(Step, await self._call("step", action), "step", self)
 
     async def state(self) -> dict[str, Any]:
-        return _require_type(dict, await self._call("state"), "state")
+        return validate_return(dict, await self._call("state"), "state", self)
 
     async def verify(self) -> Verdict:
-        return _require_type(Verdict, await self._call("verify"), "verify")
+        return validate_return(Verdict, await self._call("verify"), "verify", self)
 
     async def close(self) -> None:
         if self._object is not None:
@@ -150,12 +155,6 @@ class ClassEnvironment:
                 return function(*arguments)
 
         return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
-
-
-def _require_type(kind: type[T], value: Any, call: str) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{call} gave {type(value).__name__}; it must give {kind.__name__}")
-    return value
 
 
 def _get_first_line(error: Exception) -> str:

@@ -20,9 +20,12 @@ import msgspec
 
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.python_class.environment import CALLS, load_callable
-from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.failure_location import format_traceback, locate_error
+from fleetbus_workers.environment.validation import validate_return
 
 PARENT_DEATH_SIGNAL = 1
+_RETURNS: dict[str, type[Any]] = {"reset": Start, "step": Step, "verify": Verdict, "state": dict}
 _HEADER = struct.Struct("!I")
 
 
@@ -37,10 +40,18 @@ class EnvironmentProcess:
         """The answer to one call; an exception of the class is an answer too."""
         try:
             result = _with_pictures(await self._call(request["call"], request.get("argument")))
+            if kind := _RETURNS.get(request["call"]):
+                result = validate_return(kind, result, request["call"], self._object)
             return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
         except Exception as error:
             name = type(error).__name__
-            return {"error": str(error), "kind": name, "failed": isinstance(error, EnvironmentFailed)}
+            return {
+                "error": str(error),
+                "kind": name,
+                "failed": isinstance(error, EnvironmentFailed),
+                "location": locate_error(error),
+                "traceback": format_traceback(error),
+            }
 
     async def _call(self, name: str, argument: Any) -> Any:
         if name not in CALLS:

@@ -1,0 +1,128 @@
+"""Where in an environment's own code something failed: the place, and the traceback without the worker's frames.
+
+Code of fleetbus, the standard library and installed packages is passed over as long as there is other code to name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sysconfig
+import traceback
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import fleetbus
+import fleetbus_schemas
+import fleetbus_workers
+from fleetbus.recording.redaction import Redactor, find_environment_secrets
+
+TRACEBACK_CHARS = 4000
+"""A longer traceback loses its middle: its ends say most."""
+
+_HEAD_CHARS = 800
+_RUNTIME = frozenset({"anyio", "trio", "outcome", "uvloop", "msgspec", "pytest", "_pytest", "pluggy"})
+"""What workers and tests run on: installed packages that hold no environment."""
+
+
+def locate_error(error: BaseException) -> str:
+    """``FILE:LINE in FUNCTION`` of the innermost frame in an environment's own code; empty if the error came from elsewhere."""
+    told = getattr(error, "location", "")
+    if told:
+        return str(told)
+    frames = [(step.tb_frame.f_code, step.tb_lineno) for step in _walk(error.__traceback__)]
+    return _choose(frames)
+
+
+def locate_frame(frame: FrameType | None) -> str:
+    """The same for code that runs at the moment; ``frame`` is its innermost one."""
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return _choose(frames[::-1])
+
+
+def locate_method(environment: object, call: str) -> str:
+    """Where ``call`` of an environment's class is defined; empty for the adapters that ship."""
+    kind = type(getattr(environment, "implementation", environment))
+    function = inspect.unwrap(getattr(kind, call, None) or locate_method)
+    code = getattr(function, "__code__", None)
+    return _choose([(code, code.co_firstlineno)]) if isinstance(code, CodeType) else ""
+
+
+def format_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of the environment's own code on, without secrets, of bounded length."""
+    if told := getattr(error, "remote_traceback", ""):
+        return clean_traceback(str(told))
+    first = next((step for step in _walk(error.__traceback__) if not _is_ours(step.tb_frame.f_code.co_filename)), None)
+    lines = traceback.format_exception(type(error), error, first or error.__traceback__)
+    return clean_traceback("".join(lines))
+
+
+def clean_traceback(text: str) -> str:
+    """Any text as a result may carry it: without secrets, encodable, bounded."""
+    cleaned = _build_redactor().clean_text(text.rstrip())
+    if len(cleaned) > TRACEBACK_CHARS:
+        left = len(cleaned) - TRACEBACK_CHARS
+        cleaned = f"{cleaned[:_HEAD_CHARS]}\n[{left} characters left out]\n{cleaned[_HEAD_CHARS + left :]}"
+    return cleaned.encode("utf-8", "replace").decode()
+
+
+def _walk(step: TracebackType | None) -> list[TracebackType]:
+    steps = []
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    return steps
+
+
+def _choose(frames: list[tuple[CodeType, int]]) -> str:
+    """The innermost frame of an environment's own code, else of an installed package, outermost first given."""
+    others = [(code, line) for code, line in frames if not _is_ours(code.co_filename)]
+    own = [(code, line) for code, line in others if not _is_installed(code.co_filename)]
+    if not own:
+        own = [(code, line) for code, line in others if _find_package(code.co_filename) not in ("", *_RUNTIME)]
+    if not own:
+        return ""
+    code, line = own[-1]
+    return f"{_shorten(code.co_filename)}:{line} in {code.co_qualname}"
+
+
+@cache
+def _our_folders() -> tuple[str, ...]:
+    packages = (fleetbus, fleetbus_workers, fleetbus_schemas)
+    return tuple(str(Path(next(iter(package.__path__))).resolve()) + os.sep for package in packages)
+
+
+@cache
+def _is_ours(file: str) -> bool:
+    return str(Path(file).resolve()).startswith(_our_folders())
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    """Of the standard library, an installed package, or no file at all."""
+    library = str(Path(sysconfig.get_path("stdlib")).resolve()) + os.sep
+    return file.startswith("<") or str(Path(file).resolve()).startswith(library) or bool(_find_package(file))
+
+
+@cache
+def _find_package(file: str) -> str:
+    """The installed package that a file belongs to; empty for other files."""
+    parts = Path(file).parts
+    found = [parts[index + 1] for index, part in enumerate(parts[:-1]) if part in ("site-packages", "dist-packages")]
+    return found[-1].removesuffix(".py") if found else ""
+
+
+def _shorten(file: str) -> str:
+    """Relative to the working folder if it is below it, as a person would type it."""
+    path = Path(file)
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+@cache
+def _build_redactor() -> Redactor:
+    return Redactor(find_environment_secrets(os.environ))

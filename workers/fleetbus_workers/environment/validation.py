@@ -1,0 +1,144 @@
+"""The edge of environments: what `reset`, `step` and `verify` return is checked here before the worker relies on it. Pure.
+
+A wrong type that got further would show only where somebody else decodes the message that it went into, or nowhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus_schemas.chat import Role
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.episode.normalization import to_plain_number
+from fleetbus_workers.environment.failure_location import locate_method
+
+T = TypeVar("T")
+ROLES = frozenset(get_args(Role))
+
+
+class InvalidReturn(TypeError):
+    """An environment returned what its protocol does not allow; ``location`` is the method that did."""
+
+    def __init__(self, message: str, location: str = "") -> None:
+        super().__init__(message)
+        self.location = location
+
+
+def validate_return(kind: type[T], value: object, call: str, environment: object = None) -> T:
+    """What ``call`` of ``environment`` returned, with plain numbers. ``kind`` is `Start`, `Step`, `Verdict` or dict.
+
+    Numbers stay NaN or infinite if they are: what that means is the caller's to say. Raises `InvalidReturn`.
+    """
+    try:
+        return _validate(kind, value, call)
+    except InvalidReturn as error:
+        raise InvalidReturn(str(error), locate_method(environment, call)) from None
+
+
+def check_messages(messages: Iterable[ChatMessage], where: str = "an environment's messages") -> tuple[ChatMessage, ...]:
+    """The messages of an environment; raises `InvalidReturn` when they are something else."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise InvalidReturn(f"{where} must be a tuple of ChatMessage, not {_describe(messages)}")
+    checked = tuple(messages)
+    for index, message in enumerate(checked):
+        _check_message(message, f"{where}[{index}]")
+    return checked
+
+
+def _validate(kind: type[T], value: object, call: str) -> T:
+    if not isinstance(value, kind):
+        raise InvalidReturn(f"{call} returned {_describe(value)}; it must return {kind.__name__}")
+    changed: dict[str, Any] = {}
+    match value:
+        case Start():
+            changed = {
+                "messages": check_messages(value.messages, "Start.messages"),
+                "tools": _check_tools(value.tools, "Start.tools"),
+                "offered": _check_tools(value.offered, "Start.offered"),
+                "prompted": _check_count(value.prompted, "Start.prompted"),
+            }
+            _check_info(value.info, "Start.info")
+        case Step():
+            changed = {
+                "messages": check_messages(value.messages, "Step.messages"),
+                "reward": _check_number(value.reward, "Step.reward"),
+                "terminated": _check_flag(value.terminated, "Step.terminated"),
+                "truncated": _check_flag(value.truncated, "Step.truncated"),
+                "tool_calls": _check_count(value.tool_calls, "Step.tool_calls"),
+                "tool_errors": _check_count(value.tool_errors, "Step.tool_errors"),
+            }
+            _check_info(value.info, "Step.info")
+        case Verdict():
+            changed = {"reward": None if value.reward is None else _check_number(value.reward, "Verdict.reward")}
+            if not isinstance(value.reason, str):
+                raise InvalidReturn(f"Verdict.reason must be text, not {_describe(value.reason)}")
+        case _:
+            return value
+    return msgspec.structs.replace(value, **changed)
+
+
+def _check_message(message: object, where: str) -> None:
+    if not isinstance(message, ChatMessage):
+        raise InvalidReturn(f"{where} must be a ChatMessage, not {_describe(message)}")
+    if message.role not in ROLES:
+        raise InvalidReturn(f"{where}.role is {message.role!r}; it must be one of {', '.join(get_args(Role))}")
+    if not isinstance(message.content, str):
+        _check_fields(message, ChatMessage, where)
+
+
+def _check_tools(tools: object, where: str) -> tuple[ToolSpec, ...]:
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+        raise InvalidReturn(f"{where} must be a tuple of ToolSpec, not {_describe(tools)}")
+    checked = tuple(tools)
+    for index, tool in enumerate(checked):
+        if not isinstance(tool, ToolSpec):
+            raise InvalidReturn(f"{where}[{index}] must be a ToolSpec, not {_describe(tool)}")
+        _check_fields(tool, ToolSpec, f"{where}[{index}]")
+    return checked
+
+
+def _check_fields(value: object, kind: type, where: str) -> None:
+    """Fields as they are annotated: a Struct does not check them when it is made."""
+    try:
+        msgspec.convert(msgspec.to_builtins(value), kind)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InvalidReturn(f"{where}: {error}") from None
+
+
+def _check_number(value: Any, where: str) -> float:
+    try:
+        return to_plain_number(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidReturn(f"{where} must be a number, not {_describe(value)}") from None
+
+
+def _check_count(value: Any, where: str) -> int:
+    try:
+        return operator.index(value.item() if hasattr(value, "item") else value)
+    except TypeError:
+        raise InvalidReturn(f"{where} must be a whole number, not {_describe(value)}") from None
+
+
+def _check_flag(value: Any, where: str) -> bool:
+    """Flags of NumPy and 0 or 1 will do; text would be true whatever it says."""
+    if value is None or isinstance(value, (str, bytes, Mapping, list, tuple)):
+        raise InvalidReturn(f"{where} must be true or false, not {_describe(value)}")
+    return bool(value)
+
+
+def _check_info(value: object, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidReturn(f"{where} must be a dict, not {_describe(value)}")
+
+
+def _describe(value: object) -> str:
+    if value is None:
+        return "None"
+    text = repr(value) if isinstance(value, (str, int, float)) else ""
+    name = type(value).__name__
+    return f"{name} {text[:60]}" if text else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
