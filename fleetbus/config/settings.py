@@ -67,7 +67,7 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
 
 
 class LimitSettings(Settings, frozen=True, kw_only=True):
-    """Time limits, in seconds; every one is enforced and shows up as the outcome's error class."""
+    """Time limits, in seconds, which show up as the outcome's error class; and when `up` ends a run that cannot progress."""
 
     open: Annotated[float, Meta(gt=0, description="Opening the environment")] = 120.0
     reset: Annotated[float, Meta(gt=0, description="Beginning the episode")] = 120.0
@@ -81,6 +81,18 @@ class LimitSettings(Settings, frozen=True, kw_only=True):
     grace: Annotated[float, Meta(gt=0, description="After the deadline, until the requester closes the episode itself")] = 30.0
     drain: Annotated[float, Meta(gt=0, description="Finishing or handing back what a stopping worker has")] = 60.0
     late: Annotated[float, Meta(gt=0, description="Wait for an action before the log is read for it")] = 1.0
+    ungraded_episodes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Episodes in a row without a grade after which `up` ends the run; once one was graded, not before "
+            "limits.no_progress, too; 0: never",
+        ),
+    ] = 64
+    no_progress: Annotated[
+        float,
+        Meta(ge=0, description="`up` ends a run in which nothing is sampled, graded, trained for so long; 0: never"),
+    ] = 600.0
 
 
 class EnvironmentSettings(Settings, frozen=True, kw_only=True):

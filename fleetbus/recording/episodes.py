@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.failure_kinds import FailureKinds
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
@@ -49,6 +50,7 @@ class EpisodeRow(msgspec.Struct, kw_only=True):
     requested_ns: int = 0
     seconds: float | None = None
     timings: dict[str, float] = msgspec.field(default_factory=dict)
+    error_location: str = ""
 
 
 class EpisodeIndex:
@@ -56,6 +58,7 @@ class EpisodeIndex:
 
     def __init__(self) -> None:
         self.rows: dict[str, EpisodeRow] = {}
+        self.failures = FailureKinds()
 
     def add(self, entry: StreamEntry) -> None:
         """Note an entry; those of other subjects and those that are no messages say nothing."""
@@ -85,8 +88,9 @@ class EpisodeIndex:
     def _add_result(self, row: EpisodeRow, entry: StreamEntry, result: EpisodeFinished) -> None:
         for field in ("group_id", "split", "task_key", "env", "outcome", "error_class", "error", "reward", "turns", "tokens"):
             setattr(row, field, getattr(result, field))
-        for field in ("tool_calls", "tool_errors", "attempts", "policy_versions", "worker", "timings"):
+        for field in ("tool_calls", "tool_errors", "attempts", "policy_versions", "worker", "timings", "error_location"):
             setattr(row, field, getattr(result, field))
+        self.failures.apply(result)
         if row.requested_ns:
             row.seconds = (entry.time_ns - row.requested_ns) / 1e9
 

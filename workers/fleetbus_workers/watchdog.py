@@ -68,6 +68,7 @@ def find_stalls(
         return [Stall(where="log", reason=health.problem, seconds=seconds, advice=advice)]
     detector = StallDetector(state, health, now, now_ns, admission)
     unproductive = [
+        *detector.check_problems(),
         *detector.check_verdicts(now_ns, stall_seconds),
         *detector.check_training(now_ns, stall_seconds),
         *detector.check_policy(now_ns, stall_seconds),
@@ -110,6 +111,16 @@ class StallDetector:
     @property
     def _open_episodes(self) -> str:
         return f"{_pluralize(self.waiting, 'episode')} waiting, {self.running} running"
+
+    # What workers say themselves
+
+    def check_problems(self) -> list[Stall]:
+        """Whether a worker says what keeps it from its work."""
+        return [
+            Stall(where=row.role, reason=f"{row.worker}: {row.note}", seconds=self.stuck_seconds, advice="see its log")
+            for row in self._workers
+            if row.state in ALIVE and row.note
+        ]
 
     # The log
 

@@ -16,6 +16,7 @@ import msgspec
 from fleetbus.config.load import find_default_file, load_configuration
 from fleetbus.config.run_folder import read_earlier_configuration, run_folder
 from fleetbus.config.settings import Configuration
+from fleetbus.core.failure_kinds import FailureKinds
 from fleetbus.errors import UserError
 from fleetbus.recording.episodes import (
     EpisodeIndex,
@@ -66,6 +67,8 @@ class RunReader:
         self._archive = archive
         self.damage = ""
         """What is missing at the end of a recording that was cut off, in one line, once it was read to its end."""
+        self.failures = FailureKinds()
+        """Why episodes have no grade, once `episodes` were read."""
 
     def episodes(self) -> Iterator[EpisodeRow]:
         """One row per episode, in the order of their requests."""
@@ -125,6 +128,7 @@ class RunReader:
             async for entry in source.entries([source.subjects.tasks(), source.subjects.episodes]):
                 index.add(entry)
             self.damage = source.torn
+        self.failures = index.failures
         for row in index.rows.values():
             yield row
 

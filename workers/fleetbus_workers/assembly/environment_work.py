@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import anyio
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
 
 
-async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-    """Play episodes in the environments that ``run.environment`` names, until drained."""
+async def work(
+    bus: Bus,
+    configuration: Configuration,
+    name: str,
+    drain: anyio.Event,
+    *,
+    watch: AbstractAsyncContextManager[None] | None = None,
+) -> None:
+    """Play episodes in the environments that ``run.environment`` names, until drained; ``watch`` is entered around the play."""
     store_image = build_run_image_store(bus, configuration) if configuration.environment.images else None
     required = configuration.environment.sandbox == "required"
-    async with open_environments(configuration, store_image=store_image, required=required) as factory:
+    environments = open_environments(configuration, store_image=store_image, required=required)
+    async with environments as factory, watch or nullcontext():
         await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
 
 

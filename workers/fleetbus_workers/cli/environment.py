@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SettingsCommand, settings_options
 from fleetbus_workers.cli.role import role_options, run_role
+from fleetbus_workers.run_access.server_address import resolve_server_url
+
+if TYPE_CHECKING:
+    import anyio
+
+    from fleetbus.bus.base import Bus
+    from fleetbus.config.settings import Configuration
 
 
 def _load_work() -> Work:
+    from fleetbus.auth.access import build_access
+    from fleetbus.blocked_loop import watch_blocked_loop
+    from fleetbus.bus.nats import connect
+    from fleetbus_schemas import Subjects
     from fleetbus_workers.assembly.environment_work import work
+    from fleetbus_workers.environment.blocked_loop_report import BlockedLoopReport
 
-    return work
+    async def watched_work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+        run = configuration.run.name
+        access = build_access("environment", configuration.nats.auth, run)
+        url = resolve_server_url(configuration)
+        report = BlockedLoopReport(
+            partial(connect, url, run=run, role="environment", worker=name, **access),
+            Subjects(run),
+            worker=name,
+            slots=configuration.environment.slots,
+        )
+        await work(bus, configuration, name, drain, watch=watch_blocked_loop(report))
+
+    return watched_work
 
 
 @click.command("environment", cls=SettingsCommand)

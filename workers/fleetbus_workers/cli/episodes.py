@@ -14,9 +14,13 @@ from fleetbus_workers.cli.run_options import archive_option, reach_options
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fleetbus.core.failure_kinds import FailureKind
     from fleetbus.recording.episodes import EpisodeRow, Transcript
 
 SHOWN = 50
+SHOWN_FAILURES = 5
 
 
 @click.command("episodes")
@@ -82,7 +86,11 @@ def command(
         print(f"{write_rows(build_rows(chosen, columns), output, columns):,} of {len(rows):,} episodes written to {output}")
         return FINISHED
     shown = chosen[-limit:] if limit > 0 else chosen
-    _print_json(shown) if as_json else _print_rows(shown, len(chosen), len(rows))
+    if as_json:
+        _print_json(shown)
+    else:
+        _print_rows(shown, len(chosen), len(rows))
+        _print_failures(reader.failures.kinds, source or configuration.run.name)
     return FINISHED
 
 
@@ -152,6 +160,15 @@ def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
     print_table(table)
     hidden = f", the last {len(rows)} shown (--limit 0: all)" if len(rows) < matching else ""
     print(f"{matching:,} of {total:,} episodes{hidden}")
+
+
+def _print_failures(failures: Sequence[FailureKind], source: str) -> None:
+    """Why episodes of the run have no grade, the most frequent reason first."""
+    kinds = sorted(failures, key=lambda kind: -kind.count)
+    for kind in kinds[:SHOWN_FAILURES]:
+        print(f"{kind.line}; `fleetbus episodes {source} {kind.episode_id}` shows one")
+    if len(kinds) > SHOWN_FAILURES:
+        print(f"and {len(kinds) - SHOWN_FAILURES} other kinds of failure")
 
 
 def _print_transcript(transcript: Transcript, episode: str, *, tokens: bool, as_json: bool) -> None:

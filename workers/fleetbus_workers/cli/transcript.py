@@ -30,6 +30,10 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool) -> N
     timings = ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in result.timings.items())
     print(f"\nresult: {result.outcome}{error} · reward {reward} · {result.turns} turns, {result.tokens} tokens")
     print(f"times: {timings}" if timings else "")
+    if result.error_location:
+        print(f"failed at {result.error_location}")
+    if result.traceback:
+        print(result.traceback)
 
 
 def _print_turn(turn: TranscriptTurn, *, tokens: bool) -> None:

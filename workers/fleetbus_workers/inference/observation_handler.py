@@ -36,6 +36,8 @@ from fleetbus_workers.inference.base import (
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
 
 VERSION_POLL_SECONDS = 0.05
+PROBLEM_CHARS = 500
+"""Of a problem that heartbeats tell."""
 
 log = structlog.get_logger()
 
@@ -78,6 +80,8 @@ class ObservationHandler:
         """By turn in work its observations by lease, in order: one, and those that were routed again."""
         self._expected_sequence = math.inf
         self._version_loaded = anyio.Event()
+        self.problem = ""
+        """Why the engine answered nothing the last time it was asked, in one line; empty if it did."""
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -119,6 +123,7 @@ class ObservationHandler:
             await self._handle_newest(waiting)
         except EngineFailed as failed:
             self._counters["engine_failed"] += 1
+            self.problem = f"engine failed: {' '.join(str(failed).split())}"[:PROBLEM_CHARS]
             log.warning("engine failed; leaving the observation to another worker", reason=str(failed))
         finally:
             del self._busy[turn]
@@ -302,6 +307,7 @@ class ObservationHandler:
         )
 
     def _count(self, generation: Generation, delta: int) -> None:
+        self.problem = ""
         self._counters["actions"] += 1
         self._counters["tokens_sampled"] += len(generation.ids)
         self._counters["tokens_prompt"] += delta

@@ -25,7 +25,7 @@ from fleetbus.slots import Slots
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
-from fleetbus_workers.inference.observation_handler import ObservationHandler
+from fleetbus_workers.inference.observation_handler import PROBLEM_CHARS, ObservationHandler
 
 RELOAD_SECONDS = 5.0
 """Until a version that was rejected is tried again: its file may have been on its way."""
@@ -79,6 +79,7 @@ class InferenceWorker:
         )
         self._slots = Slots(bus, self._handler.handle_delivery)
         self._ready = anyio.Event()
+        self._weights_problem = ""
 
     async def run(self) -> None:
         """Work until drained; cancelled, it drops everything, and others answer when the leases run out."""
@@ -145,7 +146,9 @@ class InferenceWorker:
         except WeightsRejected as rejected:
             self._counters["weights_rejected"] += 1
             log.error("weights rejected; retrying", version=published.version, reason=str(rejected))
+            self._weights_problem = f"weights of version {published.version} rejected: {rejected}"[:PROBLEM_CHARS]
             return False
+        self._weights_problem = ""
         self._counters["versions_loaded"] += 1
         self._ready.set()
         return True
@@ -175,6 +178,7 @@ class InferenceWorker:
             lane=self._lane.name,
             draining=self._drain.is_set(),
             counters=dict(self._counters) | self._read_engine_counters(),
+            problem=self._weights_problem or self._handler.problem,
         )
 
     def _read_engine_counters(self) -> dict[str, float]:

@@ -35,6 +35,10 @@ RECENT_EPISODES = 500
 """Outcomes and errors are counted over all episodes, means over this many."""
 
 
+SHOWN_FAILURES = 5
+"""Kinds of failure, the most frequent ones first."""
+
+
 class GroupRow(msgspec.Struct, kw_only=True):
     """One GRPO group. ``spread`` is the standard deviation of its rewards: 0 teaches nothing."""
 
@@ -181,6 +185,10 @@ class RunState:
             "outcomes": dict(self.progress.outcomes),
             "excluded": dict(self.training.excluded),
             "errors": dict(self.errors.most_common(12)),
+            "failures": [
+                {"line": kind.line, "episode_id": kind.episode_id, "traceback": kind.traceback}
+                for kind in sorted(self.episodes.failures.kinds, key=lambda kind: -kind.count)[:SHOWN_FAILURES]
+            ],
             "takeovers": self.takeovers,
             "malformed": self.malformed,
             "quiet_seconds": quiet,

@@ -19,7 +19,8 @@ State = Literal["working", "draining", "starting", "silent", "stopped", "failed"
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as the table shows it. ``seconds`` since its last sign of life; ``note`` is what it failed of."""
+    """One worker as the table shows it. ``seconds`` since its last sign of life; ``note`` is what it failed of, or what keeps
+    it from its work."""
 
     worker: str
     role: WorkerRole
@@ -41,6 +42,14 @@ class _WorkerRecord(msgspec.Struct, kw_only=True):
     note: str = ""
 
 
+def merge_heartbeat(last: Heartbeat | None, beat: Heartbeat) -> Heartbeat:
+    """``beat`` with what the ``last`` one of the worker said, if it comes from the thread that watches a blocked loop: that
+    knows of the problem alone."""
+    if last is None or not beat.problem or beat.counters or beat.lane:
+        return beat
+    return msgspec.structs.replace(last, problem=beat.problem)
+
+
 class WorkerRegistry:
     """Times are monotonic seconds of the caller. Life entries of long ago count only where a heartbeat follows them."""
 
@@ -51,7 +60,8 @@ class WorkerRegistry:
         seen = self._records.get(beat.worker)
         if seen is None or seen.ended:
             seen = self._records[beat.worker] = _WorkerRecord(role=beat.role, at=now)
-        seen.at, seen.beat, seen.draining = now, beat, beat.draining
+        seen.beat = merge_heartbeat(seen.beat, beat)
+        seen.at, seen.draining = now, seen.beat.draining
 
     def record_life_event(self, message: Message, age_seconds: float, now: float) -> None:
         """Take in a life entry that was stored ``age_seconds`` ago."""
@@ -100,7 +110,7 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
         policy_version=beat.policy_version if beat else -1,
         lane=beat.lane if beat else "",
         seconds=round(now - seen.at, 1),
-        note=seen.note,
+        note=seen.note or (beat.problem if beat and not seen.ended else ""),
     )
 
 

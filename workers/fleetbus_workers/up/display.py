@@ -142,6 +142,6 @@ def _build_worker_table(workers: list[Heartbeat]) -> Table:
     table = Table("worker", "state", "in flight", "version", box=None, header_style="dim", pad_edge=False)
     for beat in workers:
         version = str(beat.policy_version) if beat.policy_version >= 0 else ""
-        state = "draining" if beat.draining else "working"
+        state = "draining" if beat.draining else "in trouble" if beat.problem else "working"
         table.add_row(beat.worker, state, in_flight(beat.role, beat.in_flight, beat.slots), version)
     return table

@@ -7,20 +7,24 @@ import anyio
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.episodes import read_entry
 from fleetbus.heartbeats import follow_heartbeats
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_workers.overview.progress import FOLLOWED, Progress
 from fleetbus_workers.up.display import Display
+from fleetbus_workers.up.progress_guard import ProgressGuard
 
 
 class Follower:
     """Folds the log of one run, from its first entry on, into ``progress``; what is new is shown."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, policy: str, progress: Progress, display: Display) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, policy: str, progress: Progress, display: Display, guard: ProgressGuard
+    ) -> None:
         self._bus = bus
         self._heartbeats = subjects.heartbeats
         self._followed = [subjects.train(policy), subjects.policy(policy), subjects.episodes, subjects.life("*", "*")]
         self._progress = progress
         self._display = display
+        self._guard = guard
         self._next_sequence = 1
         self._shown_from = 1
 
@@ -50,8 +54,12 @@ class Follower:
             return
         self._progress.apply(message, entry.time_ns)
         if entry.sequence >= self._shown_from:
+            self._guard.apply(message, anyio.current_time())
             self._display.show_message(message)
 
     async def _follow_heartbeats(self) -> None:
-        registry = self._progress.worker_registry
-        await follow_heartbeats(self._bus, self._heartbeats, lambda beat: registry.record_heartbeat(beat, anyio.current_time()))
+        def record(beat: Heartbeat) -> None:
+            self._progress.worker_registry.record_heartbeat(beat, anyio.current_time())
+            self._guard.record_heartbeat(beat, anyio.current_time())
+
+        await follow_heartbeats(self._bus, self._heartbeats, record)

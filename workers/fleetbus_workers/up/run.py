@@ -29,6 +29,7 @@ from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.process_plans import LocalRoles, RoleCommand, build_role_plans, build_server_plan, build_stream_plan
+from fleetbus_workers.up.progress_guard import ProgressGuard
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 from fleetbus_workers.up.supervisor import Supervisor
@@ -37,6 +38,9 @@ SUMMARY_SECONDS = 8.0
 SHORT_SUMMARY_SECONDS = 1.5
 """For reading the rest of the log: after the run's own end, and when the user asked to stop or the server is gone. Most
 of it was read while the run went on."""
+
+GUARD_SECONDS = 0.5
+"""Between two looks at what failed."""
 
 STRAY_SECONDS = 6.0
 """Time limit for stopping an orphaned server; rarely needed."""
@@ -181,18 +185,34 @@ class Run:
 
     async def _watch(self, bus: Bus, roles: Supervisor, progress: Progress, began: float) -> None:
         run = self._configuration.run
-        follower = Follower(bus, Subjects(run.name), run.policy, progress, self._display)
+        guard = ProgressGuard(self._configuration.limits, anyio.current_time())
+        follower = Follower(bus, Subjects(run.name), run.policy, progress, self._display, guard)
+        stalled = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_progress, follower)
+            tasks.start_soon(self._guard_progress, guard, stalled)
             tasks.start_soon(roles.run)
-            await _wait_for_first(roles.over, self._server.over, self._stop_requested)
+            await _wait_for_first(roles.over, self._server.over, self._stop_requested, stalled)
             await roles.stop()
             tasks.cancel_scope.cancel()
-        self._result.failure = roles.failure or self._server.failure
+        self._result.failure = self._result.failure or roles.failure or self._server.failure
         await self._read_remaining_entries(follower)
+        for line in guard.take_final_lines():
+            self._display.line(line)
         summary = build_summary(progress, run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
         found = progress.signal.latest
         self._result.summary = msgspec.structs.replace(summary, signal=found.reason if found is not None else "")
+
+    async def _guard_progress(self, guard: ProgressGuard, stalled: anyio.Event) -> None:
+        """Say what fails, and set ``stalled`` when the run cannot progress."""
+        while not stalled.is_set():
+            await anyio.sleep(GUARD_SECONDS)
+            now = anyio.current_time()
+            for line in guard.take_lines(now):
+                self._display.line(line)
+            self._result.failure = guard.find_stall(now)
+            if self._result.failure is not None:
+                stalled.set()
 
     async def _follow_progress(self, follower: Follower) -> None:
         """Progress display is optional: training continues without it."""

@@ -22,9 +22,16 @@ class FirstFailures:
     def describe(self, ended: EpisodeEnded) -> str:
         """The traceback of a failure if it is the first of its kind, else empty."""
         kind = (ended.outcome, ended.error_class, ended.error.partition(":")[0][:40], ended.location)
-        if kind in self._kinds or len(self._kinds) >= MAX_KINDS or ended.__cause__ is None:
+        if kind in self._kinds or len(self._kinds) >= MAX_KINDS:
             return ""
         self._kinds.add(kind)
-        text = format_traceback(ended.__cause__)
-        log.warning("first failure of its kind", error_class=ended.error_class, location=ended.location, traceback=text)
+        text = format_traceback(ended.__cause__) if ended.__cause__ is not None else ""
+        log.warning(
+            "first failure of its kind",
+            outcome=ended.outcome,
+            error_class=ended.error_class,
+            reason=ended.error,
+            location=ended.location,
+            traceback=text,
+        )
         return text

@@ -18,9 +18,10 @@ function head({ episode, row, task, claims, result, trained_in }) {
     ["attempts", claims.length], ["trained in step", trained_in || "–"], ["policy versions", result?.policy_versions.join(" ") || "–"],
     ["group", row?.group_id ? el("a", { href: `#/episodes?group=${encodeURIComponent(row.group_id)}` }, row.group_id) : "–"], ["task", task?.key ?? "–"], ["worker", row?.worker ?? "–"],
   ];
-  const error = result?.error_class ? el("p", { class: "bad" }, `${result.error_class}${result.error ? `: ${result.error}` : ""}`) : null;
+  const error = result?.error_class ? el("p", { class: "bad" }, `${result.error_class}${result.error ? `: ${result.error}` : ""}${result.error_location ? ` (${result.error_location})` : ""}`) : null;
+  const traceback = result?.traceback ? el("pre", { class: "bad" }, result.traceback) : null;
   const taken = claims.length > 1 ? el("p", { class: "warn" }, claims.map((claim) => `attempt ${claim.attempt} by ${claim.worker} (${(claim.reason ?? "fresh").replaceAll("_", " ")}, from turn ${claim.resumed_at_turn ?? 0})`).join(" · ")) : null;
-  return section(`Episode ${episode}`, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), error, taken);
+  return section(`Episode ${episode}`, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), error, traceback, taken);
 }
 
 function timeline(spans) {

@@ -6,7 +6,7 @@ const STATES = { working: "good", draining: "warn", starting: "dim", silent: "ba
 
 export function fleet(overview) {
   const { numbers, workers, log, server, stalls, notes, ending } = overview;
-  return [over(ending), stuck(stalls), worthKnowing(notes), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** Of a run that is over: since when, how it ended, how to go on. */
@@ -17,6 +17,9 @@ const stuck = (stalls) => stalls.length ? el("section", { "aria-label": "Stuck" 
 
 /** What is worth knowing and no trouble: that nothing is left to learn. */
 const worthKnowing = (notes) => notes.length ? el("section", { "aria-label": "Worth knowing" }, notes.map((note) => el("p", { class: "good alarm", role: "status" }, note))) : null;
+
+/** Why episodes have no grade: each kind with its count, its place and its first traceback. */
+const failures = (kinds) => kinds.length ? section("Failures", ...kinds.map((kind) => el("div", { class: "failure" }, el("p", { class: "bad" }, kind.line, " · ", el("a", { href: `#/episode/${encodeURIComponent(kind.episode_id)}` }, kind.episode_id)), kind.traceback ? el("details", {}, el("summary", {}, "traceback"), el("pre", {}, kind.traceback)) : null))) : null;
 
 function cards(numbers, stalls) {
   const facts = [

@@ -1,0 +1,107 @@
+"""What `up` says of failures, and when it ends a run that cannot progress."""
+
+from __future__ import annotations
+
+from fleetbus.config.settings import LimitSettings
+from fleetbus_schemas import EpisodeFinished, Heartbeat, Outcome, StepTrained, WorkerStopped
+from fleetbus_workers.up.progress_guard import ProgressGuard
+
+LIMITS = LimitSettings(ungraded_episodes=8, no_progress=100.0)
+
+
+def finished(number: int, outcome: Outcome = "env_failed", **fields: object) -> EpisodeFinished:
+    given = {"error_class": "KeyError", "error": "step: no such room", "error_location": "my_game.py:27 in MyGame.step"}
+    facts = given | fields if outcome != "completed" else {"reward": 1.0}
+    return EpisodeFinished(episode_id=f"e{number}", group_id="g", attempt=1, outcome=outcome, worker="w", **facts)  # type: ignore[arg-type]
+
+
+def test_a_kind_of_failure_is_said_once_with_its_count_and_traceback_and_again_at_the_end() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for number in range(3):
+        guard.apply(finished(number, traceback="Traceback\n  line" if number == 0 else ""), 0.0)
+    assert guard.take_lines(0.1) == []
+    assert guard.take_lines(1.2) == [
+        "3 episodes ended env_failed KeyError: step: no such room (my_game.py:27 in MyGame.step)",
+        "  | Traceback",
+        "  |   line",
+    ]
+    guard.apply(finished(3), 2.0)
+    assert guard.take_lines(9.0) == []
+    assert guard.take_final_lines() == [
+        "in all, 4 episodes ended env_failed KeyError: step: no such room (my_game.py:27 in MyGame.step)"
+    ]
+
+
+def test_failures_of_other_places_are_other_kinds_and_stale_or_cancelled_episodes_none() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for number, outcome in enumerate(("env_failed", "stale", "cancelled", "completed")):
+        guard.apply(finished(number, outcome), 0.0)  # type: ignore[arg-type]
+    guard.apply(finished(9, error_location="my_game.py:31 in MyGame.step"), 0.0)
+    guard.take_lines(0.0)
+    assert len(guard.take_lines(1.0)) == 2
+
+
+def test_so_many_episodes_in_a_row_without_a_grade_end_the_run_with_the_cause() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for number in range(7):
+        guard.apply(finished(number), 1.0)
+    assert guard.find_stall(1.0) is None
+    guard.apply(finished(7), 1.0)
+    stall = guard.find_stall(1.0)
+    assert stall is not None
+    assert "8 episodes in a row ended without a grade (limits.ungraded_episodes)" in str(stall)
+    assert "KeyError: step: no such room (my_game.py:27 in MyGame.step)" in str(stall)
+
+
+def test_a_run_that_had_a_grade_gets_as_long_as_any_other_to_progress() -> None:
+    """A platform may be away for a minute, in which hundreds of episodes fail."""
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.apply(finished(0, "completed"), 10.0)
+    for number in range(1, 50):
+        guard.apply(finished(number), 11.0)
+    assert guard.find_stall(109.0) is None
+    assert "49 episodes in a row" in str(guard.find_stall(110.0))
+
+
+def test_nothing_is_ended_where_the_settings_say_never() -> None:
+    guard = ProgressGuard(LimitSettings(ungraded_episodes=0, no_progress=0.0), 0.0)
+    for number in range(500):
+        guard.apply(finished(number), 1.0)
+    assert guard.find_stall(1e9) is None
+
+
+def test_a_problem_of_a_worker_is_said_once_and_is_the_cause_when_nothing_progresses() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for now in range(0, 100, 2):
+        guard.record_heartbeat(Heartbeat(role="inference", worker="inference", problem="weights rejected: sha256"), float(now))
+    assert guard.take_lines(99.0) == ["inference: weights rejected: sha256"]
+    assert guard.find_stall(99.0) is None
+    assert "nothing progressed for 100 s (limits.no_progress): inference: weights rejected" in str(guard.find_stall(100.0))
+
+
+def test_sampled_actions_trained_steps_and_a_learner_with_its_batch_are_progress() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.record_heartbeat(Heartbeat(role="inference", worker="i", counters={"actions": 3.0}), 90.0)
+    assert guard.find_stall(180.0) is None
+    guard.apply(StepTrained(lineage="l", step=1, version=1, episodes=()), 180.0)
+    assert guard.find_stall(270.0) is None
+    guard.record_heartbeat(Heartbeat(role="learner", worker="l", slots=4, in_flight=4), 270.0)
+    assert guard.find_stall(369.0) is None
+
+
+def test_a_learner_that_waits_for_episodes_is_no_progress() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for now in range(0, 101, 2):
+        guard.record_heartbeat(Heartbeat(role="environment", worker="e", slots=8, in_flight=8), float(now))
+        guard.record_heartbeat(Heartbeat(role="learner", worker="l", slots=4, in_flight=4), float(now))
+    assert guard.find_stall(100.0) is not None
+
+
+def test_a_worker_that_falls_silent_is_said_once_and_one_that_said_goodbye_is_not() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for worker in ("e", "f"):
+        guard.record_heartbeat(Heartbeat(role="environment", worker=worker), 0.0)
+    guard.apply(WorkerStopped(role="environment", worker="f"), 1.0)
+    assert guard.take_lines(7.0) == []
+    assert guard.take_lines(9.0) == ["e: no heartbeat for 8 s: it is blocked, suspended or dead"]
+    assert guard.take_lines(20.0) == []

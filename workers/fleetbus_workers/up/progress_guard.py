@@ -1,0 +1,163 @@
+"""What `up` says of failures while a run goes on, and when it ends a run that cannot progress. Pure: time is an argument.
+
+Every kind of failure and every problem of a worker is said once, with count and cause; nothing of runs before this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from fleetbus.config.settings import LimitSettings
+from fleetbus.core.failure_kinds import EXPECTED, FailureKinds
+from fleetbus.errors import FleetbusError
+from fleetbus_schemas import (
+    GRADED,
+    EpisodeFinished,
+    EvaluationFinished,
+    Heartbeat,
+    Message,
+    PolicyPublished,
+    StepTrained,
+    TrainingFinished,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStopped,
+)
+
+GATHER_SECONDS = 1.0
+"""Between the first failure of a kind and its line: the count says whether it is one episode or all of them."""
+
+SILENT_SECONDS = 8.0
+"""Without a heartbeat for this long (four are due) a worker's silence is said."""
+
+TRACEBACK_LINES = 24
+
+
+class RunStalled(FleetbusError):
+    """The run cannot progress as it is configured; the message is the cause."""
+
+
+class _HeardWorker(msgspec.Struct, kw_only=True):
+    heard_at: float
+    actions: float = 0.0
+    episodes: int = 0
+    problem: str = ""
+    is_silence_said: bool = False
+
+
+class ProgressGuard:
+    """One run, from the moment when `up` began to watch it."""
+
+    def __init__(self, limits: LimitSettings, now: float) -> None:
+        self._ungraded_limit = limits.ungraded_episodes
+        self._no_progress_seconds = limits.no_progress
+        self._failures = FailureKinds()
+        self._said: dict[int, int] = {}
+        """How many there were of a kind when it was said last, by its index."""
+        self._first_seen: dict[int, float] = {}
+        self._problems: list[str] = []
+        self._said_problems: set[str] = set()
+        self._workers: dict[str, _HeardWorker] = {}
+        self._ungraded = 0
+        self._has_graded = False
+        self._progressed_at = now
+        self._is_finished = False
+
+    def apply(self, message: Message, now: float) -> None:
+        """Take in an entry of the log that was stored after `up` began."""
+        self._failures.apply(message)
+        match message:
+            case EpisodeFinished():
+                self._apply_result(message, now)
+            case StepTrained() | EvaluationFinished() | PolicyPublished() | WorkerStarted():
+                self._progressed_at = now
+            case TrainingFinished():
+                self._is_finished = True
+        if isinstance(message, (WorkerStopped, WorkerFailed)):
+            self._workers.pop(message.worker, None)
+
+    def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        """Take in a heartbeat: actions that were sampled are progress, and so is a learner that has its batch."""
+        seen = self._workers.setdefault(beat.worker, _HeardWorker(heard_at=now))
+        seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem, False
+        seen.episodes = beat.in_flight if beat.role == "environment" else 0
+        actions = beat.counters.get("actions", 0.0)
+        if actions > seen.actions or self._is_training(beat):
+            self._progressed_at = now
+        seen.actions = max(actions, seen.actions)
+        if beat.problem:
+            self._add_problem(f"{beat.worker}: {beat.problem}")
+
+    def take_lines(self, now: float) -> list[str]:
+        """What is to be said now, and has not been said."""
+        for name, worker in self._workers.items():
+            if now - worker.heard_at > SILENT_SECONDS and not worker.is_silence_said:
+                worker.is_silence_said = True
+                self._problems.append(f"{name}: no heartbeat for {SILENT_SECONDS:g} s: it is blocked, suspended or dead")
+        lines, self._problems = self._problems, []
+        for index, kind in enumerate(self._failures.kinds):
+            first = self._first_seen.setdefault(index, now)
+            if index not in self._said and now - first >= GATHER_SECONDS:
+                self._said[index] = kind.count
+                lines += [kind.line, *format_traceback_lines(kind.traceback)]
+        return lines
+
+    def take_final_lines(self) -> list[str]:
+        """The kinds of failure that have not been said, or whose count has grown since."""
+        lines = []
+        for index, kind in enumerate(self._failures.kinds):
+            if index not in self._said:
+                lines += [kind.line, *format_traceback_lines(kind.traceback)]
+            elif kind.count > self._said[index]:
+                lines.append(f"in all, {kind.line}")
+            self._said[index] = kind.count
+        return lines
+
+    def find_stall(self, now: float) -> RunStalled | None:
+        """Why the run is to end: too many episodes in a row without a grade, or no progress for too long."""
+        if self._is_finished:
+            return None
+        seconds, limit = now - self._progressed_at, self._no_progress_seconds
+        is_late = bool(limit) and seconds >= limit
+        if self._ungraded_limit and self._ungraded >= self._ungraded_limit and (not self._has_graded or is_late):
+            return RunStalled(
+                f"{self._ungraded} episodes in a row ended without a grade (limits.ungraded_episodes), "
+                f"the last one {self._describe_cause()}"
+            )
+        if is_late:
+            return RunStalled(f"nothing progressed for {seconds:.0f} s (limits.no_progress): {self._describe_cause()}")
+        return None
+
+    def _apply_result(self, message: EpisodeFinished, now: float) -> None:
+        if message.outcome in GRADED:
+            self._ungraded, self._has_graded, self._progressed_at = 0, True, now
+        elif message.outcome not in EXPECTED:
+            self._ungraded += 1
+
+    def _is_training(self, beat: Heartbeat) -> bool:
+        """A learner that has a batch of groups while nothing is played trains, publishes or stores a checkpoint."""
+        is_idle = not any(worker.episodes or worker.problem for worker in self._workers.values())
+        return beat.role == "learner" and beat.in_flight >= beat.slots > 0 and is_idle
+
+    def _add_problem(self, line: str) -> None:
+        if line not in self._said_problems:
+            self._said_problems.add(line)
+            self._problems.append(line)
+
+    def _describe_cause(self) -> str:
+        problems = [f"{name}: {worker.problem}" for name, worker in sorted(self._workers.items()) if worker.problem]
+        silent = [f"{name} is silent" for name, worker in sorted(self._workers.items()) if worker.is_silence_said]
+        failures = [kind.reason for kind in self._failures.kinds[-1:]]
+        causes = [*failures, *problems, *silent] if self._ungraded else [*problems, *silent, *failures]
+        return "; ".join(causes) or "no episode ended and no action was sampled; `fleetbus top` says where it waits"
+
+
+def format_traceback_lines(text: str) -> Iterable[str]:
+    """A traceback as lines of the screen, the middle left out if it is long."""
+    lines = text.splitlines()
+    if len(lines) > TRACEBACK_LINES:
+        half = TRACEBACK_LINES // 2
+        lines = [*lines[:half], f"[{len(lines) - 2 * half} lines left out]", *lines[-half:]]
+    return [f"  | {line}" for line in lines]
