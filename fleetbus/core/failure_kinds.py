@@ -1,4 +1,4 @@
-"""Episodes that ended without a grade, by kind of failure, with the first traceback of each: a fold of results. Pure."""
+"""Episodes that ended without a grade, or without a turn, by kind of failure, with the first traceback of each: a fold of results. Pure."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class FailureKind(msgspec.Struct, kw_only=True):
         return f"{self.count:,} episode{'' if self.count == 1 else 's'} ended {self.reason}"
 
 
+def is_unplayed(message: EpisodeFinished) -> bool:
+    """Whether an episode was graded though its first prompt left no room for a turn: no work of the policy is in its grade."""
+    return message.outcome == "truncated" and message.error_class == "tokens" and message.turns == 0
+
+
 class FailureKinds:
     """The kinds of failure of a run, in the order in which they came."""
 
@@ -48,7 +53,7 @@ class FailureKinds:
 
     def apply(self, message: Message) -> None:
         """Take in one entry of the log."""
-        if not isinstance(message, EpisodeFinished) or message.outcome in EXPECTED:
+        if not isinstance(message, EpisodeFinished) or (message.outcome in EXPECTED and not is_unplayed(message)):
             return
         where = message.error_location or message.error.partition(":")[0][:40]
         kind = self._kinds.get(key := (message.outcome, message.error_class, where))

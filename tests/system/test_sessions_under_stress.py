@@ -191,10 +191,11 @@ async def test_an_observation_that_cannot_travel_ends_its_episode_alone(messages
     assert_not_graded(result, "env_failed", "MalformedMessage")
 
 
-async def test_a_prompt_longer_than_the_model_is_an_outcome_without_tokens() -> None:
+async def test_a_prompt_longer_than_the_model_is_an_outcome_without_tokens_and_says_how_long_it_is() -> None:
     start = Start(messages=(ChatMessage(role="user", content="x" * 5000),))
     result = await play_episode(FaultyStages(reset=make_returning(start)))
     assert (result.outcome, result.error_class) == ("truncated", "tokens")
+    assert "the prompt has 5," in result.error and "(inference.max_model_len)" in result.error
     assert (result.turns, result.actions, result.tokens) == (0, (), 0)
     assert "the prompt leaves no room for a turn" in result.error
 

@@ -105,3 +105,37 @@ def test_a_worker_that_falls_silent_is_said_once_and_one_that_said_goodbye_is_no
     assert guard.take_lines(7.0) == []
     assert guard.take_lines(9.0) == ["e: no heartbeat for 8 s: it is blocked, suspended or dead"]
     assert guard.take_lines(20.0) == []
+
+
+def test_episodes_that_end_in_their_first_turn_for_want_of_tokens_are_said_once_with_the_remedy() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    error = "its tokens were used up in turn 1 of 5: the first prompt took 937 of 1,024 (episode.max_episode_tokens)"
+    for number in range(20):
+        guard.apply(
+            EpisodeFinished(
+                episode_id=f"e{number}",
+                group_id="g",
+                attempt=1,
+                outcome="truncated",
+                worker="w",
+                error_class="tokens",
+                error=error,
+                reward=0.0,
+                turns=1,
+            ),
+            0.0,
+        )
+    (line,) = guard.take_lines(0.0)
+    assert line.startswith("8 of 8 episodes had no room") and "937 of 1,024" in line
+    assert "raise episode.max_episode_tokens" in line
+
+
+def test_episodes_whose_prompt_leaves_no_room_for_a_turn_are_a_failure_though_they_have_a_grade() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    error = "the prompt leaves no room for a turn: the prompt has 5,012 tokens; the model takes 1,024 (inference.max_model_len)"
+    for number in range(8):
+        guard.apply(finished(number, "truncated", error_class="tokens", error=error, error_location="", reward=0.0), 0.0)
+    guard.take_lines(0.0)
+    (line,) = guard.take_lines(1.5)
+    assert line.startswith("8 episodes ended truncated tokens: the prompt leaves no room") and "5,012" in line
+    assert "the prompt has 5,012 tokens" in str(guard.find_stall(1.5))

@@ -194,7 +194,12 @@ class ObservationHandler:
         ids += delta.ids
         room = min(observation.tokens_left - len(delta.ids), self._max_model_len - len(ids), observation.sampling.max_tokens)
         if room < 1:
-            return self._fill_action(observation, finish_reason="length", history_hash=observation.history_hash)
+            return self._fill_action(
+                observation,
+                finish_reason="length",
+                history_hash=observation.history_hash,
+                error=_describe_lack_of_room(observation, len(ids), len(delta.ids), self._max_model_len),
+            )
         if observation.request_sequence > self._expected_sequence:
             await self._version_loaded.wait()
         await self._wait_for_version(observation.pinned_version)
@@ -312,6 +317,15 @@ class ObservationHandler:
         self._counters["tokens_sampled"] += len(generation.ids)
         self._counters["tokens_prompt"] += delta
         self._counters["histories_rebuilt"] = self._histories.rebuilt
+
+
+def _describe_lack_of_room(observation: Observation, tokens: int, added: int, max_model_len: int) -> str:
+    """Why no token can be sampled: how long the prompt is, and which limit it meets."""
+    if tokens >= max_model_len:
+        limit = f"the model takes {max_model_len:,} (inference.max_model_len)"
+    else:
+        limit = f"the episode may have {tokens - added + observation.tokens_left:,} (episode.max_episode_tokens)"
+    return f"the prompt has {tokens:,} tokens; {limit}"
 
 
 def compute_turn_seed(observation: Observation) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fleetbus.config.settings import LimitSettings
-from fleetbus.core.failure_kinds import EXPECTED, FailureKinds
+from fleetbus.core.failure_kinds import EXPECTED, FailureKinds, is_unplayed
 from fleetbus.errors import FleetbusError
 from fleetbus_schemas import (
     GRADED,
@@ -33,6 +33,8 @@ SILENT_SECONDS = 8.0
 """Without a heartbeat for this long (four are due) a worker's silence is said."""
 
 TRACEBACK_LINES = 24
+MANY_SHORT = 8
+"""Graded episodes whose tokens were used up in their first turns, and most of all: no accident any more."""
 
 
 class RunStalled(FleetbusError):
@@ -64,6 +66,8 @@ class ProgressGuard:
         self._has_graded = False
         self._progressed_at = now
         self._is_finished = False
+        self._graded = self._short = 0
+        self._is_shortage_said = False
 
     def apply(self, message: Message, now: float) -> None:
         """Take in an entry of the log that was stored after `up` began."""
@@ -131,10 +135,24 @@ class ProgressGuard:
         return None
 
     def _apply_result(self, message: EpisodeFinished, now: float) -> None:
-        if message.outcome in GRADED:
+        if is_unplayed(message):
+            self._ungraded += 1
+        elif message.outcome in GRADED:
             self._ungraded, self._has_graded, self._progressed_at = 0, True, now
+            self._note_used_tokens(message)
         elif message.outcome not in EXPECTED:
             self._ungraded += 1
+
+    def _note_used_tokens(self, message: EpisodeFinished) -> None:
+        """Say once that most episodes end in their first turns for want of tokens: nothing is learned from those."""
+        self._graded += 1
+        self._short += message.outcome == "truncated" and message.error_class == "tokens" and bool(message.error)
+        if self._short >= MANY_SHORT and 2 * self._short > self._graded and not self._is_shortage_said:
+            self._is_shortage_said = True
+            advice = "raise episode.max_episode_tokens, and inference.max_model_len as far as the model goes"
+            self._problems.append(
+                f"{self._short} of {self._graded} episodes had no room, the last one: {message.error}; {advice}"
+            )
 
     def _is_training(self, beat: Heartbeat) -> bool:
         """A learner that has a batch of groups while nothing is played trains, publishes or stores a checkpoint."""

@@ -35,6 +35,9 @@ from fleetbus_workers.environment.validation import validate_return
 
 LAST_OBSERVATION_BYTES = 2048
 
+FEW_TURNS = 2
+"""An episode whose tokens were used up in so few turns says what they were used for."""
+
 log = structlog.get_logger()
 
 
@@ -83,6 +86,7 @@ class EpisodeRunner:
         self._tool_calls = 0
         self._tool_errors = 0
         self._tokens = 0
+        self._lack_of_room = ""
         self._last = Step()
 
     @property
@@ -128,7 +132,7 @@ class EpisodeRunner:
         while self.turn < self._request.max_turns:
             turn = await self._obtain_turn(messages, tools)
             if turn is None:
-                return Conclusion(outcome="truncated", error_class="tokens", error="" if self.turn else self._no_room())
+                return Conclusion(outcome="truncated", error_class="tokens", error=self._describe_used_tokens())
             step = await self._step_environment(turn)
             if step.terminated:
                 return Conclusion(outcome="completed")
@@ -136,12 +140,6 @@ class EpisodeRunner:
                 return Conclusion(outcome="truncated", error_class="environment")
             messages, tools = self._append_status(step.messages), ()
         return Conclusion(outcome="truncated", error_class="turns")
-
-    def _no_room(self) -> str:
-        return (
-            "the prompt leaves no room for a turn: it uses up the "
-            f"{self._request.max_tokens} tokens of the episode, or those that the model takes; shorten it, or raise the limit"
-        )
 
     def _append_status(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
@@ -166,7 +164,24 @@ class EpisodeRunner:
         turn = await self._ask_policy(messages, tools, tokens_left)
         if turn.action.finish_reason == "failed":
             raise EpisodeEnded("lost", turn.action.error_class or "action_failed", turn.action.error)
-        return turn if turn.action.sampled else None
+        if not turn.action.sampled:
+            self._lack_of_room = turn.action.error
+            return None
+        return turn
+
+    def _describe_used_tokens(self) -> str:
+        """What the tokens were used for, if they were enough for no turn, or used up in the first or the second."""
+        limit = self._request.max_tokens
+        if self.turn == 0:
+            reason = self._lack_of_room or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
+            return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
+        if self.turn > FEW_TURNS:
+            return ""
+        prompt = count_tokens(self._turns[0].action.prompt_delta)
+        return (
+            f"its tokens were used up in turn {self.turn} of {self._request.max_turns}: the first prompt took {prompt:,} of "
+            f"{limit:,} (episode.max_episode_tokens)"
+        )
 
     async def _ask_policy(self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], tokens_left: int) -> Turn:
         """The policy's answer, within the limit of waiting for it and the environment's patience, whichever ends first."""
@@ -207,7 +222,7 @@ class EpisodeRunner:
             with self._stages.time_limit("verify", self._limits.verify, shield=True):
                 verdict = validate_return(Verdict, await environment.verify(), "verify", environment)
         except EpisodeEnded as ended:
-            if conclusion.error:
+            if self.turn == 0:
                 return _conclude_unplayed(conclusion)
             return Conclusion(
                 outcome="verifier_unknown",
@@ -218,7 +233,7 @@ class EpisodeRunner:
             )
         if verdict.reward is not None and math.isfinite(verdict.reward):
             return msgspec.structs.replace(conclusion, reward=verdict.reward)
-        if conclusion.error:
+        if self.turn == 0:
             return _conclude_unplayed(conclusion)
         reason = verdict.reason
         if verdict.reward is not None:
