@@ -7,6 +7,7 @@ list. Names as Fleet exports them are understood (see `Task`); every field that 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "config": ("config",),
 }
 """Field of a Task: its names in the file, the one that wins first."""
+
+MODALITIES = ("tool_use", "computer_use", "browser_use")
+"""What a task is for: tools, or the screen of a computer or of a browser."""
 
 _KNOWN = frozenset(name for names in _NAMES.values() for name in names)
 
@@ -82,16 +86,41 @@ def build_tasks(entries: Iterable[Task | Mapping[str, Any]], name: str = "tasks"
 
 
 def check_verifiers(tasks: Iterable[Task]) -> list[str]:
-    """One line for each task whose verifier does not compile."""
+    """One line for each task whose verifier does not compile, or has no function to call."""
     problems = []
     for task in tasks:
+        if task.verifier is None:
+            continue
         try:
-            compile(task.verifier or "", "<verifier>", "exec", dont_inherit=True)
+            compile(task.verifier, "<verifier>", "exec", dont_inherit=True)
+            functions = _find_functions(ast.parse(task.verifier))
+            if "verify" not in functions and len(functions) != 1:
+                defined = ", ".join(functions) or "no function"
+                problems.append(f"task {task.key}: its verifier must define verify(); it defines {defined}")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             place = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
             reason = error.msg if isinstance(error, SyntaxError) else str(error)
             problems.append(f"task {task.key}: its verifier is no Python: {reason}{place}")
     return problems
+
+
+def _find_functions(node: ast.AST) -> list[str]:
+    """Names that stand for something to call once a module's code has run: functions and lambdas, and ``verify`` however it is
+    bound. What functions and classes define within themselves does not count."""
+    names: list[str] = []
+    for inner in ast.iter_child_nodes(node):
+        match inner:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                names.append(inner.name)
+            case ast.ClassDef():
+                names += [inner.name] * (inner.name == "verify")
+            case ast.Import() | ast.ImportFrom():
+                names += [name for alias in inner.names if (name := alias.asname or alias.name) == "verify"]
+            case ast.Assign(targets=[ast.Name(id=name)]) if name == "verify" or isinstance(inner.value, ast.Lambda):
+                names.append(name)
+            case _:
+                names += _find_functions(inner)
+    return names
 
 
 def dump_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
@@ -165,7 +194,7 @@ def _parse_task(file: str, position: int, entry: Any) -> Task:
         prompt=_parse_prompt(place, entry.get("prompt")),
         env=_parse_text(place, entry, "env"),
         version=_parse_text(place, entry, "version"),
-        modality=_parse_text(place, entry, "modality") or "tool_use",
+        modality=_parse_modality(place, entry),
         env_variables=_parse_object(place, entry, "env_variables"),
         verifier=_parse_text(place, entry, "verifier") or None,
         seed=_parse_seed(place, entry.get("seed")),
@@ -192,6 +221,13 @@ def _parse_text(place: str, entry: dict[str, Any], field: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{place}: {_find_used_name(entry, field)} is {_describe_type(value)}; it must be text")
     return value
+
+
+def _parse_modality(place: str, entry: dict[str, Any]) -> str:
+    modality = _parse_text(place, entry, "modality") or MODALITIES[0]
+    if modality not in MODALITIES:
+        raise UserError(f"{place}: task_modality is {modality!r}; it must be one of {', '.join(MODALITIES)}")
+    return modality
 
 
 def _parse_object(place: str, entry: dict[str, Any], field: str) -> dict[str, Any]:

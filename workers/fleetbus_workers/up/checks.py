@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import subprocess
 import tempfile
@@ -15,8 +16,12 @@ from fleetbus.config.load import strip_credentials
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
+from fleetbus_workers.up.model_checks import check_model_contents
 
 CONNECT_SECONDS = 10.0
+SERVICE_SECONDS = 2.0
+"""For an inference server or a Tinker service to take a connection."""
+
 PYTHON_SECONDS = 60.0
 DEFAULT_PORT = 4222
 LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transformers")
@@ -32,6 +37,7 @@ def check_everything(configuration: Configuration, *, local_environment: bool = 
     check_writable(Path(run.folder))
     if run.model:
         check_model(Path(run.model))
+        check_model_contents(Path(run.model), engine=configuration.inference.engine)
     check_images(configuration)
     if not local_environment:
         check_environment(run.environment, run.tasks)
@@ -67,6 +73,7 @@ def check_engine(configuration: Configuration) -> None:
         raise UserError("weights of a Tinker service stay there: set both inference.engine and learner.trainer to tinker")
     if inference.engine == "tinker" and configuration.weights.full_every != 1:
         raise UserError("versions of a Tinker service are names, which have no differences: leave out weights.full_every")
+    check_services(configuration)
     if not inference.python:
         check_packages(inference.engine)
         return
@@ -81,6 +88,34 @@ def check_engine(configuration: Configuration) -> None:
     if found.returncode or found.stdout.strip():
         missing = ", ".join(found.stdout.split()).replace("fleetbus_workers", "fleetbus") or found.stderr.strip()[-200:]
         raise UserError(f"{inference.python} lacks {missing}: install fleetbus and the extra {inference.engine} there")
+
+
+def check_services(configuration: Configuration) -> None:
+    """The key of a Tinker service, and something that listens where services are to be."""
+    inference, tinker = configuration.inference, configuration.tinker
+    urls: list[tuple[str, str]] = []
+    if inference.engine == "openai":
+        urls = [("inference.urls", url.strip()) for url in inference.urls.split(",") if url.strip()]
+    elif inference.engine == "tinker":
+        if not os.environ.get("TINKER_API_KEY"):
+            raise UserError("the variable TINKER_API_KEY is not set: a Tinker service lets nobody in without a key")
+        urls = [("tinker.url", tinker.url)] if tinker.url else []
+    dead = [(setting, url, reason) for setting, url in urls if (reason := _probe_service(url))]
+    if dead and len(dead) == len(urls):
+        setting, url, reason = dead[0]
+        raise UserError(f"{setting}: nothing answers at {strip_credentials(url)}: {reason}")
+
+
+def _probe_service(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=SERVICE_SECONDS):
+            return ""
+    except TimeoutError:
+        return f"no connection within {SERVICE_SECONDS:g} s"
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
 
 
 def check_writable(folder: Path, *, flag: str = "--run-folder") -> None:
@@ -122,13 +157,16 @@ def check_environment(specs: str, tasks: str = "") -> None:
     """SPECs that resolve and serve every task of the file; the environments themselves are opened by the workers."""
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
-    from fleetbus.tasks import load_dataset
+    from fleetbus.tasks import check_verifiers, load_dataset
     from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
     from fleetbus_workers.environment.specs import build_environment_factory
 
     build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader()))
     if tasks:
-        check_tasks_are_served(parse_keyed_specs(specs), load_dataset(tasks))
+        dataset = load_dataset(tasks)
+        check_tasks_are_served(parse_keyed_specs(specs), dataset)
+        if problems := check_verifiers(dataset):
+            raise UserError(f"{problems[0]}{f' (and {len(problems) - 1} other problems)' if problems[1:] else ''}")
 
 
 class _NoGrader:

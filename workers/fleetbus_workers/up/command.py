@@ -25,6 +25,7 @@ from fleetbus_workers.up.checks import check_everything, check_writable
 from fleetbus_workers.up.display import open_display
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 from fleetbus_workers.up.lock import lock_run
+from fleetbus_workers.up.model_limits import fit_limits
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.run import Run, RunResult
 from fleetbus_workers.up.summary_builder import Summary, is_summarized
@@ -48,7 +49,7 @@ def run_up(loaded: LoadedConfiguration, json_summary: Path | None) -> int:
 def check_run(loaded: LoadedConfiguration, *, local_environment: bool = False) -> tuple[Configuration, RunFolder]:
     """The configuration with absolute paths, and the folder of the run. Raises `UserError` for anything that would keep it
     from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's."""
-    configuration = resolve_paths(loaded.configuration)
+    configuration = fit_limits(resolve_paths(loaded.configuration), loaded.given)
     folder = run_folder(configuration.run)
     check_everything(configuration, local_environment=local_environment)
     check_identity(folder.identity, build_identity(configuration), loaded.given)

@@ -1,0 +1,53 @@
+"""Limits that follow the model: how many tokens a sequence and an episode may have where the user set neither."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.config.settings import Configuration
+from fleetbus_workers.assembly.model import find_model_folder
+
+LARGEST_DEFAULT_TOKENS = 8192
+"""Models that take more get no more unless they are told to: memory and time grow with it."""
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def fit_limits(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
+    """The configuration with the context length of its model, and episodes as long; settings in ``given`` stay.
+
+    The starter policy on its own tasks keeps the defaults, which fit those.
+    """
+    run = configuration.run
+    if not run.model and run.environment == "warehouse":
+        return configuration
+    context = read_context_length(find_model_folder(run))
+    inference, episode = configuration.inference, configuration.episode
+    if context and "inference.max_model_len" not in given:
+        length = min(context, LARGEST_DEFAULT_TOKENS)
+        if "episode.max_episode_tokens" in given:
+            length = max(length, episode.max_episode_tokens)
+        inference = msgspec.structs.replace(inference, max_model_len=length)
+    if "episode.max_episode_tokens" not in given:
+        episode = msgspec.structs.replace(episode, max_episode_tokens=inference.max_model_len)
+    return msgspec.structs.replace(configuration, inference=inference, episode=episode)
+
+
+def read_context_length(folder: Path) -> int:
+    """How many tokens a model takes as its ``config.json`` says; 0 if it does not."""
+    try:
+        content = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return 0
+    return find_context_length(content) if isinstance(content, dict) else 0
+
+
+def find_context_length(config: Mapping[str, Any]) -> int:
+    nested = config.get("text_config")
+    places = (config, nested) if isinstance(nested, dict) else (config,)
+    found = [place[key] for place in places for key in _CONTEXT_KEYS if isinstance(place.get(key), int)]
+    return max(found, default=0)
