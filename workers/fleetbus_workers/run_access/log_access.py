@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 async def open_run(configuration: Configuration, role: str, *, own_server: bool = False) -> AsyncIterator[Bus]:
     """A bus of the run for the length of the block; raises `UserError` when there is none.
 
-    With ``own_server`` a run that nobody serves now is served from its own files meanwhile: for those that only read.
+    With ``own_server`` a run that nobody serves now is served from its own files meanwhile, by a server that all who read
+    them share; an `up` that begins takes over, and the connection goes on with its server.
     """
     from fleetbus.auth.access import build_access
-    from fleetbus.auth.stores import reading_config
     from fleetbus.bus.nats import connect
-    from fleetbus.bus.nats.server import run_server
     from fleetbus.config.run_folder import run_folder
 
     name, run = generate_worker_name(role), configuration.run.name
     folder = run_folder(configuration.run)
-    if own_server and not configuration.nats.url and not find_local_server_url(folder) and folder.store.is_dir():
-        own = run_server(folder.store, config=reading_config(folder.store, run), ends_with_parent=True)
-        async with own as server, connect(server.url, run=run, role=role, worker=name) as bus:
+    if own_server and not configuration.nats.url and folder.store.is_dir():
+        from fleetbus_workers.run_access.shared_server import share_server
+
+        # files that no `up` serves are read without keys: whoever can serve them could read them, too
+        access = build_access(role, configuration.nats.auth if find_local_server_url(folder) else "", run)
+        async with share_server(folder) as url, connect(url, run=run, role=role, worker=name, **access) as bus:
             await _check_run(bus, run)
             yield bus
         return

@@ -31,6 +31,7 @@ from fleetbus_workers.up.run import Run, RunResult
 from fleetbus_workers.up.summary_builder import Summary, is_summarized
 from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
 from fleetbus_workers.up.supervisor import WorkerUnrecoverable
+from fleetbus_workers.up.viewer_server import evict_viewers
 
 
 def run_up(loaded: LoadedConfiguration, json_summary: Path | None) -> int:
@@ -62,6 +63,7 @@ def hold_run(configuration: Configuration, folder: RunFolder) -> Iterator[None]:
     for path in (folder.path, folder.logs):
         path.mkdir(parents=True, exist_ok=True)
     with lock_run(folder.lock, configuration.run.name):
+        evict_viewers(folder)
         yield
 
 

@@ -164,7 +164,7 @@ class Run:
         at the run, or works for it, goes on there."""
         if self._folder.server.exists():
             return _read_address(self._folder.server)[1]
-        return self._configuration.nats.port or _find_free_port(self._folder.port)
+        return self._configuration.nats.port or find_free_port(self._folder.port)
 
     async def _train(self, url: str, progress: Progress, began: float) -> None:
         run = self._configuration.run
@@ -246,7 +246,7 @@ async def _wait_for_first(*events: anyio.Event) -> None:
             tasks.start_soon(wait, event)
 
 
-def _find_free_port(file: Path) -> int:
+def find_free_port(file: Path) -> int:
     """The port in the file if it is still free; otherwise 0 (any free port)."""
     try:
         port = int(file.read_text())
