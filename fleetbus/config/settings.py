@@ -335,6 +335,7 @@ class EvaluationSettings(Settings, frozen=True, kw_only=True):
     """Held-out evaluation: before the first step, after the last, and in between."""
 
     episodes: Annotated[int, Meta(ge=0, description="Held-out episodes per evaluation; 0: none")] = 256
+    success_threshold: Annotated[float, Meta(description="A reward of at least this counts as a success")] = 1.0
     greedy: Annotated[bool, Meta(description="Also evaluate greedily at the end")] = True
     every: Annotated[int, Meta(ge=0, description="Also evaluate after every so many steps; 0: never")] = 0
 

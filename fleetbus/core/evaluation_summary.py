@@ -35,13 +35,14 @@ def pass_at(k: int, *, samples: int, successes: int) -> float:
     return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
 
 
-def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> Summary:
-    """Results of any tasks; those of one task share a group id."""
+def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int], *, success_threshold: float = 1.0) -> Summary:
+    """Results of any tasks; those of one task share a group id. Where the environment does not say, a reward of at least
+    ``success_threshold`` is a success."""
     graded = [result for result in results if result.outcome in GRADED and result.reward is not None]
     rewards = [result.reward for result in graded if result.reward is not None]
     by_task: defaultdict[str, list[bool]] = defaultdict(list)
     for result in graded:
-        by_task[result.group_id].append(is_success(result))
+        by_task[result.group_id].append(is_success(result, success_threshold))
     found = {}
     for k in sorted(set(ks)):
         values = [pass_at(k, samples=len(wins), successes=sum(wins)) for wins in by_task.values() if len(wins) >= k]
@@ -51,7 +52,7 @@ def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> 
         tasks=len({result.group_id for result in results}),
         episodes=len(results),
         graded=len(graded),
-        success=sum(map(is_success, graded)) / max(len(graded), 1),
+        success=sum(is_success(result, success_threshold) for result in graded) / max(len(graded), 1),
         mean_reward=math.fsum(rewards) / max(len(rewards), 1),
         pass_at=found,
         not_graded=dict(Counter(result.outcome for result in results if result.outcome not in GRADED)),
@@ -59,9 +60,11 @@ def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> 
     )
 
 
-def summarise_by_environment(results: Sequence[EpisodeFinished], ks: Sequence[int]) -> dict[str, Summary]:
+def summarise_by_environment(
+    results: Sequence[EpisodeFinished], ks: Sequence[int], *, success_threshold: float = 1.0
+) -> dict[str, Summary]:
     """A summary for every environment that a task names."""
     found: defaultdict[str, list[EpisodeFinished]] = defaultdict(list)
     for result in results:
         found[result.env].append(result)
-    return {env: summarise_results(found[env], ks) for env in sorted(found)}
+    return {env: summarise_results(found[env], ks, success_threshold=success_threshold) for env in sorted(found)}

@@ -1,4 +1,4 @@
-"""Episodes that ended without a grade, or without a turn, by kind of failure, with the first traceback of each: a fold of results. Pure."""
+"""Episodes that ended without a grade or a turn, by kind of failure, with the first traceback of each: a fold of results."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from fleetbus_schemas import EpisodeFinished
 
 SUCCESS = 1.0
-"""A reward of at least this is a success, where the environment does not say."""
+"""A reward of at least this is a success where the environment does not say, unless the settings give another threshold."""
 
 SUCCESS_KEYS = ("success", "is_success")
 """What environments of Gymnasium, of VAGEN and their like call it in their ``info``."""
@@ -22,6 +22,6 @@ def success_in(info: Mapping[str, Any]) -> bool | None:
     return None
 
 
-def is_success(result: EpisodeFinished) -> bool:
-    """Whether a graded episode is a success."""
-    return (result.reward or 0.0) >= SUCCESS if result.success is None else result.success
+def is_success(result: EpisodeFinished, threshold: float = SUCCESS) -> bool:
+    """Whether a graded episode is a success: as its environment says, else with a reward of at least ``threshold``."""
+    return (result.reward or 0.0) >= threshold if result.success is None else result.success

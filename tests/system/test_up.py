@@ -152,6 +152,15 @@ async def test_a_finished_run_called_again_says_so_and_more_steps_train_it_furth
         assert further.out[0].startswith("run default resumes")
 
 
+async def test_a_fresh_run_forgets_the_one_before_also_its_settings(tmp_path: Path) -> None:
+    await run_to_the_end(tmp_path, "--steps", "2", "--seed", "5")
+    code, again = await run_to_the_end(tmp_path, "--steps", "3", "--fresh")
+    assert (code, again.errors) == (0, [])
+    assert again.out[0].startswith("run default trains")
+    summary = read_summary(again.run / "summary.json")
+    assert (summary["seed"], summary["steps"]) == (1, [1, 2, 3])
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 async def test_a_first_signal_drains_everything(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     async with up(tmp_path, script="wait") as running:

@@ -11,14 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.config.settings import Configuration, EpisodeSettings, InferenceSettings, RunSettings, TinkerSettings
+from fleetbus.config.settings import (
+    Configuration,
+    EpisodeSettings,
+    InferenceSettings,
+    LearnerSettings,
+    RunSettings,
+    TinkerSettings,
+)
 from fleetbus.errors import UserError
 from fleetbus.tasks import check_verifiers, load_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.up.checks import check_services
 from fleetbus_workers.up.model_checks import check_model_contents
-from fleetbus_workers.up.model_limits import fit_limits
+from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
 
 
 @pytest.fixture
@@ -131,6 +138,16 @@ def test_limits_that_the_user_set_stay(model: Path) -> None:
 def test_own_tasks_of_the_starter_policy_get_all_that_it_takes() -> None:
     fitted = fit_limits(Configuration(run=RunSettings(environment="my_game:MyGame")), {})
     assert fitted.inference.max_model_len == fitted.episode.max_episode_tokens == 2048
+
+
+def test_evaluations_are_as_large_as_the_run_deserves() -> None:
+    def count(steps: int, **given: str) -> int:
+        return fit_evaluation(Configuration(learner=LearnerSettings(steps=steps)), given).evaluation.episodes
+
+    assert count(80) == 256
+    assert count(3) == 38
+    assert count(1) == 32
+    assert count(3, **{"evaluation.episodes": "--evaluation-episodes"}) == 256
 
 
 def test_an_unknown_modality_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -30,6 +31,7 @@ from fleetbus_workers.overview.formatting import (
     format_count,
     format_duration,
     format_evaluation,
+    format_evaluation_progress,
     format_failures,
     format_step,
     format_step_short,
@@ -147,7 +149,26 @@ def test_graded_outcomes_are_no_failures() -> None:
 
 def test_evaluations_are_told_with_what_has_no_grade() -> None:
     line = format_evaluation(evaluated("end_greedy", 0.875, temperature=0.0))
-    assert line == "held out, end greedy: success 87.5% of 8 episodes (greedy, 2 without a grade)"
+    assert line == "held out, end greedy: success 87.5% of 8 episodes, mean reward 0.875 (greedy, 2 without a grade)"
+
+
+def test_an_evaluation_without_a_grade_is_no_measurement() -> None:
+    empty = msgspec.structs.replace(evaluated("start", 0.0), episodes=10, graded=0)
+    assert format_evaluation(empty) == "held out, start: not measured, for none of 10 episodes has a grade (sampled)"
+    progress = Progress(1, keeps=is_summarized)
+    progress.apply(LineageStarted(lineage="a", worker="w"), 0)
+    progress.apply(empty, 0)
+    summary = build_summary(progress, run="r", seed=1, wall_seconds=0.0)
+    assert summary.success_start is None and summary.reward_start is None
+
+
+def test_the_mean_reward_stands_beside_the_success_in_the_report() -> None:
+    progress = Progress(1, keeps=is_summarized)
+    progress.apply(LineageStarted(lineage="a", worker="w"), 0)
+    for name, reward in (("start", 0.41), ("end", 0.62)):
+        progress.apply(msgspec.structs.replace(evaluated(name, 0.0), mean_reward=reward), 0)
+    report = format_report(build_summary(progress, run="r", seed=1, wall_seconds=0.0), RunFolder(Path("r")), str)
+    assert report[0] == "success on held-out tasks 0.0% → 0.0% sampled; mean reward 0.410 → 0.620"
 
 
 def test_plain_lines_come_for_steps_evaluations_and_failures_only() -> None:
@@ -311,3 +332,14 @@ def test_a_book_of_many_steps_does_not_remember_which_episodes_they_trained() ->
     before = book_steps(1, 100)
     grown = book_steps(101, 500) - before
     assert grown / 500 < 16, "memory blocks per step; the ids alone would be 64"
+
+
+def test_how_far_an_evaluation_is_and_how_long_it_takes_is_said() -> None:
+    progress = Progress(10, evaluation_episodes=32)
+    assert format_evaluation_progress(progress) == ""
+    for index in range(12):
+        episode = msgspec.structs.replace(finished(index), split="eval")
+        progress.apply(episode, index * SECOND_NS // 2)
+    assert format_evaluation_progress(progress) == "held out: 12 of 32 episodes, about 10 s left"
+    progress.apply(evaluated("start", 0.5), 9 * SECOND_NS)
+    assert format_evaluation_progress(progress) == ""

@@ -96,6 +96,7 @@ async def evaluate_run(
             )
             seconds = anyio.current_time() - started
             drain.set()
+    threshold = configuration.evaluation.success_threshold
     chosen = list(ks) if ks is not None else sorted({1, samples})
     return Evaluation(
         run=configuration.run.name,
@@ -106,8 +107,8 @@ async def evaluate_run(
         temperature=temperature,
         samples=samples,
         seconds=round(seconds, 3),
-        all=summarise_results(results, chosen),
-        environments=summarise_by_environment(results, chosen),
+        all=summarise_results(results, chosen, success_threshold=threshold),
+        environments=summarise_by_environment(results, chosen, success_threshold=threshold),
         missing=len(tasks) * samples - len(results),
     )
 

@@ -14,11 +14,12 @@ from fleetbus_workers.cli.options import SettingsCommand, load_settings, setting
 @click.option(
     "--json-summary", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write the summary to FILE"
 )
+@click.option("--fresh", is_flag=True, help="Remove what the run of this name has so far, and begin anew")
 @settings_options(
     "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "environment", "inference", "episode", "evaluation",
     "limits", "container", "fleet", "log",
 )  # fmt: skip
-def command(json_summary: Path | None, **values: Any) -> int:
+def command(json_summary: Path | None, fresh: bool, **values: Any) -> int:
     """Everything on this machine: a NATS server, environment and inference workers, and the learner.
 
     Trains the starter policy on the warehouse tasks, or yours: --model PATH --tasks FILE --environment SPEC. Ctrl-C
@@ -26,4 +27,4 @@ def command(json_summary: Path | None, **values: Any) -> int:
     """
     from fleetbus_workers.up.command import run_up
 
-    return run_up(load_settings(values), json_summary)
+    return run_up(load_settings(values, earlier=not fresh), json_summary, fresh=fresh)

@@ -15,9 +15,14 @@ ADVANTAGES = ("advantage_min", "advantage_max", "advantage_size_mean", "advantag
 
 
 def compute_group_metrics(
-    groups: Sequence[Group], lags: Sequence[int], queued: Sequence[int] | None = None, *, max_staleness: int | None = None
+    groups: Sequence[Group],
+    lags: Sequence[int],
+    queued: Sequence[int] | None = None,
+    *,
+    max_staleness: int | None = None,
+    success_threshold: float = 1.0,
 ) -> dict[str, float]:
-    """Reward, success, staleness, turns and tool errors of a batch.
+    """Reward, success (see `is_success`), staleness, turns and tool errors of a batch.
 
     ``lags`` are steps, one per group, ``queued`` the part of each that passed between its last result and its batch; the rest
     passed in flight. ``groups_late`` counts groups beyond ``max_staleness``.
@@ -28,7 +33,7 @@ def compute_group_metrics(
     flat = sum(len({result.reward for result in group.graded}) == 1 for group in groups)
     return {
         "reward": statistics.fmean(rewards),
-        "success": statistics.fmean(float(is_success(result)) for result in results),
+        "success": statistics.fmean(float(is_success(result, success_threshold)) for result in results),
         "staleness_max": max(lags),
         "staleness_mean": statistics.fmean(lags),
         "staleness_in_flight_mean": statistics.fmean(lag - waited for lag, waited in zip(lags, queued, strict=True)),

@@ -26,8 +26,9 @@ class PendingEvaluation:
 class Evaluations:
     """Evaluations that are under way, several at a time. The worker hands every ``eval`` result to `finished`."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, *, success_threshold: float = 1.0) -> None:
         self._requests = requests
+        self._success_threshold = success_threshold
         self._pending: dict[str, PendingEvaluation] = {}
 
     def add_result(self, result: EpisodeFinished) -> None:
@@ -69,7 +70,7 @@ class Evaluations:
             name=name,
             episodes=len(tasks),
             graded=len(rewards),
-            success=sum(map(is_success, graded)) / max(len(graded), 1),
+            success=sum(is_success(result, self._success_threshold) for result in graded) / max(len(graded), 1),
             mean_reward=sum(rewards) / max(len(rewards), 1),
             temperature=temperature,
         )

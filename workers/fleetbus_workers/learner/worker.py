@@ -124,7 +124,7 @@ class Learner:
             next_group=resume_point.checkpoint.next_group if resume_point.checkpoint else 0,
             progress=lambda: (self._step, self._publication.version),
         )
-        self._evaluations = Evaluations(self._requests)
+        self._evaluations = Evaluations(self._requests, success_threshold=configuration.evaluation.success_threshold)
         self._evaluated = set(resume_point.evaluated)
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._pending_checkpoint: Checkpoint | None = None
@@ -295,7 +295,13 @@ class Learner:
     def _measure_batch(self, groups: list[Group]) -> dict[str, float]:
         lags = [self._pool.lag(group, self._step) for group in groups]
         steps_queued = [self._pool.steps_queued(group, self._step) for group in groups]
-        measured = compute_group_metrics(groups, lags, steps_queued, max_staleness=self._settings.max_staleness)
+        measured = compute_group_metrics(
+            groups,
+            lags,
+            steps_queued,
+            max_staleness=self._settings.max_staleness,
+            success_threshold=self._configuration.evaluation.success_threshold,
+        )
         if measured["groups_late"]:
             log.warning("training on stale groups", groups=measured["groups_late"], lag=max(lags), step=self._step)
         return measured

@@ -31,12 +31,25 @@ def format_step_short(progress: Progress) -> str:
 
 
 def format_evaluation(evaluation: EvaluationFinished) -> str:
-    """One evaluation: ``held out, start: success 31.2 % of 256 episodes (sampled)``."""
+    """One evaluation: ``held out, start: success 31.2% of 256 episodes, mean reward 0.412 (sampled)``."""
     how = "greedy" if evaluation.temperature == 0 else "sampled"
+    name = evaluation.name.replace("_", " ")
+    if not evaluation.graded:
+        return f"held out, {name}: not measured, for none of {evaluation.episodes} episodes has a grade ({how})"
     unplayed = evaluation.episodes - evaluation.graded
     missing = f", {unplayed} without a grade" if unplayed else ""
-    name = evaluation.name.replace("_", " ")
-    return f"held out, {name}: success {evaluation.success:.1%} of {evaluation.graded} episodes ({how}{missing})"
+    measured = f"success {evaluation.success:.1%} of {evaluation.graded} episodes, mean reward {evaluation.mean_reward:.3f}"
+    return f"held out, {name}: {measured} ({how}{missing})"
+
+
+def format_evaluation_progress(progress: Progress) -> str:
+    """``held out: 64 of 256 episodes, about 12 s left``; empty while nothing is evaluated."""
+    played, asked = progress.evaluated, progress.evaluation_episodes
+    if not 0 < played < asked:
+        return ""
+    episodes, _ = progress.rates()
+    left = f", about {format_duration((asked - played) / episodes)} left" if episodes else ""
+    return f"held out: {played} of {asked} episodes{left}"
 
 
 def format_stage_times(metrics: Mapping[str, float]) -> str:

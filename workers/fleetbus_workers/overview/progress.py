@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fleetbus.core.learning_signal import LearningSignal
 from fleetbus_schemas import (
     EpisodeFinished,
+    EvaluationFinished,
     Message,
     PolicyPublished,
     StepTrained,
@@ -31,8 +32,12 @@ RATE_WINDOW_EPISODES = 4096
 class Progress:
     """What a person wants to see of a run of ``steps`` steps. ``keeps`` chooses the metrics of earlier steps to remember."""
 
-    def __init__(self, steps: int, keeps: Callable[[str], bool] = lambda name: True) -> None:
+    def __init__(self, steps: int, keeps: Callable[[str], bool] = lambda name: True, *, evaluation_episodes: int = 0) -> None:
         self.steps = steps
+        self.evaluation_episodes = evaluation_episodes
+        """The most episodes of one evaluation, if it is known."""
+        self.evaluated = 0
+        """Held-out episodes of the evaluations that are under way."""
         self.step = 0
         self.version = 0
         self.versions = 0
@@ -54,11 +59,14 @@ class Progress:
         match message:
             case StepTrained():
                 self.step, self.version, self.metrics = message.step, message.version, message.metrics
+            case EvaluationFinished():
+                self.evaluated = 0
             case PolicyPublished():
                 self.version = message.version
                 self.versions += 1
             case EpisodeFinished():
                 self.episodes += 1
+                self.evaluated += message.split == "eval"
                 self.outcomes[message.outcome] += 1
                 self.episode_seconds.update(message.timings)
                 self._recent.append((time_ns, message.tokens))

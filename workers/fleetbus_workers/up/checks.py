@@ -28,9 +28,9 @@ LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transfo
 """What the three roles import; `up` runs all of them."""
 
 
-def check_everything(configuration: Configuration, *, local_environment: bool = False) -> None:
+def check_everything(configuration: Configuration, *, local_environment: bool = False, fresh: bool = False) -> None:
     """Raise `UserError` for the first thing that would keep the run from working. ``local_environment``: the environment is
-    an object of the caller's, who has checked it."""
+    an object of the caller's, who has checked it. ``fresh``: what the run has so far is to be removed."""
     run, nats = configuration.run, configuration.nats
     check_installed()
     check_engine(configuration)
@@ -50,7 +50,8 @@ def check_everything(configuration: Configuration, *, local_environment: bool = 
     else:
         check_server_program()
         check_port_free(nats.port)
-        check_store(run_folder(run).store, run.name, keys=bool(nats.auth))
+        if not fresh:
+            check_store(run_folder(run).store, run.name, keys=bool(nats.auth))
 
 
 def check_installed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.datasets import is_remote
 from fleetbus.datasets import redact_location as shown_location
+from fleetbus.errors import UserError
 from fleetbus.files import replace_file
 from fleetbus.logs import configure_logs
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
@@ -25,7 +27,7 @@ from fleetbus_workers.up.checks import check_everything, check_writable
 from fleetbus_workers.up.display import open_display
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 from fleetbus_workers.up.lock import lock_run
-from fleetbus_workers.up.model_limits import fit_limits
+from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.run import Run, RunResult
 from fleetbus_workers.up.summary_builder import Summary, is_summarized
@@ -34,11 +36,16 @@ from fleetbus_workers.up.supervisor import WorkerUnrecoverable
 from fleetbus_workers.up.viewer_server import evict_viewers
 
 
-def run_up(loaded: LoadedConfiguration, json_summary: Path | None) -> int:
-    """Run everything until training is finished or the user stops it; returns the exit code. Raises `UserError`."""
-    configuration, folder = check_run(loaded)
+def run_up(loaded: LoadedConfiguration, json_summary: Path | None, *, fresh: bool = False) -> int:
+    """Run everything until training is finished or the user stops it; returns the exit code. Raises `UserError`.
+
+    With ``fresh`` what the run has so far is removed, once everything else has been checked.
+    """
+    configuration, folder = check_run(loaded, fresh=fresh)
     if json_summary is not None:
         check_writable(json_summary.absolute().parent, flag="--json-summary")
+    if fresh:
+        _remove_run(folder, configuration.run.name)
     if _report_if_finished(configuration, folder, json_summary):
         return FINISHED
     with hold_run(configuration, folder):
@@ -47,13 +54,17 @@ def run_up(loaded: LoadedConfiguration, json_summary: Path | None) -> int:
         return _report_result(ending, folder, json_summary)
 
 
-def check_run(loaded: LoadedConfiguration, *, local_environment: bool = False) -> tuple[Configuration, RunFolder]:
+def check_run(
+    loaded: LoadedConfiguration, *, local_environment: bool = False, fresh: bool = False
+) -> tuple[Configuration, RunFolder]:
     """The configuration with absolute paths, and the folder of the run. Raises `UserError` for anything that would keep it
-    from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's."""
-    configuration = fit_limits(resolve_paths(loaded.configuration), loaded.given)
+    from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's.
+    ``fresh``: what the run was before does not matter."""
+    configuration = fit_evaluation(fit_limits(resolve_paths(loaded.configuration), loaded.given), loaded.given)
     folder = run_folder(configuration.run)
-    check_everything(configuration, local_environment=local_environment)
-    check_identity(folder.identity, build_identity(configuration), loaded.given)
+    check_everything(configuration, local_environment=local_environment, fresh=fresh)
+    if not fresh:
+        check_identity(folder.identity, build_identity(configuration), loaded.given)
     return configuration, folder
 
 
@@ -119,6 +130,17 @@ def _report_if_finished(configuration: Configuration, folder: RunFolder, json_su
     return True
 
 
+def _remove_run(folder: RunFolder, run: str) -> None:
+    """Everything of an earlier run of this name; raises `UserError` while it is being trained or served."""
+    if not folder.path.exists():
+        return
+    if not any(path.exists() for path in (folder.identity, folder.configuration, folder.store)):
+        raise UserError(f"{folder.path} holds no run: --fresh removes runs alone")
+    with lock_run(folder.lock, run):
+        evict_viewers(folder)
+        shutil.rmtree(folder.path)
+
+
 def record_start(configuration: Configuration, folder: RunFolder) -> None:
     """Write what the run is and how it was started. An `up` that is refused leaves both as they were: recordings and whoever
     looks at the run read its settings here."""
@@ -127,7 +149,7 @@ def record_start(configuration: Configuration, folder: RunFolder) -> None:
 
 
 async def _run(configuration: Configuration, folder: RunFolder) -> RunResult:
-    progress = Progress(configuration.learner.steps, keeps=is_summarized)
+    progress = Progress(configuration.learner.steps, keeps=is_summarized, evaluation_episodes=configuration.evaluation.episodes)
     async with open_display(progress) as display:
         display.line(format_opening_line(configuration, folder))
         command, record = build_role_command(folder.configuration), partial(record_start, configuration, folder)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 import anyio
 
-from fleetbus_schemas import EvaluationFinished, Heartbeat, Message, StepTrained, WorkerFailed, WorkerStarted
+from fleetbus_schemas import EpisodeFinished, EvaluationFinished, Heartbeat, Message, StepTrained, WorkerFailed, WorkerStarted
 from fleetbus_workers.overview.formatting import (
     format_count,
     format_duration,
     format_evaluation,
+    format_evaluation_progress,
     format_failures,
     format_stage_times,
     format_step,
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.25
 BAR_WIDTH = 40
+EVALUATION_SECONDS = 10.0
+"""Between two lines about how far an evaluation is."""
 
 
 class Display(Protocol):
@@ -51,6 +56,7 @@ class PlainDisplay:
         self._write = write or _write_line
         self._step = step
         self._said = ""
+        self._evaluation_said_at = -math.inf
 
     def line(self, text: str) -> None:
         self._write(text)
@@ -62,10 +68,20 @@ class PlainDisplay:
                 self._report_learning_signal()
             case EvaluationFinished():
                 self._write(format_evaluation(message))
+            case EpisodeFinished() if message.split == "eval":
+                self._report_evaluation()
             case WorkerStarted():
                 self._write(f"{message.worker} is ready")
             case WorkerFailed():
                 self._write(f"{message.worker} failed: {message.error_class}: {message.error}")
+
+    def _report_evaluation(self) -> None:
+        """Every so often how far a held-out evaluation is, and how long it still takes."""
+        now = time.monotonic()
+        if now - self._evaluation_said_at >= EVALUATION_SECONDS and (line := format_evaluation_progress(self._progress)):
+            if self._evaluation_said_at > -math.inf:
+                self._write(line)
+            self._evaluation_said_at = now
 
     def _report_learning_signal(self) -> None:
         """Report once when the learning signal disappears."""
@@ -132,8 +148,12 @@ def render_live_view(progress: Progress, workers: list[Heartbeat], seconds: floa
     done = round(BAR_WIDTH * min(progress.step / progress.steps, 1.0))
     bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"), f" {format_duration(seconds)}")
     lines = [bar, Text(" · ".join(numbers), style="bold")]
-    lines += [Text(text, style="dim") for text in (format_stage_times(progress.metrics), format_failures(progress)) if text]
+    lines += [Text(text, style="dim") for text in _list_details(progress) if text]
     return Group(*lines, _build_worker_table(workers))
+
+
+def _list_details(progress: Progress) -> tuple[str, ...]:
+    return format_evaluation_progress(progress), format_stage_times(progress.metrics), format_failures(progress)
 
 
 def _build_worker_table(workers: list[Heartbeat]) -> Table:

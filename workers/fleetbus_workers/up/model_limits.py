@@ -1,4 +1,4 @@
-"""Limits that follow the model: how many tokens a sequence and an episode may have where the user set neither."""
+"""Settings that follow the model and the run where the user set none: tokens of a sequence, held-out episodes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from fleetbus_workers.assembly.model import find_model_folder
 
 LARGEST_DEFAULT_TOKENS = 8192
 """Models that take more get no more unless they are told to: memory and time grow with it."""
+
+EVALUATED_SHARE = 10
+LEAST_EVALUATED = 32
+"""Held-out episodes of one evaluation: one for so many trained ones, but not fewer than this."""
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
@@ -35,6 +39,17 @@ def fit_limits(configuration: Configuration, given: Mapping[str, str]) -> Config
     if "episode.max_episode_tokens" not in given:
         episode = msgspec.structs.replace(episode, max_episode_tokens=inference.max_model_len)
     return msgspec.structs.replace(configuration, inference=inference, episode=episode)
+
+
+def fit_evaluation(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
+    """The configuration with held-out evaluations of at most a tenth of what is trained, where the user did not say how many:
+    a trial run of a few steps is not to spend its time on evaluations."""
+    learner, evaluation = configuration.learner, configuration.evaluation
+    if "evaluation.episodes" in given:
+        return configuration
+    share = learner.steps * learner.groups * learner.group_size // EVALUATED_SHARE
+    episodes = min(evaluation.episodes, max(share, LEAST_EVALUATED))
+    return msgspec.structs.replace(configuration, evaluation=msgspec.structs.replace(evaluation, episodes=episodes))
 
 
 def read_context_length(folder: Path) -> int:

@@ -25,7 +25,8 @@ def is_summarized(metric: str) -> bool:
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run as ``summary.json`` holds it.
 
-    Successes are shares of held-out episodes, None if they were not measured. ``seconds_by_stage`` sums the learner's stages
+    Successes are shares of held-out episodes with a reward of at least ``evaluation.success_threshold``, ``reward_start`` and
+    its like their mean rewards; None if they were not measured. ``seconds_by_stage`` sums the learner's stages
     over the steps, and the stages of all episodes (``episode_...``; they run beside each other). ``wall_seconds`` is how long
     the last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when. The rewards and successes
     per step are what the picture shows.
@@ -47,6 +48,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float
     seconds_by_stage: dict[str, float]
     signal: str = ""
+    reward_start: float | None = None
+    reward_end: float | None = None
+    reward_end_greedy: float | None = None
     steps: list[int]
     reward_by_step: list[float | None]
     success_by_step: list[float | None]
@@ -55,7 +59,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: float) -> Summary:
     """The result so far, from a ``progress`` that has taken in the log and keeps what `is_summarized`."""
     training, steps = progress.training, progress.training.steps
-    evaluations = {evaluation.name: evaluation.success for evaluation in training.evaluations}
+    measured = [evaluation for evaluation in training.evaluations if evaluation.graded]
+    evaluations = {evaluation.name: evaluation.success for evaluation in measured}
+    rewards = {evaluation.name: evaluation.mean_reward for evaluation in measured}
     excluded = Counter(training.excluded)
     for end in training.ends:
         excluded.update(end.reasons)
@@ -72,6 +78,9 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
         success_start=evaluations.get("start"),
         success_end=evaluations.get("end"),
         success_end_greedy=evaluations.get("end_greedy"),
+        reward_start=rewards.get("start"),
+        reward_end=rewards.get("end"),
+        reward_end_greedy=rewards.get("end_greedy"),
         optimizer_steps=len(steps),
         episodes_trained=sum(step.episodes for step in steps),
         episodes_excluded=dict(excluded),

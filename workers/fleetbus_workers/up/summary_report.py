@@ -72,7 +72,17 @@ def _format_success(summary: Summary) -> str:
         return f"{'finished' if summary.finished else 'stopped'}{begun}"
     before = "" if start is None else f"{start:.1%} → "
     after = "" if greedy is None else f", {greedy:.1%} greedy"
-    return f"success on held-out tasks {before}{end:.1%} sampled{after}"
+    return f"success on held-out tasks {before}{end:.1%} sampled{after}{_format_rewards(summary)}"
+
+
+def _format_rewards(summary: Summary) -> str:
+    """The mean rewards beside the successes; nothing where they say the same."""
+    start, end, greedy = summary.reward_start, summary.reward_end, summary.reward_end_greedy
+    if end is None or (start, end, greedy) == (summary.success_start, summary.success_end, summary.success_end_greedy):
+        return ""
+    before = "" if start is None else f"{start:.3f} → "
+    after = "" if greedy is None else f", {greedy:.3f} greedy"
+    return f"; mean reward {before}{end:.3f}{after}"
 
 
 def _format_cost(summary: Summary) -> str:
