@@ -170,7 +170,8 @@ def _convert(setting: Setting, value: Any, origin: str, *, text: bool) -> _Sourc
     try:
         return _SourcedValue(setting.convert(value, text=text), origin)
     except InvalidValue as error:
-        raise UserError(f"{origin} = {_format_value(value)} is not allowed: it takes {error}") from error
+        shown = f'"{_format_value(value)}"' if isinstance(value, str) and not text else _format_value(value)
+        raise UserError(f"{origin} = {shown} is not allowed: it takes {error}") from error
 
 
 def _format_value(value: Any) -> str:

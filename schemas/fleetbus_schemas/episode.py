@@ -120,7 +120,8 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     observation, which the policy did not see if the episode ended with it; info and text are cut.
 
     ``error_location`` is the place in an environment's code that failed, as ``FILE:LINE in FUNCTION``. ``traceback`` stands in
-    the first failure of each kind that a worker has, without secrets and of bounded length.
+    the first failure of each kind that a worker has, without secrets and of bounded length. ``note`` is what a person should
+    know of a graded episode.
     """
 
     episode_id: str
@@ -151,3 +152,4 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     last_observation: str = ""
     error_location: str = ""
     traceback: str = ""
+    note: str = ""

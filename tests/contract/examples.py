@@ -203,6 +203,7 @@ _EXAMPLES: tuple[Message, ...] = (
         last_observation="The crates are at the dock.",
         error_location="crates.py:27 in step",
         traceback='Traceback (most recent call last):\n  File "crates.py", line 27, in step\nToolTimeout: move took too long',
+        note="its tokens were used up in turn 1",
     ),
     PolicyPublished(
         policy="main",

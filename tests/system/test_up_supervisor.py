@@ -256,3 +256,17 @@ async def test_a_server_whose_holder_was_killed_is_stopped(tmp_path: Path) -> No
         with anyio.CancelScope(shield=True):
             await holder.aclose()
             await end_stray_server(store)
+
+
+async def test_a_worker_that_was_drained_is_not_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "finish"), stage.plan("inference", "serve"))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            while not stage.reports:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+            await stage.until("started", 2)
+            await fleet.stop()
+    assert stage.reports == ["environment has stopped as it was asked to, and is not started again"]
+    assert stage.names("started").count("environment.0") == 1

@@ -60,7 +60,7 @@ def test_flags_beat_variables_beat_the_file_beat_the_runs_earlier_configuration(
         ("[learner]\nmax_num_seqs = 5", ["unknown key max_num_seqs in [learner]", "inference.max_num_seqs"]),
         ("learner = 3", ["learner is a table", "[learner]"]),
         ("[learner]\nsteps = 0", ["fleetbus.toml: learner.steps = 0", "a whole number, at least 1"]),
-        ('[learner]\nsteps = "5"', ["learner.steps = 5", "a whole number"]),
+        ('[learner]\nsteps = "5"', ['learner.steps = "5"', "a whole number"]),
         ("[learner]\nsteps = 2.5", ["learner.steps = 2.5", "a whole number"]),
         ("[learner]\nsteps = true", ["learner.steps = True", "a whole number"]),
         ('[learner]\nstale_groups = "sometimes"', ["learner.stale_groups", "one of drop, keep"]),

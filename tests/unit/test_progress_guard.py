@@ -109,7 +109,7 @@ def test_a_worker_that_falls_silent_is_said_once_and_one_that_said_goodbye_is_no
 
 def test_episodes_that_end_in_their_first_turn_for_want_of_tokens_are_said_once_with_the_remedy() -> None:
     guard = ProgressGuard(LIMITS, 0.0)
-    error = "its tokens were used up in turn 1 of 5: the first prompt took 937 of 1,024 (episode.max_episode_tokens)"
+    note = "its tokens were used up in turn 1 of 5: the first prompt took 937 of 1,024 (episode.max_episode_tokens)"
     for number in range(20):
         guard.apply(
             EpisodeFinished(
@@ -119,7 +119,7 @@ def test_episodes_that_end_in_their_first_turn_for_want_of_tokens_are_said_once_
                 outcome="truncated",
                 worker="w",
                 error_class="tokens",
-                error=error,
+                note=note,
                 reward=0.0,
                 turns=1,
             ),

@@ -52,6 +52,11 @@ class LocalWorker:
         self._scope = anyio.CancelScope()
         self._status = -int(signal.SIGKILL)
 
+    @property
+    def has_exited(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
     async def run(self) -> None:
         """Work; whatever it raises becomes a status, with the reason in the log file of the plan."""
         try:

@@ -198,7 +198,7 @@ class ObservationHandler:
                 observation,
                 finish_reason="length",
                 history_hash=observation.history_hash,
-                error=_describe_lack_of_room(observation, len(ids), len(delta.ids), self._max_model_len),
+                error=_describe_lack_of_room(observation, len(ids), self._max_model_len),
             )
         if observation.request_sequence > self._expected_sequence:
             await self._version_loaded.wait()
@@ -319,12 +319,15 @@ class ObservationHandler:
         self._counters["histories_rebuilt"] = self._histories.rebuilt
 
 
-def _describe_lack_of_room(observation: Observation, tokens: int, added: int, max_model_len: int) -> str:
-    """Why no token can be sampled: how long the prompt is, and which limit it meets."""
+def _describe_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:
+    """Why a first prompt leaves no room for a token: how long it is, and which limit it meets; empty for later turns, which
+    use up what the episode has."""
+    if observation.history_hash:
+        return ""
     if tokens >= max_model_len:
         limit = f"the model takes {max_model_len:,} (inference.max_model_len)"
     else:
-        limit = f"the episode may have {tokens - added + observation.tokens_left:,} (episode.max_episode_tokens)"
+        limit = f"the episode may have {observation.tokens_left:,} (episode.max_episode_tokens)"
     return f"the prompt has {tokens:,} tokens; {limit}"
 
 

@@ -17,9 +17,9 @@ from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 VOLATILE: Mapping[str, frozenset[str]] = {
     "Observation": frozenset({"attempt", "hop", "environment_lane", "action_sequence"}),
     "EpisodeFinished": frozenset(
-        {"attempt", "attempts", "worker", "timings", "actions.lane", "error", "error_location", "traceback"}
+        {"attempt", "attempts", "worker", "timings", "actions.lane", "error_location", "note", "traceback"}
     ),
-    "Action": frozenset({"worker", "lane", "hop", "error", "observation_sequence", "seconds_queued", "seconds_generating"}),
+    "Action": frozenset({"worker", "lane", "hop", "observation_sequence", "seconds_queued", "seconds_generating"}),
     "EpisodeRequested": frozenset({"deadline_ns"}),
     "LineageStarted": frozenset({"worker", "nonce", "floor", "settings"}),
     "PolicyPublished": frozenset({"uri"}),
@@ -28,8 +28,7 @@ VOLATILE: Mapping[str, frozenset[str]] = {
     "EvaluationFinished": frozenset(),
     "TrainingFinished": frozenset(),
 }
-"""Fields that name a worker, a lane, a place, a moment or a duration: another worker on another day has others, and so it is
-with text for people, whose class is compared. A final ``*``
+"""Fields that name a worker, a lane, a place, a moment or a duration: another worker on another day has others. A final ``*``
 stands for any ending."""
 
 ADDED: Mapping[str, frozenset[str]] = {"EpisodeFinished": frozenset({"success", "info", "last_observation"})}

@@ -86,6 +86,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         lines += _render_server(shown["server"])
     if wrong := _format_errors(numbers):
         lines.append(_Row(wrong, "yellow"))
+    if shown.get("is_behind"):
+        lines.append(Text("the log is still being read: these numbers are those of earlier", style="bold yellow"))
     if is_over:
         lines.append(Text(shown["ending"].line, style="bold"))
     lines += [Text(stall.line, style="bold red") for stall in shown["stalls"]]

@@ -132,7 +132,10 @@ def check_writable(folder: Path, *, flag: str = "--run-folder") -> None:
 def check_model(folder: Path) -> None:
     """A Hugging Face model folder: configuration, weights as safetensors, tokenizer."""
     if not folder.is_dir():
-        raise UserError(f"no model folder {folder}: --model takes a folder that transformers' from_pretrained loads")
+        raise UserError(
+            f"no model folder {folder}: --model takes a folder that transformers' from_pretrained loads, or the id of a model "
+            "on the Hugging Face Hub, as in Qwen/Qwen3-0.6B"
+        )
     missing = [
         what
         for what, found in (

@@ -25,6 +25,7 @@ from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.checks import check_everything, check_writable
 from fleetbus_workers.up.display import open_display
+from fleetbus_workers.up.hub_model import download_model, is_hub_id
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 from fleetbus_workers.up.lock import lock_run
 from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
@@ -81,6 +82,8 @@ def hold_run(configuration: Configuration, folder: RunFolder) -> Iterator[None]:
 def resolve_paths(configuration: Configuration) -> Configuration:
     """The same configuration for a process in any working folder."""
     run = configuration.run
+    if is_hub_id(run.model):
+        run = msgspec.structs.replace(run, model=str(download_model(run.model)))
     named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
     paths = {key: str(Path(path).expanduser().absolute()) for key, path in named.items() if path and not is_remote(path)}
     auth = str(Path(configuration.nats.auth).expanduser().absolute()) if configuration.nats.auth else ""

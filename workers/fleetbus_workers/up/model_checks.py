@@ -197,7 +197,7 @@ def _read_transformers(*names: str) -> str:
 def _build_generation_extension(jinja2: Any) -> Any:
     """The block ``{% generation %}`` of transformers' templates, which marks what an assistant says."""
 
-    class Generation(jinja2.ext.Extension):  # type: ignore[misc,name-defined]
+    class Generation(jinja2.ext.Extension):  # type: ignore[misc]
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:

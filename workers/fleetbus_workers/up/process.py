@@ -50,6 +50,11 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_exited(self) -> bool:
+        """Whether it has ended, though what it started may not have."""
+        return self._process.returncode is not None
+
     async def wait(self) -> int:
         """Its exit status, negative for a signal."""
         return await self._process.wait()

@@ -146,12 +146,12 @@ class ProgressGuard:
     def _note_used_tokens(self, message: EpisodeFinished) -> None:
         """Say once that most episodes end in their first turns for want of tokens: nothing is learned from those."""
         self._graded += 1
-        self._short += message.outcome == "truncated" and message.error_class == "tokens" and bool(message.error)
+        self._short += message.outcome == "truncated" and message.error_class == "tokens" and bool(message.note)
         if self._short >= MANY_SHORT and 2 * self._short > self._graded and not self._is_shortage_said:
             self._is_shortage_said = True
             advice = "raise episode.max_episode_tokens, and inference.max_model_len as far as the model goes"
             self._problems.append(
-                f"{self._short} of {self._graded} episodes had no room, the last one: {message.error}; {advice}"
+                f"{self._short} of {self._graded} episodes had no room, the last one: {message.note}; {advice}"
             )
 
     def _is_training(self, beat: Heartbeat) -> bool:

@@ -1,8 +1,8 @@
 """The processes of a run: started together, restarted when they crash, stopped in order within a bounded time.
 
 Above it is `fleetbus_workers.up.run`, below it `ChildProcess`. It knows nothing of NATS or of what the processes do, except
-that a final process that exits 0 has finished the job, and that status 2 of one that never worked means that trying again is
-of no use.
+that a final process that exits 0 has finished the job, that another one that does was drained or replaced, and that status 2
+of one that never worked means that trying again is of no use.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class WorkerUnrecoverable(FleetbusError):
 
 class Child(Protocol):
     """A started `Plan`."""
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether it has ended, though what it started may not have."""
 
     async def wait(self) -> int:
         """Its exit status, negative for a signal."""
@@ -113,7 +117,7 @@ class Supervisor:
 
     def _kill_stragglers(self, names: Sequence[str]) -> None:
         for name in names:
-            if child := self._children.get(name):
+            if (child := self._children.get(name)) and not child.has_exited:
                 self._report(f"{name} did not stop in time and was killed: what it was at is done again")
                 child.kill()
 
@@ -123,6 +127,9 @@ class Supervisor:
         while not self._stopping:
             status = await self._run_once(plan, starts)
             if self._stopping or self._is_finished(plan, status):
+                break
+            if status == FINISHED:
+                self._report(f"{plan.name} has stopped as it was asked to, and is not started again")
                 break
             now = anyio.current_time()
             refused = status == REFUSED

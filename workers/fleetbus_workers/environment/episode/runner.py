@@ -50,6 +50,7 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     location: str = ""
     traceback: str = ""
+    note: str = ""
 
 
 class EpisodeRunner:
@@ -132,7 +133,9 @@ class EpisodeRunner:
         while self.turn < self._request.max_turns:
             turn = await self._obtain_turn(messages, tools)
             if turn is None:
-                return Conclusion(outcome="truncated", error_class="tokens", error=self._describe_used_tokens())
+                return Conclusion(
+                    outcome="truncated", error_class="tokens", error=self._no_room(), note=self._describe_used_tokens()
+                )
             step = await self._step_environment(turn)
             if step.terminated:
                 return Conclusion(outcome="completed")
@@ -169,15 +172,19 @@ class EpisodeRunner:
             return None
         return turn
 
-    def _describe_used_tokens(self) -> str:
-        """What the tokens were used for, if they were enough for no turn, or used up in the first or the second."""
-        limit = self._request.max_tokens
-        if self.turn == 0:
-            reason = self._lack_of_room or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
-            return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
-        if self.turn > FEW_TURNS:
+    def _no_room(self) -> str:
+        """Why nothing was played, if nothing was."""
+        if self.turn:
             return ""
-        prompt = count_tokens(self._turns[0].action.prompt_delta)
+        limit = self._request.max_tokens
+        reason = self._lack_of_room or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
+        return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
+
+    def _describe_used_tokens(self) -> str:
+        """What the tokens were used for, if they were used up in the first or the second turn."""
+        if not 0 < self.turn <= FEW_TURNS:
+            return ""
+        prompt, limit = count_tokens(self._turns[0].action.prompt_delta), self._request.max_tokens
         return (
             f"its tokens were used up in turn {self.turn} of {self._request.max_turns}: the first prompt took {prompt:,} of "
             f"{limit:,} (episode.max_episode_tokens)"
@@ -283,6 +290,7 @@ class EpisodeRunner:
             last_observation=to_printable(clipped_text(shown_text(self._last.messages), LAST_OBSERVATION_BYTES)),
             error_location=conclusion.location,
             traceback=conclusion.traceback,
+            note=conclusion.note,
         )
 
 
