@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
@@ -79,7 +79,7 @@ def _validate(kind: type[T], value: object, call: str) -> T:
                 raise InvalidReturn(f"Verdict.reason must be text, not {_describe(value.reason)}")
         case _:
             return value
-    return msgspec.structs.replace(value, **changed)
+    return cast("T", msgspec.structs.replace(value, **changed))
 
 
 def _check_message(message: object, where: str) -> None:

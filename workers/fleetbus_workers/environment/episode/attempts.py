@@ -236,7 +236,9 @@ class Attempts:
             with Stages().time_limit("make", context.limits.open):
                 environment = context.make(request.task)
         except EpisodeEnded as ended:
-            await self._conclude_unmade(running, episode_state, ended)
+            where, traceback = ended.location, self._first_failures.describe(ended)
+            failure = (ended.outcome, ended.error_class, ended.error)
+            await self._conclude(running, episode_state, *failure, location=where, traceback=traceback)
             return
         recorded = (
             await read_turns(self._bus, self._subjects, request.episode_id, episode_state) if environment.replayable else ()
@@ -334,18 +336,6 @@ class Attempts:
         )
         result = msgspec.structs.replace(result, error_location=location, traceback=traceback)
         await self._finish(result, episode_state.last_sequence)
-
-    async def _conclude_unmade(self, running: RunningAttempt, episode_state: EpisodeState, ended: EpisodeEnded) -> None:
-        """The result of an episode whose environment could not be made."""
-        await self._conclude(
-            running,
-            episode_state,
-            ended.outcome,
-            ended.error_class,
-            ended.error,
-            location=ended.location,
-            traceback=self._first_failures.describe(ended),
-        )
 
     async def _finish(self, result: EpisodeFinished, expected_last: int) -> None:
         """Store the result, then ack: in this order, so that a crash between them repeats nothing."""

@@ -150,9 +150,9 @@ class PooledEnvironment:
         self._broken = False
         if "error" not in answer:
             return answer.get("result")
-        error = str(answer["error"]) if answer.get("failed") else f"{answer.get('kind')}: {answer['error']}"
+        reason = str(answer["error"]) if answer.get("failed") else f"{answer.get('kind')}: {answer['error']}"
         location, traceback = str(answer.get("location", "")), str(answer.get("traceback", ""))
-        raise EnvironmentFailed(error, location=location, remote_traceback=traceback)
+        raise EnvironmentFailed(reason, location=location, remote_traceback=traceback)
 
 
 def _with_pictures(observed: S) -> S:
