@@ -85,3 +85,11 @@ def test_an_unknown_run_is_one_line(command: str, server: Any, capsys: Any) -> N
     capsys.readouterr()
     assert run_program([command, "no-such-run", "--nats", server.url]) == 2
     assert "no-such-run" in capsys.readouterr().err
+
+
+NAMING = ("evaluate", "metrics", "monitor", "sessions", "top", "cancel", "drain")
+
+
+@pytest.mark.parametrize("command", NAMING)
+def test_every_command_that_needs_a_run_takes_it_behind_the_same_option(command: str, capsys: Any) -> None:
+    assert read_stdout(capsys, command, "--help").count("  --run ") == 1
