@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from fleetbus.core.verifier_warnings import find_forgeable
 from fleetbus.datasets import read_dataset_files
 from fleetbus.errors import UserError
 from fleetbus.tasks_parquet import read_parquet
@@ -102,6 +103,11 @@ def check_verifiers(tasks: Iterable[Task]) -> list[str]:
             reason = error.msg if isinstance(error, SyntaxError) else str(error)
             problems.append(f"task {task.key}: its verifier is no Python: {reason}{place}")
     return problems
+
+
+def list_forgeable_verifiers(tasks: Iterable[Task]) -> list[str]:
+    """One line for each way in which the policy could forge the verdict of a task's verifier (see `find_forgeable`)."""
+    return [f"task {task.key}, its verifier: {warning}" for task in tasks for warning in find_forgeable(task.verifier or "")]
 
 
 def _find_functions(node: ast.AST) -> list[str]:

@@ -318,7 +318,12 @@ class FleetSettings(Settings, frozen=True, kw_only=True):
     verifier: Annotated[
         Literal["platform", "local"], Meta(description="Where verifiers run: on the platform, or in this worker's sandbox")
     ] = "platform"
-    partial_reward: Annotated[bool, Meta(description="Read a share of the reward off what a verifier of 0 printed")] = False
+    partial_reward: Annotated[
+        bool, Meta(description='Take "partial" of what a verifier of score 0 returns as a share of the reward')
+    ] = False
+    partial_reward_printed: Annotated[
+        bool, Meta(description="Also read that share off what it printed, where the policy's own text may stand too")
+    ] = False
     grid: Annotated[bool, Meta(description="The policy gives screen coordinates on a grid of 1000 by 1000")] = False
 
 

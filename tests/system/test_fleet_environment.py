@@ -170,14 +170,15 @@ async def test_what_a_verifier_here_cannot_ask_is_no_verdict_and_no_zero(call_of
             assert words in verdict.reason
 
 
-async def test_a_partial_reward_is_read_off_what_the_verifier_printed() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "reward"), [({}, 0.0), ({"partial_reward": True}, 0.0), ({"partial_reward_printed": True}, 0.5)]
+)
+async def test_a_partial_reward_is_read_off_printed_text_only_if_that_is_chosen(chosen: dict[str, bool], reward: float) -> None:
     code = "def verify(env):\n    print('App mail: 1 done')\n    print('App calendar: 0 missing')\n    return 0.0"
     task = Task(key="t", env="shop", prompt="p", verifier=code)
-    async with platform() as (_, server):
-        for partial, reward in ((False, 0.0), (True, 0.5)):
-            async with environments(server, settings(partial_reward=partial)) as environment:
-                await begun(environment, task)
-                assert (await environment.verify()).reward == reward
+    async with platform() as (_, server), environments(server, settings(**chosen)) as environment:
+        await begun(environment, task)
+        assert (await environment.verify()).reward == reward
 
 
 # Screens

@@ -55,6 +55,15 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.Captur
     assert "3 problems" in shown.out
 
 
+def test_a_verifier_that_can_be_forged_is_warned_of_and_still_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "def verify(env, final_answer):\n    exec(final_answer)\n    return 1"
+    dump_tasks([Task(key="a", prompt="p", verifier=code)], tmp_path / "t.json")
+    (warning,) = run_and_read(capsys, "tasks", "validate", str(tmp_path / "t.json"))["warnings"]
+    assert warning.startswith("task a, its verifier: line 2: runs code in the grader's own process")
+    assert run_program(["tasks", "validate", str(tmp_path / "t.json")]) == 0
+    assert f"warning: {warning}" in capsys.readouterr().err
+
+
 def test_environments_that_serve_not_every_task_are_a_problem(tasks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("tasks", "validate", str(tasks_file), "--environment", "a=scripted", "--environment", "b=scripted")
     (problem,) = run_and_read(capsys, *arguments, status=2)["problems"]

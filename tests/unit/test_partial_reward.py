@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbus.core.partial_reward import partial_reward
+from fleetbus_workers.environment.adapters.fleet.grader import read_verdict
 
 
 def marked(right: str | None, wrong: str | None) -> str:
@@ -45,3 +46,22 @@ def test_the_share_that_was_done(output: str, share: float | None) -> None:
 def test_any_output_gives_a_share_or_none(output: str) -> None:
     share = partial_reward(output)
     assert share is None or 0 <= share <= 1
+
+
+@pytest.mark.parametrize(
+    ("result", "partial", "reward"),
+    [
+        ({"score": 0, "partial": 0.25}, True, 0.25),
+        ({"score": 0, "partial": 0.25}, False, 0.0),
+        ({"score": 1, "partial": 0.25}, True, 1.0),
+        ({"score": 0, "partial": 7}, True, 0.0),
+        ({"score": 0, "partial": float("nan")}, True, 0.0),
+        ({"score": 0, "partial": "1"}, True, 0.0),
+        (0.0, True, 0.0),
+    ],
+)
+def test_a_share_is_returned_beside_the_score_and_not_read_off_printed_text(
+    result: object, partial: bool, reward: float
+) -> None:
+    answer = {"success": True, "result": result, "stdout": "App mail: 1 done"}
+    assert read_verdict(answer, partial=partial).reward == reward

@@ -35,15 +35,16 @@ def command() -> None:
 def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     """Read every task and report all errors with file and position. Exit status 0: valid; 2: errors found.
 
-    Checks the fields, that keys are unique, that tasks fit into a message, and that verifiers compile.
+    Checks the fields, that keys are unique, that tasks fit into a message, and that verifiers compile. Warns of verifiers whose
+    verdict the policy's code could forge; the exit status stays.
     """
-    from fleetbus.tasks import check_dataset, check_verifiers
+    from fleetbus.tasks import check_dataset, check_verifiers, list_forgeable_verifiers
 
     tasks, problems = check_dataset(location)
     problems += check_verifiers(tasks)
     if specs:
         problems += _find_unserved(specs, tasks)
-    facts = _summarize_tasks(tasks) | {"problems": problems}
+    facts = _summarize_tasks(tasks) | {"problems": problems, "warnings": list_forgeable_verifiers(tasks)}
     if as_json:
         _print_json(facts)
     else:
@@ -157,11 +158,12 @@ def _count_split(train: Sequence[Task], evaluation: Sequence[Task]) -> dict[str,
 def _print_facts(facts: dict[str, Any], location: str) -> None:
     from fleetbus.datasets import redact_location
 
-    problems = facts["problems"]
-    for problem in problems[:SHOWN_PROBLEMS]:
-        click.echo(f"fleetbus: {problem}", err=True)
-    if len(problems) > SHOWN_PROBLEMS:
-        click.echo(f"fleetbus: and {len(problems) - SHOWN_PROBLEMS} more (--json shows all)", err=True)
+    problems, warnings = facts["problems"], [f"warning: {warning}" for warning in facts["warnings"]]
+    for lines in (problems, warnings):
+        for line in lines[:SHOWN_PROBLEMS]:
+            click.echo(f"fleetbus: {line}", err=True)
+        if len(lines) > SHOWN_PROBLEMS:
+            click.echo(f"fleetbus: and {len(lines) - SHOWN_PROBLEMS} more (--json shows all)", err=True)
     environments = ", ".join(f"{env} {count}" for env, count in facts["environments"].items())
     verdict = f"{len(problems)} problems" if problems else "valid"
     print(

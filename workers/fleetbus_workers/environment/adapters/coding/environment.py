@@ -24,7 +24,7 @@ from fleetbus.core.prompts import (
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from fleetbus_workers.environment.isolation.sandbox import ExecutionResult, SandboxSession
+from fleetbus_workers.environment.isolation.sandbox import CallResult, ExecutionResult, SandboxSession
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 TOOL = ToolSpec(
@@ -36,6 +36,7 @@ TOOL = ToolSpec(
         "required": ["code"],
     },
 )
+EXITED_EARLY = 1
 NO_CODE = 'No code found. Call the tool "python", or write the code between ```python and ```.'
 _FENCED = re.compile(r"```(?:python|py)[ \t]*\r?\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
 
@@ -141,10 +142,17 @@ class CodingEnvironment:
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         """For the verifier: ``python`` runs code in the episode's interpreter, ``python_fresh`` in one of its own, which the
-        policy's code cannot have prepared. Both give ``stdout``, ``stderr``, ``exit_code``."""
+        policy's code cannot have prepared. Both give ``stdout``, ``stderr``, ``exit_code`` and ``ended``.
+
+        ``python_call`` runs code in an interpreter of its own, calls its ``function`` once for each of ``arguments`` (a list of
+        lists) and gives ``results``, one for each, with ``value`` and ``error``: the verifier compares them in its own process,
+        where the code has nothing. Whatever an interpreter with code of the policy says may be made up by that code.
+        """
         code = arguments.get("code")
         if not isinstance(code, str):
             raise LookupError(f"{name} needs code")
+        if name == "python_call":
+            return await self._call_function(code, arguments.get("function"), arguments.get("arguments"))
         if name == TOOL.name and self._session is not None:
             return _build_state(await self._session.run(code, seconds=self._seconds))
         if name == "python_fresh":
@@ -153,7 +161,24 @@ class CodingEnvironment:
                 return _build_state(await session.run(code, seconds=self._seconds))
             finally:
                 await session.close()
-        raise LookupError(f"there is no {name}: python and python_fresh are there")
+        raise LookupError(f"there is no {name}: python, python_fresh and python_call are there")
+
+    async def _call_function(self, code: str, function: object, arguments: object) -> dict[str, Any]:
+        if not isinstance(function, str) or not isinstance(arguments, list) or not all(isinstance(a, list) for a in arguments):
+            raise LookupError("python_call needs function, a name, and arguments, a list with a list for each call")
+        session = self._make_session()
+        try:
+            loaded = await session.run(code, seconds=self._seconds)
+            state = _build_state(loaded)
+            if loaded.ended or state["exit_code"]:
+                last = loaded.stderr.strip().splitlines()[-1:] or [f"exit code {state['exit_code']}"]
+                results = [CallResult(error=f"the code failed: {last[0]}", ended=loaded.ended)] * len(arguments)
+            else:
+                results = [await session.call(function, each, seconds=self._seconds) for each in arguments]
+        finally:
+            await session.close()
+        ended = next((result.ended for result in results if result.ended), state["ended"])
+        return state | {"ended": ended, "results": [{"value": each.value, "error": each.error} for each in results]}
 
     async def query(self, sql: str, params: Sequence[Any]) -> Any:
         raise LookupError("a coding environment has no database")
@@ -196,4 +221,7 @@ def _format_observation(result: ExecutionResult, *, report_loss: bool) -> str:
 
 
 def _build_state(result: ExecutionResult) -> dict[str, Any]:
-    return {"stdout": result.stdout, "stderr": result.stderr, "exit_code": result.exit_code}
+    """A result as verifiers see it: code that exits before its last statement, where tests may stand, never has exit code 0."""
+    ended = result.ended or result.code_ended
+    exit_code = result.exit_code or (EXITED_EARLY if ended else 0)
+    return {"stdout": result.stdout, "stderr": result.stderr, "exit_code": exit_code, "ended": ended}

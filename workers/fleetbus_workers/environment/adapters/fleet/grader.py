@@ -54,7 +54,11 @@ class PlatformGrader:
             except FleetError as error:
                 reason = str(error)
                 continue
-            verdict = read_verdict(answer, partial=self._host.settings.partial_reward)
+            verdict = read_verdict(
+                answer,
+                partial=self._host.settings.partial_reward,
+                printed=self._host.settings.partial_reward_printed,
+            )
             if verdict.reward is not None or not is_passing(answer):
                 return verdict
             reason = verdict.reason
@@ -91,8 +95,12 @@ def is_passing(answer: dict[str, Any]) -> bool:
     return not answer.get("success") or _JUDGE_ERROR.search(str(answer.get("stdout") or "")) is not None
 
 
-def read_verdict(answer: dict[str, Any], *, partial: bool) -> Verdict:
-    """The verdict in the platform's answer: a number, true or false, an object with a ``score``, or nothing for a pass."""
+def read_verdict(answer: dict[str, Any], *, partial: bool, printed: bool = False) -> Verdict:
+    """The verdict in the platform's answer: a number, true or false, an object with a ``score``, or nothing for a pass.
+
+    ``partial``: a score of 0 is replaced by ``partial`` of that object, in [0, 1]. ``printed``: or by a share that was printed,
+    which the policy can forge wherever a verifier prints text of the policy.
+    """
     output = str(answer.get("stdout") or "").strip()
     judge = _JUDGE_ERROR.search(output)
     if judge is not None:
@@ -105,7 +113,14 @@ def read_verdict(answer: dict[str, Any], *, partial: bool) -> Verdict:
     value = 1.0 if result is None else result.get("score") if isinstance(result, dict) else result
     if not isinstance(value, int | float) or not math.isfinite(value):
         return Verdict(reward=None, reason=f"the verifier returned {result!r}, no finite number"[:500])
-    if partial and value == 0:
-        share = partial_reward(output)
+    if value == 0:
+        share = _returned_share(result) if partial else None
+        if share is None and printed:
+            share = partial_reward(output)
         value = value if share is None else share
     return Verdict(reward=float(value), reason=output)
+
+
+def _returned_share(result: object) -> float | None:
+    share = result.get("partial") if isinstance(result, dict) else None
+    return float(share) if isinstance(share, int | float) and 0 <= share <= 1 else None

@@ -8,10 +8,12 @@ result; the next code then gets a new interpreter and a notice. Only an interpre
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import anyio
@@ -24,14 +26,18 @@ from fleetbus_workers.environment.isolation.sandbox.inside.confine import FIRST_
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 
 Ended = Literal["", "time", "memory", "exit"]
+_ENDS: dict[str, Literal["time", "exit"]] = {"time": "time", "exit": "exit"}
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 GRACE_SECONDS = 2.0
 """How much longer than its time code may take to be stopped from within, before its interpreter is killed."""
 
-ANSWER_BYTES, MAX_ANSWERS = 1024, 64
+ANSWER_BYTES, MAX_ANSWERS = 64 << 10, 64
 """Largest answer of an interpreter, and the most that are read for the right one: the code may send some of its own."""
+
+MAX_DEPTH = 64
+"""Levels of lists and objects in the value of a call."""
 
 TIME_UP, KILLED = 124, 137
 _numbers = itertools.count()
@@ -55,13 +61,24 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a piece of code led to. ``ended`` says what ended its interpreter, if anything did; ``fresh`` is true for the first
-    code of an interpreter that replaces one that was ended."""
+    code of an interpreter that replaces one that was ended. ``code_ended`` says what ended the code before its last statement
+    while its interpreter goes on."""
 
     stdout: str
     stderr: str
     exit_code: int
     ended: Ended = ""
     fresh: bool = False
+    code_ended: Literal["", "time", "exit"] = ""
+
+
+class CallResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call of a function of the code led to: a ``value`` (plain JSON, None with an ``error``), all claims of that code.
+    ``ended`` says what ended the interpreter, if anything did."""
+
+    value: Any = None
+    error: str = ""
+    ended: Ended = ""
 
 
 class SandboxFailed(Exception):
@@ -105,43 +122,76 @@ class SandboxSession:
             self._lost = True
         await self.open()
         assert self._interpreter is not None
+        self._interpreter.discard_output()
         fresh, self._lost = self._lost, False
+        answer, ended, (stdout, stderr) = await self._request(self._interpreter, {"code": code}, seconds)
+        return ExecutionResult(
+            stdout=stdout,
+            stderr=stderr,
+            exit_code=answer["exit_code"],
+            ended=ended,
+            fresh=fresh,
+            code_ended=_ENDS.get(str(answer.get("ended")), ""),
+        )
+
+    async def call(self, function: str, arguments: Sequence[Any], *, seconds: float | None = None) -> CallResult:
+        """Call a function that code of this session has defined; its interpreter is not started anew for that."""
+        if self._interpreter is None:
+            return CallResult(error="the interpreter has ended", ended=self._ended or "exit")
+        request = {"function": function, "arguments": list(arguments)}
+        answer, ended, _ = await self._request(self._interpreter, request, seconds)
+        if ended:
+            return CallResult(error=f"the interpreter ended ({ended}, exit code {answer['exit_code']})", ended=ended)
+        if "value" not in answer:
+            return CallResult(error=str(answer.get("error") or "no value"))
+        try:
+            value = json.loads(answer["value"])
+        except (TypeError, ValueError, RecursionError) as error:
+            return CallResult(error=f"the value is no JSON: {error}"[:ANSWER_BYTES])
+        if _is_deeper(value, MAX_DEPTH):
+            return CallResult(error=f"the value has more than {MAX_DEPTH} levels")
+        return CallResult(value=value)
+
+    async def _request(
+        self, interpreter: _Interpreter, request: dict[str, Any], seconds: float | None
+    ) -> tuple[dict[str, Any], Ended, tuple[str, str]]:
+        """The answer, what ended the interpreter (which then is stopped), and what it wrote to its output and error."""
         limit = min(seconds or self._limits.seconds, self._limits.seconds)
         self.busy = True
         try:
-            exit_code, ended = await self._execute(self._interpreter, code, limit)
+            answer, ended = await self._wait_for_answer(interpreter, request | {"seconds": limit}, limit)
         except BaseException:
             await self._stop()  # the next code must not get this one's answer
             self._lost = True
             raise
         finally:
             self.busy = False
-        stdout, stderr = self._interpreter.output(self._limits.output_bytes)
+        output = interpreter.output(self._limits.output_bytes)
         if ended:
             await self._stop()
             self._lost = True
-        return ExecutionResult(stdout=stdout, stderr=stderr, exit_code=exit_code, ended=ended, fresh=fresh)
+        return answer, ended, output
 
-    async def _execute(self, interpreter: _Interpreter, code: str, seconds: float) -> tuple[int, Ended]:
-        interpreter.discard_output()
+    async def _wait_for_answer(
+        self, interpreter: _Interpreter, request: dict[str, Any], seconds: float
+    ) -> tuple[dict[str, Any], Ended]:
         try:
             with anyio.move_on_after(seconds + GRACE_SECONDS):
                 number = next(_numbers)
-                await interpreter.channel.send({"code": code, "seconds": seconds, "number": number})
+                await interpreter.channel.send(request | {"number": number})
                 for _ in range(MAX_ANSWERS):
                     answer = await interpreter.channel.receive()
-                    exit_code = answer.get("exit_code")
-                    if answer.get("number") == number and isinstance(exit_code, int):
-                        return int(exit_code), ""
+                    if answer.get("number") == number and isinstance(answer.get("exit_code"), int):
+                        return answer, ""
                 raise ChannelBroken("too many answers")
         except ChannelEnded:
             if self._ended:
-                return KILLED, self._ended
-            return await interpreter.exit_code(), "exit"
+                return {"exit_code": KILLED}, self._ended
+            return {"exit_code": await interpreter.exit_code()}, "exit"
         except ChannelBroken:
             interpreter.kill()  # the code talks on a channel that is not its own
-            return KILLED, "exit"
-        return TIME_UP, "time"
+            return {"exit_code": KILLED}, "exit"
+        return {"exit_code": TIME_UP}, "time"
 
     async def close(self) -> None:
         """End the interpreter and all that it started."""
@@ -245,6 +295,17 @@ async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
         await interpreter.stop()
         raise
     return interpreter
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in each other on more levels than so many."""
+    layer = [value]
+    for _ in range(levels + 1):
+        containers = [each for each in layer if isinstance(each, dict | list)]
+        if not containers:
+            return False
+        layer = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def _output_file(name: str) -> int:

@@ -1,7 +1,8 @@
 """The interpreter of one episode: executes pieces of code one after another in one namespace. Standard library alone.
 
-Started inside the isolation as ``runner.py FD LIMITS``. On FD come frames (length in four bytes, then JSON) with code and the
-seconds it may take; one frame with the exit code goes back. Standard output and error are files that the worker reads.
+Started inside the isolation as ``runner.py FD LIMITS``. On FD come frames (length in four bytes, then JSON) with code, or the
+call of a function of it, and the seconds that it may take; one frame with the exit code goes back. Standard output and error
+are files that the worker reads. The code shares this process and can forge every answer, so no answer is a verdict.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
     from typing import Any, NoReturn
 
     from fleetbus_workers.environment.isolation.sandbox.inside import confine
@@ -27,6 +30,13 @@ else:
     import confine
 
 
+ONLY_PARSE = 0x400
+"""A flag of `compile`: give the syntax tree. The module ast would be loaded for nothing else."""
+
+VALUE_BYTES = 48 << 10
+"""The largest value of a call, as JSON."""
+
+ERROR_CHARACTERS = 500
 NICENESS = 10
 """Code of models yields to the worker that has to answer for it."""
 
@@ -55,19 +65,23 @@ def main() -> NoReturn:
         request = receive(channel)
         count += 1
         sys.stdout, sys.stderr = output
-        code = execute(request["code"], request["seconds"], module.__dict__, f"<code {count}>")
+        if "function" in request:
+            answer = call(request["function"], request["arguments"], request["seconds"], module.__dict__)
+        else:
+            answer = execute(request["code"], request["seconds"], module.__dict__, f"<code {count}>")
         for stream in (sys.stdout, sys.stderr, *output):
             try:
                 stream.flush()
             except Exception:
                 pass  # the code closed or replaced it, or the file is full
         if os.getpid() != own:
-            os._exit(code)  # forked by the code, which has ended here
-        channel.sendall(frame({"exit_code": code, "number": request["number"]}))
+            os._exit(answer["exit_code"])  # forked by the code, which has ended here
+        channel.sendall(frame(answer | {"number": request["number"]}))
 
 
-def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> int:
-    """Run one piece of code; its exit code, as a process of its own would have had it."""
+def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> dict[str, Any]:
+    """Run one piece of code: ``exit_code``, as a process of its own would have had it, and ``ended``, what stopped it before
+    its last statement."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     try:
         try:
@@ -77,19 +91,57 @@ def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> in
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except SystemExit as leaving:
-        if leaving.code is None:
-            return 0
-        if isinstance(leaving.code, int):
-            return leaving.code & 255
+        ended = "" if is_from_last_statement(leaving, source, name) else "exit"
+        if leaving.code is None or isinstance(leaving.code, int):
+            return {"exit_code": (leaving.code or 0) & 255, "ended": ended}
         write_error(f"{leaving.code}\n")
-        return 1
+        return {"exit_code": 1, "ended": ended}
     except TimeUp:
         write_error(f"TimeoutError: the code took longer than {seconds:g} s and was stopped; its variables are kept\n")
-        return 124
+        return {"exit_code": 124, "ended": "time"}
     except BaseException as error:
         write_error(format_error(error, name))
-        return 1
-    return 0
+        return {"exit_code": 1}
+    return {"exit_code": 0}
+
+
+def is_from_last_statement(leaving: SystemExit, source: str, name: str) -> bool:
+    """Whether the last statement of the code called what exits (`unittest.main` does), and no function of the code exited."""
+    frames = [(trace, trace.tb_frame.f_code) for trace in walk_traceback(leaving)]
+    frames = [(trace, code) for trace, code in frames if code.co_filename == name]
+    if len(frames) != 1:
+        return False
+    trace, code = frames[0]
+    line, _, column, _ = list(code.co_positions())[trace.tb_lasti // 2]
+    last = compile(source, name, "exec", ONLY_PARSE, dont_inherit=True).body[-1]  # type: ignore[attr-defined]
+    return (line or 0, column or 0) >= (last.lineno, last.col_offset)
+
+
+def walk_traceback(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def call(function: str, arguments: list[Any], seconds: float, scope: dict[str, Any]) -> dict[str, Any]:
+    """Call a function that code has defined: its ``value`` as JSON text, or the ``error`` that it raised."""
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            value = json.dumps(scope[function](*arguments))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if len(value) > VALUE_BYTES:
+            raise ValueError(f"the value takes {len(value)} bytes as JSON, more than {VALUE_BYTES}")
+    except TimeUp:
+        return {"exit_code": 124, "error": f"TimeoutError: the call took longer than {seconds:g} s"}
+    except BaseException as error:
+        try:
+            return {"exit_code": 1, "error": f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]}
+        except Exception:  # an exception whose text cannot be made
+            return {"exit_code": 1, "error": type(error).__name__}
+    return {"exit_code": 0, "value": value}
 
 
 def format_error(error: BaseException, name: str) -> str:
