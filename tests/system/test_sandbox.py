@@ -28,6 +28,7 @@ from fleetbus_workers.environment.isolation.sandbox.backends import KINDS, Kind
 from fleetbus_workers.environment.isolation.sandbox.inside import confine
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import SandboxFailed
+from fleetbus_workers.environment.isolation.verifier.zygote import read_only
 from tests.support.processes import children, until, wait_for_output
 
 LIMITS = SandboxLimits(
@@ -337,7 +338,15 @@ async def test_an_interpreter_that_cannot_start_is_an_error(watch: MemoryWatch, 
 @pytest.mark.parametrize("own_process", [0, 7])
 @pytest.mark.parametrize("machine", confine.ARCHITECTURES)
 def test_the_filter_of_system_calls_has_only_jumps_that_end_inside(machine: str, own_process: int) -> None:
-    program = confine.compile_filter(machine, own_process=own_process)
+    assert_jumps_end_inside(confine.compile_filter(machine, own_process=own_process))
+
+
+@pytest.mark.parametrize("machine", confine.ARCHITECTURES)
+def test_the_filter_of_changes_has_only_jumps_that_end_inside(machine: str) -> None:
+    assert_jumps_end_inside(read_only.compile_read_only(machine))
+
+
+def assert_jumps_end_inside(program: bytes) -> None:
     instructions = [program[index : index + 8] for index in range(0, len(program), 8)]
     for index, instruction in enumerate(instructions):
         if instruction[0] & 7 == 5:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any, NoReturn, Protocol
 
-    from fleetbus_workers.environment.isolation.sandbox.inside import confine, database, landlock
+    from fleetbus_workers.environment.isolation.sandbox.inside import confine, database, landlock, read_only
 
     class CallSender(Protocol):
         """Sends the calls of verifier code to its environment."""
@@ -42,6 +42,7 @@ else:
     import confine
     import database
     import landlock
+    import read_only
 
 
 FIRST_USER = confine.FIRST_USER + 0x20000000
@@ -70,7 +71,7 @@ def main() -> None:
         leave_network()
         hidden = landlock.restrict_file_access(json.loads(sys.argv[3]))
     warm_up()
-    confine.forbid_calls()  # here and not in every child: it costs as much as a quarter of a verification
+    forbid_calls()  # here and not in every child: it costs as much as a quarter of a verification
     try:
         control.send(b"h" if hidden else b"v")
     except OSError:
@@ -78,6 +79,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # so that a child's first collection does not copy every page
     serve(control, limits)
+
+
+def forbid_calls() -> None:
+    """Refuse the system calls that no verifier needs, for this process and its children."""
+    read_only.forbid_changes()
+    confine.forbid_calls()
 
 
 def leave_network() -> None:

@@ -24,7 +24,9 @@ NOBODY = 65534
 CAPABILITY_VERSION_3 = 0x20080522
 SET_DUMPABLE, SET_SECCOMP, NO_NEW_PRIVILEGES = 4, 22, 38
 SECCOMP_FILTER = 2
-PERMISSION, NO_SUCH_CALL = 1, 38  # errno
+ALLOW = 0x7FFF0000
+REFUSE, ABSENT = 0x00050000 | 1, 0x00050000 | 38
+"""Ends of a filter: the call is made, or fails with EPERM or ENOSYS."""
 NEW_NAMESPACES = 0x7E020000
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -48,6 +50,8 @@ FORBIDDEN = {
     "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438),
     "pidfd_send_signal": (424, 424),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
     # namespaces and mounts
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -80,6 +84,18 @@ FORBIDDEN = {
 CLONE, CLONE3 = (56, 220), (435, 435)
 SOCKET = (41, 198)
 TO_OTHERS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "sigqueue": (129, 138), "tgsigqueue": (297, 240)}
+"""System calls that signal the process in their first argument, where 0 is a whole group of processes."""
+
+OF_OTHERS = {
+    "prlimit64": (302, 261),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
+"""System calls that change the process in their first argument, where 0 is the caller itself."""
 
 
 _ANY_PROCESS = 0x7FFFFFF1
@@ -129,7 +145,7 @@ def forbid_calls() -> bool:
 
 
 def block_signals() -> bool:
-    """Whether this process can from now on neither make sockets nor signal any process but itself."""
+    """Whether this process can from now on neither make sockets nor signal, limit or schedule any process but itself."""
     return install(_ALONE.replace(struct.pack("=I", _ANY_PROCESS), struct.pack("=I", os.getpid())))
 
 
@@ -144,22 +160,21 @@ def install(program: bytes) -> bool:
 
 
 def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
-    """A filter as classic BPF: of `FORBIDDEN`, or of sockets and of signals to any but ``own_process``. Empty for machines
-    whose numbers are not known here."""
+    """A filter as classic BPF: of `FORBIDDEN`, or of sockets and of what reaches any process but ``own_process``. Empty for
+    machines whose numbers are not known here."""
     if machine not in ARCHITECTURES:
         return b""
     column = list(ARCHITECTURES).index(machine)
-    allow, refuse, absent = ret(0x7FFF0000), ret(0x00050000 | PERMISSION), ret(0x00050000 | NO_SUCH_CALL)
-    program = load(4) + jump_if(0x15, ARCHITECTURES[machine], 1, 0) + refuse + load(0)
-    if machine == "x86_64":
-        program += jump_if(0x35, X32, 0, 1) + refuse
+    allow, refuse, absent = ret(ALLOW), ret(REFUSE), ret(ABSENT)
+    program = begin_filter(machine)
     if own_process:
-        program += jump_if(0x15, SOCKET[column], 0, 1) + refuse
-        for numbers in TO_OTHERS.values():
-            # If it is this call: only to oneself. Threads have the process's own id, for there is but one.
-            program += jump_if(0x15, numbers[column], 0, 4)
-            program += load(16) + jump_if(0x15, own_process, 0, 1) + allow + refuse
-        return program + allow
+        # After the tests stand two endings (allow, refuse), then whether the first argument is 0, then whether it is oneself.
+        # Threads have the process's own id, for there is but one.
+        calls = [(SOCKET, 1), *((call, 2) for call in OF_OTHERS.values()), *((call, 4) for call in TO_OTHERS.values())]
+        for position, (numbers, ending) in enumerate(calls):
+            program += jump_if(0x15, numbers[column], len(calls) - position - 1 + ending, 0)
+        program += allow + refuse + load(16) + jump_if(0x15, 0, 3, 0)
+        return program + load(16) + jump_if(0x15, own_process, 1, 0) + refuse + allow
     for numbers in FORBIDDEN.values():
         program += jump_if(0x15, numbers[column], 0, 1) + refuse
     # The flags of clone3 are out of a filter's sight; libraries fall back to clone where there is no clone3.
@@ -168,8 +183,16 @@ def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
     return program + allow
 
 
+def begin_filter(machine: str) -> bytes:
+    """Refuse what is of another architecture, then load the number of the system call."""
+    refuse = ret(REFUSE)
+    program = load(4) + jump_if(0x15, ARCHITECTURES[machine], 1, 0) + refuse + load(0)
+    return program + jump_if(0x35, X32, 0, 1) + refuse if machine == "x86_64" else program
+
+
 def load(offset: int) -> bytes:
-    """Load a word of the system call's data: 0 its number, 4 the architecture, 16 the low half of its first argument."""
+    """Load a word of the system call's data: 0 its number, 4 the architecture, 16 the low half of its first argument, 24 of
+    its second, 32 of its third."""
     return struct.pack("=HBBI", 0x20, 0, 0, offset)
 
 

@@ -113,7 +113,7 @@ def is_from_last_statement(leaving: SystemExit, source: str, name: str) -> bool:
         return False
     trace, code = frames[0]
     line, _, column, _ = list(code.co_positions())[trace.tb_lasti // 2]
-    last = compile(source, name, "exec", ONLY_PARSE, dont_inherit=True).body[-1]  # type: ignore[attr-defined]
+    last = compile(source, name, "exec", ONLY_PARSE, dont_inherit=True).body[-1]
     return (line or 0, column or 0) >= (last.lineno, last.col_offset)
 
 
