@@ -36,6 +36,10 @@ test *arguments:
 test-slow *arguments:
     .venv/bin/pytest -q -m slow {{arguments}}
 
+# Faults planted in the workers' code, each found by the simulation: minutes; a sample of them runs with all other tests
+planted-faults *arguments:
+    .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py {{arguments}}
+
 # The algorithms beside TRL's own trainers, to 1e-6, in an environment of its own: TRL brings half of Hugging Face
 test-trl *arguments:
     test -d .venv-trl || python3 -m venv .venv-trl
