@@ -17,6 +17,7 @@ from fleetbus_schemas import (
     Action,
     AttemptReleased,
     AttemptStarted,
+    CheckpointStored,
     EpisodeFinished,
     EpisodeRequested,
     LineageStarted,
@@ -59,10 +60,12 @@ class Audit:
             case PolicyPublished():
                 self._publish(sequence, tokens[-1], message)
             case LineageStarted() if tokens[2] == "train":
-                self._get_training(tokens[-1]).on_lineage(message)
+                self._get_training(tokens[-1]).on_lineage(sequence, message, self._findings)
             case StepTrained():
                 self._counts["steps"] += 1
                 self._get_training(tokens[-1]).on_step(sequence, message, self._findings)
+            case CheckpointStored():
+                self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._findings)
             case TrainingFinished():
                 self._get_training(tokens[-1]).on_end(sequence, message, self._findings)
             case EpisodeRequested() | AttemptStarted() | AttemptReleased() | Observation() | Action() | EpisodeFinished():
@@ -84,6 +87,7 @@ class Audit:
             for settlement in counted:
                 settled.add(settlement, findings)
         self._check_settled(settled)
+        self._check_unsettled(settled)
         books = self._build_books(settled, void.total())
         if books.requested != books.accounted:
             findings.add("books_open", f"{books.requested} requested, {books.accounted} accounted for")
@@ -115,6 +119,7 @@ class Audit:
         match message:
             case EpisodeRequested():
                 episode.on_request(sequence, message, findings)
+                episode.stray = not self._get_training(message.policy).is_newest(message.lineage)
             case AttemptStarted():
                 episode.on_claim(sequence, message, findings)
             case AttemptReleased():
@@ -151,6 +156,14 @@ class Audit:
             graded = episode is not None and episode.outcome in GRADED and episode.result_sequence < sequence
             if not graded:
                 self._findings.add("trained_without_result", episode_id, sequence)
+
+    def _check_unsettled(self, settled: Settled) -> None:
+        asked: dict[str, list[EpisodeAudit]] = {}
+        for episode in self._episodes.values():
+            if episode.requested and episode.split == "train" and episode.lineage:
+                asked.setdefault(episode.policy, []).append(episode)
+        for name, training in self._training.items():
+            training.check_unsettled(asked.get(name, []), settled, self._findings)
 
     def _build_books(self, settled: Settled, void: int) -> Books:
         requested = [episode for episode in self._episodes.values() if episode.requested]

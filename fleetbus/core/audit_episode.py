@@ -5,9 +5,12 @@ Turns are kept until the result is checked; what stays after it is a few numbers
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Collection, Sequence
 
 import msgspec
+import numpy as np
 
 from fleetbus.core.audit_findings import Findings
 from fleetbus.core.history import Turn, fold_history
@@ -22,20 +25,36 @@ from fleetbus_schemas import (
     Outcome,
     Split,
 )
-from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens
+from fleetbus_schemas.tokens import EMPTY_HISTORY, TOKEN_BYTES, count_tokens, extend_history
 
 MAX_TURNS = 1 << 16
 """Turn numbers beyond this are invalid."""
 
 
+class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of an Action: its token counts, the history hashes before (of its observation) and after it, and the kinds
+    of findings that its result has if it names this Action."""
+
+    prompt: int
+    sampled: int
+    before: bytes
+    after: bytes
+    faults: tuple[str, ...]
+
+
 class EpisodeAudit(msgspec.Struct, kw_only=True):
-    """What is known of one episode so far. ``observed`` has a bit per turn, by attempt; ``tokens`` are (prompt, sampled) token
-    counts of an Action by its position."""
+    """What is known of one episode so far. ``observed`` has a bit per turn, by attempt; ``hashes`` are those of the histories
+    that (attempt, turn) were observed upon; ``actions`` are by position. ``lineage`` asked for it (empty: no learner did),
+    ``stray`` if that one had been replaced by then."""
 
     episode_id: str
     requested: int = 0
     split: Split = "train"
     policy: str = ""
+    group_id: str = ""
+    group_size: int = 0
+    lineage: str = ""
+    stray: bool = False
     attempts: int = 0
     released: int = 0
     holding: bool = False
@@ -44,7 +63,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
     claims: list[AttemptStarted] = []
     observed: dict[int, int] = {}
     turns: list[Turn] = []
-    tokens: dict[int, tuple[int, int]] = {}
+    hashes: dict[tuple[int, int], bytes] = {}
+    actions: dict[int, ActionFacts] = {}
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:
@@ -52,7 +72,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
             return
         self.requested = sequence
         self.split = request.split
-        self.policy = request.policy
+        self.policy = sys.intern(request.policy)
+        self.group_id = sys.intern(request.group_id)
+        self.group_size = request.group_size
+        self.lineage = sys.intern(request.lineage)
 
     def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
         if self.result_sequence:
@@ -76,6 +99,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         if not 1 <= attempt <= self.attempts:
             findings.add("observed_unclaimed", self.episode_id, sequence)
         self.observed[attempt] = self.observed.get(attempt, 0) | _turn_bit(observation.turn)
+        if not self.result_sequence:
+            self.hashes[attempt, observation.turn] = observation.history_hash
 
     def on_action(self, sequence: int, lane: str, action: Action, published: Collection[int], findings: Findings) -> None:
         """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
@@ -88,7 +113,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         turn = (action.attempt, action.turn)
         if any((other.action.attempt, other.action.turn) == turn for other in self.turns):
             findings.add("action_repeated", self.episode_id, sequence)
-        self.tokens[sequence] = (count_tokens(action.prompt_delta), count_tokens(action.sampled))
+        self.actions[sequence] = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY))
         self.turns.append(Turn(sequence=sequence, lane=lane, action=_strip_action(action)))
 
     def on_result(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
@@ -101,18 +126,27 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
             findings.add("result_not_newest", self.episode_id, sequence)
         if (result.reward is not None) != (result.outcome in GRADED):
             findings.add("reward_not_of_outcome", self.episode_id, sequence)
+        if not all(map(math.isfinite, (result.reward or 0.0, *result.turn_rewards))):
+            findings.add("reward_not_finite", self.episode_id, sequence)
+        if self.requested and (result.group_id, result.split) != (self.group_id, self.split):
+            findings.add("result_not_of_request", self.episode_id, sequence)
         self._check_actions(sequence, result, findings)
-        self.claims, self.turns, self.tokens = [], [], {}
+        self.claims, self.turns, self.hashes, self.actions = [], [], {}, {}
 
     def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
         """A result may stop before the end of its history: an Action came when nobody waited for it any more."""
-        if any(reference.sequence not in self.tokens for reference in result.actions):
+        if any(reference.sequence not in self.actions for reference in result.actions):
             findings.add("action_missing", self.episode_id, sequence)
             return
         history = fold_history(self.claims, self.turns)[: len(result.actions)]
         if tuple(turn.reference for turn in history) != result.actions:
             findings.add("actions_not_history", self.episode_id, sequence)
-        counts = [self.tokens[reference.sequence] for reference in result.actions]
+        named = [self.actions[reference.sequence] for reference in result.actions]
+        for kind in {kind for action in named for kind in action.faults}:
+            findings.add(kind, self.episode_id, sequence)
+        if [action.before for action in named] != [EMPTY_HISTORY, *(action.after for action in named)][: len(named)]:
+            findings.add("history_hash_wrong", self.episode_id, sequence)
+        counts = [(action.prompt, action.sampled) for action in named]
         tokens = sum(prompt + sampled for prompt, sampled in counts)
         if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:
             findings.add("loss_mask_length", self.episode_id, sequence)
@@ -122,6 +156,25 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
 
 def _turn_bit(turn: int) -> int:
     return 1 << turn if 0 <= turn < MAX_TURNS else 0
+
+
+def _summarize_action(action: Action, before: bytes) -> ActionFacts:
+    prompt, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
+    after = extend_history(before, action.prompt_delta, action.sampled, [image.object for image in action.images])
+    logprobs = np.frombuffer(action.logprobs, "<f4") if len(action.logprobs) == TOKEN_BYTES * sampled else None
+    stops = [0, *(span.stop for span in action.versions)]
+    faults = {
+        "history_hash_wrong": action.history_hash != after,
+        "logprobs_missing": logprobs is None or not np.isfinite(logprobs).all(),
+        "versions_missing": [span.start for span in action.versions] != stops[:-1] or stops[-1] != sampled,
+    }
+    return ActionFacts(
+        prompt=prompt,
+        sampled=sampled,
+        before=before,
+        after=action.history_hash,
+        faults=tuple(kind for kind, found in faults.items() if found),
+    )
 
 
 def _strip_action(action: Action) -> Action:

@@ -5,14 +5,17 @@ Which lineage survives is known at the end only, so steps are kept as ids until 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
 
+from fleetbus.core.audit_episode import EpisodeAudit
 from fleetbus.core.audit_findings import Findings
 from fleetbus.core.lineage import compute_surviving_steps, is_surviving
-from fleetbus_schemas import Exclusion, LineageStarted, StepTrained, TrainingFinished
+from fleetbus_schemas import CheckpointStored, Exclusion, LineageStarted, StepTrained, TrainingFinished
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,13 +35,27 @@ class TrainingAudit:
     def __init__(self) -> None:
         self._lineages: list[LineageStarted] = []
         self._settlements: list[Settlement] = []
+        self._checkpoints: list[tuple[int, CheckpointStored]] = []
 
     @property
     def lineages(self) -> tuple[str, ...]:
         return tuple(started.lineage for started in self._lineages)
 
-    def on_lineage(self, started: LineageStarted) -> None:
+    def is_newest(self, lineage: str) -> bool:
+        return bool(self._lineages) and self._lineages[-1].lineage == lineage
+
+    def on_lineage(self, sequence: int, started: LineageStarted, findings: Findings) -> None:
+        """By itself a lineage starts at a checkpoint that counts, or anew if there is none; a person may order otherwise."""
+        counting = {stored.step for _, stored in self._list_counting_checkpoints()}
+        known = {stored.step for _, stored in self._checkpoints} if started.restart else counting
+        anew = started.parent_step == 0 and (not counting or bool(started.restart))
+        if not anew and started.parent_step not in known:
+            findings.add("lineage_unfounded", f"{started.lineage}/{started.parent_step}", sequence)
         self._lineages.append(started)
+
+    def on_checkpoint(self, sequence: int, stored: CheckpointStored, findings: Findings) -> None:
+        self._check_author(sequence, stored.lineage, stored.step, findings)
+        self._checkpoints.append((sequence, stored))
 
     def on_step(self, sequence: int, entry: StepTrained, findings: Findings) -> None:
         self._check_author(sequence, entry.lineage, entry.step, findings)
@@ -73,13 +90,42 @@ class TrainingAudit:
         kept = {each.sequence for each in counted}
         return Counter(episode for each in self._settlements if each.sequence not in kept for episode in each.episodes)
 
+    def check_unsettled(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
+        """Of ``episodes``, which learners asked for here, those have to be settled that no learner will read again."""
+        checkpoints = self._list_counting_checkpoints()
+        floors = list(accumulate((stored.floor for _, stored in checkpoints), max))
+        for episode in episodes:
+            index = bisect_right(floors, episode.requested)
+            if index < len(floors) and not 0 < settled.sequences.get(episode.episode_id, 0) < checkpoints[index][0]:
+                findings.add("below_floor_unsettled", episode.episode_id, checkpoints[index][0])
+        if self._settlements and self._settlements[-1].end and self.is_newest(self._settlements[-1].lineage):
+            self._check_finished(episodes, settled, findings)
+
+    def _check_finished(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
+        """What was complete before the last step is settled at the end; what was still played then may stay open."""
+        groups: dict[str, list[EpisodeAudit]] = {}
+        for episode in episodes:
+            if not episode.stray:
+                groups.setdefault(episode.group_id, []).append(episode)
+        last_step = max((each.sequence for each in self._settlements if not each.end), default=0)
+        for members in groups.values():
+            is_whole = len(members) >= members[0].group_size
+            if is_whole and all(0 < member.result_sequence < last_step for member in members):
+                for member in members:
+                    if member.episode_id not in settled.sequences:
+                        findings.add("finished_unsettled", member.episode_id, self._settlements[-1].sequence)
+
+    def _list_counting_checkpoints(self) -> list[tuple[int, CheckpointStored]]:
+        surviving = compute_surviving_steps(self._lineages)
+        return [each for each in self._checkpoints if is_surviving(surviving, each[1].lineage, each[1].step)]
+
     def _counts(self, settlement: Settlement, surviving: dict[str, float], newest: str) -> bool:
         if settlement.end:
             return settlement.lineage == newest
         return is_surviving(surviving, settlement.lineage, settlement.step)
 
     def _check_author(self, sequence: int, lineage: str, step: int, findings: Findings) -> None:
-        if not self._lineages or self._lineages[-1].lineage != lineage:
+        if not self.is_newest(lineage):
             findings.add("lineage_replaced", f"{lineage}/{step}", sequence)
 
 
@@ -89,6 +135,7 @@ class Settled:
     def __init__(self) -> None:
         self.trained: dict[str, int] = {}
         self.excluded: dict[str, str] = {}
+        self.sequences: dict[str, int] = {}
         self.trainings = 0
         self.exclusions: Counter[str] = Counter()
 
@@ -98,6 +145,7 @@ class Settled:
             if episode in self.trained:
                 findings.add("trained_twice", episode, settlement.sequence)
             self.trained.setdefault(episode, settlement.sequence)
+            self.sequences.setdefault(episode, settlement.sequence)
         for exclusion in settlement.excluded:
             self._exclude(exclusion, settlement.sequence, findings)
 
@@ -112,3 +160,4 @@ class Settled:
         if exclusion.episode_id in self.excluded:
             findings.add("excluded_twice", exclusion.episode_id, sequence)
         self.excluded.setdefault(exclusion.episode_id, exclusion.reason)
+        self.sequences.setdefault(exclusion.episode_id, sequence)

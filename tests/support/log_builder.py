@@ -17,6 +17,7 @@ from fleetbus_schemas import (
     ActionReference,
     AttemptReleased,
     AttemptStarted,
+    CheckpointStored,
     EpisodeFinished,
     EpisodeRequested,
     Exclusion,
@@ -32,7 +33,7 @@ from fleetbus_schemas import (
     VersionSpan,
     encode,
 )
-from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs, pack_mask
+from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids, pack_logprobs, pack_mask
 
 SUBJECTS = Subjects("run")
 PROMPT, SAMPLED = 3, 2
@@ -49,8 +50,8 @@ class LogBuilder:
         self.entries.append((subject, encode(message)))
         return len(self.entries)
 
-    def lineage(self, name: str = "l1", parent: str = "", parent_step: int = 0) -> int:
-        started = LineageStarted(lineage=name, worker="learner", parent=parent, parent_step=parent_step)
+    def lineage(self, name: str = "l1", parent: str = "", parent_step: int = 0, restart: str = "") -> int:
+        started = LineageStarted(lineage=name, worker="learner", parent=parent, parent_step=parent_step, restart=restart)
         self.add(SUBJECTS.train("default"), started)
         return self.add(SUBJECTS.policy("default"), started)
 
@@ -62,8 +63,9 @@ class LogBuilder:
 
     def request(self, episode: str, *, split: Split = "train", pool: str = "default") -> int:
         request = EpisodeRequested(
-            episode_id=episode, group_id="g", sample_index=0, split=split, task=Task(key="t"), policy="default", deadline_ns=1
-        )
+            episode_id=episode, group_id="g", sample_index=0, split=split, task=Task(key="t"), policy="default", deadline_ns=1,
+            lineage="l1" if split == "train" else "", group_size=1,
+        )  # fmt: skip
         return self.add(SUBJECTS.task(pool, episode), request)
 
     def claim(self, episode: str, attempt: int = 1, *, resumed: int = 0) -> int:
@@ -75,21 +77,21 @@ class LogBuilder:
     def release(self, episode: str, attempt: int = 1) -> int:
         return self.add(SUBJECTS.episode(episode), AttemptReleased(episode_id=episode, attempt=attempt, worker="w"))
 
-    def observe(self, episode: str, turn: int, attempt: int = 1) -> int:
+    def observe(self, episode: str, turn: int, attempt: int = 1, **changes: Any) -> int:
         observation = Observation(
             episode_id=episode, attempt=attempt, turn=turn, policy="default", messages=(), tokens_left=9,
-            environment_lane="e0", deadline_ns=1,
+            environment_lane="e0", deadline_ns=1, history_hash=compute_history_hash(turn),
         )  # fmt: skip
-        return self.add(SUBJECTS.observation("default", "any", episode), observation)
+        return self.add(SUBJECTS.observation("default", "any", episode), msgspec.structs.replace(observation, **changes))
 
-    def act(self, episode: str, turn: int, attempt: int = 1, *, version: int = 0) -> int:
+    def act(self, episode: str, turn: int, attempt: int = 1, *, version: int = 0, **changes: Any) -> int:
         delta, sampled = pack_ids(range(PROMPT)), pack_ids(range(SAMPLED))
         action = Action(
             episode_id=episode, attempt=attempt, turn=turn, text="x", prompt_delta=delta, sampled=sampled,
             logprobs=pack_logprobs([-1.0] * SAMPLED), versions=(VersionSpan(version=version, start=0, stop=SAMPLED),),
-            history_hash=extend_history(b"", delta, sampled),
+            history_hash=compute_history_hash(turn + 1),
         )  # fmt: skip
-        return self.add(SUBJECTS.action("e0", episode), action)
+        return self.add(SUBJECTS.action("e0", episode), msgspec.structs.replace(action, **changes))
 
     def finish(self, episode: str, actions: list[int], attempt: int = 1, **changes: Any) -> int:
         mask = ([False] * PROMPT + [True] * SAMPLED) * len(actions)
@@ -116,10 +118,22 @@ class LogBuilder:
         trained = StepTrained(lineage=lineage, step=number, version=number, episodes=tuple(episodes), excluded=reasons)
         return self.add(SUBJECTS.train("default"), trained)
 
+    def checkpoint(self, step: int, *, floor: int = 1, lineage: str = "l1") -> int:
+        stored = CheckpointStored(lineage=lineage, step=step, version=step, file="", floor=floor)
+        return self.add(SUBJECTS.train("default"), stored)
+
     def end(self, step: int, excluded: dict[str, str], lineage: str = "l1") -> int:
         reasons = tuple(Exclusion(episode_id=episode, reason=reason) for episode, reason in excluded.items())
         finished = TrainingFinished(lineage=lineage, step=step, version=step, excluded=reasons)
         return self.add(SUBJECTS.train("default"), finished)
+
+
+def compute_history_hash(turns: int) -> bytes:
+    """The hash of a history of so many turns: all have the same tokens."""
+    digest = EMPTY_HISTORY
+    for _ in range(turns):
+        digest = extend_history(digest, pack_ids(range(PROMPT)), pack_ids(range(SAMPLED)))
+    return digest
 
 
 def start_log() -> LogBuilder:

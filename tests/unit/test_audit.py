@@ -53,6 +53,7 @@ async def test_what_a_cut_lineage_trained_is_void_and_may_be_trained_again() -> 
     for episode in "abc":
         log_builder.play(episode)
     log_builder.step(1, ["a"])
+    log_builder.checkpoint(1)
     log_builder.step(2, ["b"], {"c": "stale"})
     log_builder.lineage("l2", parent="l1", parent_step=1)
     log_builder.step(2, ["b", "c"], lineage="l2")
@@ -66,6 +67,7 @@ async def test_what_the_end_of_training_excluded_is_open_again_for_a_lineage_tha
     for episode in "ab":
         log_builder.play(episode)
     log_builder.step(1, ["a"])
+    log_builder.checkpoint(1)
     log_builder.end(1, {"b": "training_finished"})
     assert (await audit_log(log_builder)).books.excluded == {"training_finished": 1}
     log_builder.lineage("l2", parent="l1", parent_step=1)
@@ -100,5 +102,5 @@ def test_an_audit_keeps_nothing_per_message_once_an_episode_has_its_result() -> 
     log_builder.play("a", turns=40)
     audit = fold_audit(log_builder)
     (episode,) = audit._episodes.values()
-    assert (episode.claims, episode.turns, episode.tokens) == ([], [], {})
+    assert (episode.claims, episode.turns, episode.hashes, episode.actions) == ([], [], {}, {})
     assert episode.observed == {1: (1 << 40) - 1}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fleetbus.core.audit_findings import KINDS
-from fleetbus_schemas import AttemptReleased
-from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
+from fleetbus_schemas import AttemptReleased, VersionSpan
+from fleetbus_schemas.tokens import pack_logprobs
+from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, compute_history_hash, kinds, start_log
 
 
 def trained_twice(log_builder: LogBuilder) -> None:
@@ -25,7 +28,7 @@ def trained_and_excluded(log_builder: LogBuilder) -> None:
 
 def excluded_twice(log_builder: LogBuilder) -> None:
     log_builder.play("a")
-    log_builder.step(1, [], {"a": "stale"})
+    log_builder.step(1, ["innocent"], {"a": "stale"})
     log_builder.end(1, {"a": "training_finished"})
 
 
@@ -183,6 +186,95 @@ def misfiled(log_builder: LogBuilder) -> None:
     log_builder.add(SUBJECTS.episode("a"), AttemptReleased(episode_id="b", attempt=1, worker="w"))
 
 
+def history_hash_of_garbage(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a")
+    log_builder.observe("a", 0)
+    log_builder.finish("a", [log_builder.act("a", 0, history_hash=b"garbage")])
+
+
+def history_hash_of_other_turns(log_builder: LogBuilder) -> None:
+    """Each Action follows from its own observation, but the second observation not from the first Action."""
+    log_builder.request("a")
+    log_builder.claim("a")
+    log_builder.observe("a", 0)
+    first = log_builder.act("a", 0)
+    log_builder.observe("a", 1, history_hash=compute_history_hash(2))
+    second = log_builder.act("a", 1, history_hash=compute_history_hash(3))
+    log_builder.finish("a", [first, second])
+
+
+def play_changed(log_builder: LogBuilder, **changes: Any) -> None:
+    log_builder.request("a")
+    log_builder.claim("a")
+    log_builder.observe("a", 0)
+    log_builder.finish("a", [log_builder.act("a", 0, **changes)])
+
+
+def logprobs_missing(log_builder: LogBuilder) -> None:
+    play_changed(log_builder, logprobs=b"")
+
+
+def logprobs_not_finite(log_builder: LogBuilder) -> None:
+    play_changed(log_builder, logprobs=pack_logprobs([-1.0, math.nan]))
+
+
+def versions_missing(log_builder: LogBuilder) -> None:
+    play_changed(log_builder, versions=())
+
+
+def versions_of_some_tokens(log_builder: LogBuilder) -> None:
+    play_changed(log_builder, versions=(VersionSpan(version=0, start=1, stop=2),))
+
+
+def reward_infinite(log_builder: LogBuilder) -> None:
+    log_builder.play("a", reward=math.inf)
+
+
+def turn_reward_not_finite(log_builder: LogBuilder) -> None:
+    log_builder.play("a", turn_rewards=(0.0, math.nan))
+
+
+def wrong_group(log_builder: LogBuilder) -> None:
+    log_builder.play("a", group_id="other")
+
+
+def wrong_split(log_builder: LogBuilder) -> None:
+    log_builder.request("b")
+    log_builder.claim("b")
+    log_builder.finish("b", [], split="eval")
+
+
+def never_settled_below_the_floor(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, ["innocent"])
+    log_builder.checkpoint(1, floor=len(log_builder.entries) + 1)
+
+
+def settled_after_its_checkpoint(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, ["innocent"])
+    log_builder.checkpoint(1, floor=len(log_builder.entries) + 1)
+    log_builder.step(2, ["a"])
+
+
+def unsettled_at_the_end(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, ["innocent"])
+    log_builder.end(1, {})
+
+
+def lineage_of_no_checkpoint(log_builder: LogBuilder) -> None:
+    log_builder.step(1, ["innocent"])
+    log_builder.lineage("l2", parent="l1", parent_step=1)
+
+
+def lineage_anew_beside_a_checkpoint(log_builder: LogBuilder) -> None:
+    log_builder.step(1, ["innocent"])
+    log_builder.checkpoint(1)
+    log_builder.lineage("l2", parent="l1", parent_step=0)
+
+
 FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (trained_twice, "trained_twice", "a"),
     (trained_and_excluded, "trained_and_excluded", "a"),
@@ -215,6 +307,21 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (lineage_replaced, "lineage_replaced", "l1/1"),
     (step_out_of_order, "step_out_of_order", "l1/2"),
     (misfiled, "misfiled", "a"),
+    (history_hash_of_garbage, "history_hash_wrong", "a"),
+    (history_hash_of_other_turns, "history_hash_wrong", "a"),
+    (logprobs_missing, "logprobs_missing", "a"),
+    (logprobs_not_finite, "logprobs_missing", "a"),
+    (versions_missing, "versions_missing", "a"),
+    (versions_of_some_tokens, "versions_missing", "a"),
+    (reward_infinite, "reward_not_finite", "a"),
+    (turn_reward_not_finite, "reward_not_finite", "a"),
+    (wrong_group, "result_not_of_request", "a"),
+    (wrong_split, "result_not_of_request", "b"),
+    (never_settled_below_the_floor, "below_floor_unsettled", "a"),
+    (settled_after_its_checkpoint, "below_floor_unsettled", "a"),
+    (unsettled_at_the_end, "finished_unsettled", "a"),
+    (lineage_of_no_checkpoint, "lineage_unfounded", "l2/1"),
+    (lineage_anew_beside_a_checkpoint, "lineage_unfounded", "l2/0"),
 ]
 
 

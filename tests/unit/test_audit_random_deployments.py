@@ -61,6 +61,7 @@ class Fleet:
         excluded = {episode: "stale" if self.graded[episode] else "lost" for episode in ready if episode not in trained}
         self.log_builder.step(step, trained, excluded, lineage=f"l{self.lineages}")
         self.log_builder.version(self.versions)
+        self.log_builder.checkpoint(step, lineage=f"l{self.lineages}")
         self.versions += 1
         self.trained |= set(trained)
         self.settled |= set(ready)
@@ -69,7 +70,7 @@ class Fleet:
     def replace_learner(self) -> None:
         del self.checkpoints[self.dice.randrange(len(self.checkpoints)) + 1 :]
         step, trained, settled = self.checkpoints[-1]
-        self.log_builder.lineage(f"l{self.lineages + 1}", parent=f"l{self.lineages}", parent_step=step)
+        self.log_builder.lineage(f"l{self.lineages + 1}", parent=f"l{self.lineages}", parent_step=step, restart=f"{step}/1")
         self.lineages += 1
         self.trained, self.settled = set(trained), set(settled)
 
