@@ -43,6 +43,8 @@ KINDS: dict[str, str] = {
     "below_floor_unsettled": "episodes below the floor of a checkpoint that were neither trained nor excluded by then",
     "finished_unsettled": "episodes of whole groups that were neither trained nor excluded when training finished",
     "evaluation_settled": "evaluation episodes that training consumed",
+    "digest_missing": "steps without digests of what they trained, so that the log does not prove it",
+    "digest_wrong": "trained episodes whose digest is not that of what was sampled",
     "books_open": "sums that differ: requested, and trained + excluded + evaluation + in flight",
 }
 """Every kind of imbalance, and what it means."""
@@ -127,7 +129,8 @@ class Attempts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of an audit of the entries up to ``last_sequence``. ``malformed`` entries count and change nothing."""
+    """The outcome of an audit of the entries up to ``last_sequence``. ``malformed`` entries count and change nothing.
+    ``proven`` trained episodes are known to be what was sampled; None unless the audit was a deep one."""
 
     last_sequence: int
     entries: int
@@ -141,6 +144,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     lineages: tuple[str, ...]
     findings: tuple[Finding, ...]
+    proven: int | None = None
 
     @property
     def balanced(self) -> bool:

@@ -37,7 +37,11 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 class StepTrained(Message, frozen=True, kw_only=True):
     """One optimizer step: the episodes that it consumed, those settled without training since the step before, and what
-    was measured. ``version`` is the policy version that it produced."""
+    was measured. ``version`` is the policy version that it produced.
+
+    ``digests`` has for each of ``episodes`` the BLAKE2b-128 of what the trainer was given of it: token ids, loss mask,
+    log-probabilities, versions and advantages; empty from learners that did not publish them.
+    """
 
     lineage: str
     step: int
@@ -45,6 +49,7 @@ class StepTrained(Message, frozen=True, kw_only=True):
     episodes: tuple[str, ...]
     excluded: tuple[Exclusion, ...] = ()
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    digests: tuple[bytes, ...] = ()
 
 
 class CheckpointStored(Message, frozen=True, kw_only=True):

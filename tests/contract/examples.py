@@ -237,6 +237,7 @@ _EXAMPLES: tuple[Message, ...] = (
         episodes=("s3-g7-k0", "s3-g7-k2"),
         excluded=(Exclusion(episode_id="s3-g7-k1", reason="env_failed"),),
         metrics={"loss": -0.01, "grad_norm": 0.5},
+        digests=(bytes(range(16)), bytes(range(16, 32))),
     ),
     CheckpointStored(lineage="l0002", step=13, version=13, file="checkpoints/000013.pt", floor=90, sha256=SHA256),
     EvaluationFinished(

@@ -52,7 +52,7 @@ report.check()
 
 def changed(**values: Any) -> Any:
     """Sequences of the learner under test with other values in some field."""
-    original = batches._build_sequence
+    original = batches.build_sequence
 
     def sequence(*arguments: Any) -> Any:
         made = original(*arguments)
@@ -74,7 +74,7 @@ def changed(**values: Any) -> Any:
 def test_a_batch_that_holds_something_else_is_found_and_named(
     field: str, change: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_build_sequence", changed(**{field: change}))
+    monkeypatch.setattr(batches, "build_sequence", changed(**{field: change}))
     first = replayed().first
     assert first is not None
     assert first.message.startswith("batch of step 1 episode g0") and first.field.startswith(named)

@@ -76,6 +76,19 @@ def call(*arguments: str, url: str) -> int:
     return run_program([*arguments, "--nats", url])
 
 
+def test_a_deep_audit_says_which_steps_the_log_does_not_prove(
+    served: Served, program: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = StepTrained(lineage="l1", step=1, version=1, episodes=("a",))
+    served.put(LINEAGE, requested("a"), (S.train("default"), step))
+    assert program("audit", "books", "--deep") == 1
+    printed = capsys.readouterr().out
+    assert "0 trained episodes proven to be what was sampled" in printed
+    assert "NOT BALANCED digest_missing: 1 steps without digests" in printed
+    assert program("audit", "books", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["proven"] is None
+
+
 def test_books_that_balance_exit_with_0_and_say_so(served: Served, program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     served.put(LINEAGE, requested("a"), requested("b"), excluded(1, "a"))
     assert program("audit", "books") == 0

@@ -303,9 +303,9 @@ PLANTS: dict[Plant, tuple[int, str]] = {
     newest_file_instead_of_the_log: (58, "a lineage begins at a stored checkpoint"),
     no_compare_and_set_of_steps: (7, "version numbers never repeat"),
     staleness_ignored: (7, "staleness is bounded"),
-    replaced_learner_not_told: (29, "a replaced learner ends"),
-    versions_read_before_the_fence: (91, "version numbers never repeat"),
-    trimmed_content_not_looked_for: (20, "no fault ends a worker"),
+    replaced_learner_not_told: (38, "a replaced learner ends"),
+    versions_read_before_the_fence: (119, "version numbers never repeat"),
+    trimmed_content_not_looked_for: (21, "no fault ends a worker"),
     idle_timer_runs_during_a_step: (7, "every failure has a cause"),
 }
 """Faults, the first seed that found each when it was planted, and the invariant that it broke."""

@@ -18,7 +18,7 @@ from fleetbus.core.groups import Group
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
 from fleetbus_schemas.action import FinishReason
-from fleetbus_workers.learner.batches import CreditPlan, _build_sequence, compute_episode_advantages
+from fleetbus_workers.learner.batches import CreditPlan, build_sequence, compute_episode_advantages
 
 
 def finished(
@@ -91,7 +91,7 @@ def turn(index: int) -> Action:
 def test_overlong_filtering_takes_truncated_episodes_out_of_the_loss(outcome: Outcome, trained: int) -> None:
     result = finished("a", 1.0, outcome=outcome)
 
-    sequence = _build_sequence(result, [turn(0), turn(1)], [0.5, -0.5], CreditPlan(truncation_mask="outcome"), 1.0)
+    sequence = build_sequence(result, [turn(0), turn(1)], [0.5, -0.5], CreditPlan(truncation_mask="outcome"), 1.0)
 
     assert int(sequence.loss_mask.sum()) == trained
     assert (sequence.versions == 3).sum() == trained
@@ -109,7 +109,7 @@ def test_a_filter_by_the_end_token_goes_by_the_last_response_and_not_by_the_outc
     result = finished("a", 1.0, outcome=outcome)
     actions = [msgspec.structs.replace(turn(0), finish_reason="length"), msgspec.structs.replace(turn(1), finish_reason=last)]
     plan = CreditPlan(truncation_mask="no_end_token")
-    assert int(_build_sequence(result, actions, [0.5, -0.5], plan, 1.0).loss_mask.sum()) == trained
+    assert int(build_sequence(result, actions, [0.5, -0.5], plan, 1.0).loss_mask.sum()) == trained
 
 
 def test_the_plan_is_read_off_the_configuration() -> None:

@@ -17,6 +17,7 @@ from fleetbus_workers.run_access.log_access import is_reachable, open_run
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
     from fleetbus.core.audit_findings import Report
+    from fleetbus_workers.learner.digest_audit import Scan
 
 BALANCED, UNBALANCED = 0, 1
 SHOWN_IDS = 10
@@ -25,9 +26,10 @@ SHOWN_IDS = 10
 @click.command("audit")
 @click.argument("source", required=False, metavar="[RUN|FILE]")
 @archive_option("; without a server it is audited alone")
+@click.option("--deep", is_flag=True, help="Prove that every trained episode is what was sampled; reads the log twice more")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
-def command(source: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:
+def command(source: str | None, archive: Path | None, deep: bool, as_json: bool, **values: Any) -> int:
     """Balance the books of a run from its log alone, or from a recording of all of it.
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
@@ -37,29 +39,43 @@ def command(source: str | None, archive: Path | None, as_json: bool, **values: A
 
     backend = {"use_uvloop": os.name != "nt"}
     if is_recording(source):
-        name, report = anyio.run(_audit_file, Path(str(source)), archive, backend_options=backend)
+        name, report = anyio.run(_audit_file, Path(str(source)), archive, deep, backend_options=backend)
     else:
         configuration = load_settings({**values, "run__name": source}).configuration
-        name, report = configuration.run.name, anyio.run(partial(_audit, configuration, archive), backend_options=backend)
+        name, report = configuration.run.name, anyio.run(partial(_audit, configuration, archive, deep), backend_options=backend)
     _print_json(report) if as_json else _print(report, name)
     return BALANCED if report.balanced else UNBALANCED
 
 
-async def _audit(configuration: Configuration, archive: Path | None) -> Report:
+async def _audit(configuration: Configuration, archive: Path | None, deep: bool) -> Report:
+    from fleetbus.archive import scan_archive, scan_archive_and_log
     from fleetbus.audit import audit_archive, audit_run
     from fleetbus_schemas import Subjects
 
     subjects = Subjects(configuration.run.name)
     if archive is not None and not is_reachable(configuration):
-        return await audit_archive(subjects, archive)
+        report = await audit_archive(subjects, archive)
+        return await _add_proof(report, partial(scan_archive, archive, run=subjects.run)) if deep else report
     async with open_run(configuration, "audit", own_server=True) as bus:
-        return await audit_run(bus, subjects, archive=archive)
+        report = await audit_run(bus, subjects, archive=archive)
+        return await _add_proof(report, partial(scan_archive_and_log, bus, subjects, archive)) if deep else report
 
 
-async def _audit_file(file: Path, archive: Path | None) -> tuple[str, Report]:
+async def _add_proof(report: Report, scan: Scan) -> Report:
+    """The report with what the deep audit finds in the same entries."""
+    import msgspec
+
+    from fleetbus_workers.learner.digest_audit import audit_digests
+
+    proof = await audit_digests(scan, last_sequence=report.last_sequence)
+    return msgspec.structs.replace(report, proven=proof.proven, findings=(*report.findings, *proof.findings))
+
+
+async def _audit_file(file: Path, archive: Path | None, deep: bool) -> tuple[str, Report]:
     """The run that a recording is of, and its books."""
     from fleetbus.audit import audit_recording
     from fleetbus.errors import UserError
+    from fleetbus.recording.export import scan_recording
     from fleetbus.recording.reader import RecordingReader
 
     if archive is not None:
@@ -68,6 +84,8 @@ async def _audit_file(file: Path, archive: Path | None) -> tuple[str, Report]:
     report = await audit_recording(reader)
     if reader.torn:
         click.echo(f"fleetbus: {reader.torn}", err=True)
+    if deep:
+        report = await _add_proof(report, lambda: scan_recording(RecordingReader(file)))
     return reader.header.run, report
 
 
@@ -92,6 +110,8 @@ def _print(report: Report, run: str) -> None:
         f"{attempts.superseded} superseded, {attempts.in_flight} in flight"
     )
     print(f"  {report.observations} observations, {report.actions} actions, {report.steps} steps, {report.versions} versions")
+    if report.proven is not None:
+        print(f"  {report.proven} trained episodes proven to be what was sampled")
     if books.void:
         print(f"  {books.void} trained by a lineage that was cut, and counted elsewhere")
     if report.malformed:

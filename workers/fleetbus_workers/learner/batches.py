@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fleetbus.actions import read_actions
 from fleetbus.bus.base import Bus
-from fleetbus.config.settings import Configuration
+from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
 from fleetbus.core.shaping import TruncationMask, is_masked, overlong_penalty
@@ -41,14 +41,17 @@ class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_configuration(cls, configuration: Configuration) -> CreditPlan:
-        algorithm, learner = configuration.algorithm, configuration.learner
+        return cls.from_settings(configuration.algorithm, configuration.learner, configuration.episode)
+
+    @classmethod
+    def from_settings(cls, algorithm: AlgorithmSettings, learner: LearnerSettings, episode: EpisodeSettings) -> CreditPlan:
         return cls(
             advantage_estimator=learner.advantage_estimator,
             minimum=learner.min_group_size,
             credit_assignment=algorithm.credit_assignment,
             turn_discount=algorithm.turn_discount,
             truncation_mask=algorithm.truncation_mask,
-            overlong_limit=configuration.episode.max_episode_tokens,
+            overlong_limit=episode.max_episode_tokens,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty_factor=algorithm.overlong_penalty_factor,
         )
@@ -76,7 +79,7 @@ async def read_sequences(
     usable = [result for group in groups for result in group.graded]
     return [
         msgspec.structs.replace(
-            _build_sequence(result, actions[result.episode_id], advantages, plan, temperature),
+            build_sequence(result, actions[result.episode_id], advantages, plan, temperature),
             images=shown.get(result.episode_id, ()),
         )
         for result, advantages in zip(usable, compute_episode_advantages(groups, plan), strict=True)
@@ -116,7 +119,7 @@ def _shape_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
     return result.reward + penalty
 
 
-def _build_sequence(
+def build_sequence(
     result: EpisodeFinished, actions: Sequence[Action], by_turn: Sequence[float], plan: CreditPlan, temperature: float
 ) -> TrainingSequence:
     ids = np.frombuffer(b"".join(action.prompt_delta + action.sampled for action in actions), "<u4").astype(np.int32)
@@ -125,8 +128,7 @@ def _build_sequence(
     logprobs[mask] = np.frombuffer(b"".join(action.logprobs for action in actions), "<f4")
     versions = np.full(len(ids), -1, np.int32)
     versions[mask] = np.concatenate([_expand_versions(action) for action in actions])
-    advantages = np.zeros(len(ids), np.float32)
-    advantages[mask] = np.repeat(np.array(by_turn, np.float32), [len(action.sampled) // 4 for action in actions])
+    advantages = spread_advantages(mask, by_turn, [len(action.sampled) // 4 for action in actions])
     if is_masked(plan.truncation_mask, result.outcome, actions[-1].finish_reason if actions else "stop"):
         mask, advantages = np.zeros_like(mask), np.zeros_like(advantages)
     return TrainingSequence(
@@ -139,6 +141,13 @@ def _build_sequence(
         versions=np.where(mask, versions, np.int32(-1)),
         temperature=temperature or 1.0,
     )
+
+
+def spread_advantages(mask: NDArray[np.bool_], by_turn: Sequence[float], sampled: Sequence[int]) -> NDArray[np.float32]:
+    """One advantage per token from one per turn, of which each sampled so many tokens; 0 where ``mask`` is False."""
+    advantages = np.zeros(len(mask), np.float32)
+    advantages[mask] = np.repeat(np.array(by_turn, np.float32), sampled)
+    return advantages
 
 
 def _expand_versions(action: Action) -> NDArray[np.int32]:

@@ -34,7 +34,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.learner.admission import Admission
-from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.base import Trainer, TrainingSequence
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, compute_group_metrics
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune_checkpoints, write_checkpoint
@@ -46,6 +46,7 @@ from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, wait_for_resume_point
 from fleetbus_workers.learner.signal_log import SignalLog
+from fleetbus_workers.learner.training_digest import digest_sequences
 from fleetbus_workers.weights.store import get_object_store, open_store
 
 log = structlog.get_logger()
@@ -284,13 +285,13 @@ class Learner:
             return
         trained = anyio.current_time()
         progress = self._step / self._settings.steps
-        metrics = await self._runtime.offload(
-            self._trainer.train, sequences, version=self._publication.version, progress=progress
+        digests, metrics = await self._runtime.offload(
+            _train, self._trainer, sequences, version=self._publication.version, progress=progress
         )
         done = anyio.current_time()
         metrics |= self._measure_batch(groups) | compute_advantage_metrics(sequences)
         metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
-        await self._record_step(groups, metrics)
+        await self._record_step(groups, metrics, digests)
 
     def _measure_batch(self, groups: list[Group]) -> dict[str, float]:
         lags = [self._pool.lag(group, self._step) for group in groups]
@@ -318,7 +319,7 @@ class Learner:
                 await run_until_drained(self._drain, self._pool.changed.wait)
         return []
 
-    async def _record_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
+    async def _record_step(self, groups: list[Group], metrics: dict[str, float], digests: dict[str, bytes]) -> None:
         """The step goes to the log before the version that it made; a checkpoint holds what the log says by then."""
         self._step += 1
         trained, excluded = self._pool.settle(groups)
@@ -338,6 +339,7 @@ class Learner:
             episodes=tuple(trained),
             excluded=tuple(excluded),
             metrics={name: float(value) for name, value in metrics.items()},
+            digests=tuple(digests[episode] for episode in trained),
         )
         await self._train.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}
@@ -380,6 +382,13 @@ class Learner:
             draining=self._drain.is_set(),
             counters=dict(self._counters) | {"step": float(self._step)},
         )
+
+
+def _train(
+    trainer: Trainer, sequences: list[TrainingSequence], *, version: int, progress: float
+) -> tuple[dict[str, bytes], dict[str, float]]:
+    """What the trainer is given, as digests by episode, and the metrics that it returns. Blocking."""
+    return digest_sequences(sequences), trainer.train(sequences, version=version, progress=progress)
 
 
 def _select_settings(configuration: Configuration) -> dict[str, dict[str, bool | int | float | str]]:

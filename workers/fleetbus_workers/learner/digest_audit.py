@@ -1,0 +1,179 @@
+"""The deep audit: from the log alone, that what was trained is what was sampled.
+
+The log is read twice: first for the steps that count, then for what they trained, episode by episode, so that memory holds the
+Actions of open episodes and of each finished one a digest. It only reads; the books are kept by `fleetbus.core.audit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus.config.settings import AlgorithmSettings, EpisodeSettings, LearnerSettings, Settings
+from fleetbus.core.audit_findings import Finding, Findings
+from fleetbus.core.audit_training import TrainingAudit
+from fleetbus.core.groups import Group
+from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
+from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.stored import STORED
+from fleetbus_workers.learner.batches import CreditPlan, build_sequence, compute_episode_advantages, spread_advantages
+from fleetbus_workers.learner.training_digest import add_advantages, digest_sampled
+
+Scan = Callable[[], AsyncIterator[StreamEntry]]
+"""A fresh reading of the log, entry by entry from its beginning."""
+
+S = TypeVar("S", bound=Settings)
+
+
+class DigestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """``proven`` episodes of steps that count were trained as the log says; ``findings`` are about the others."""
+
+    proven: int
+    findings: tuple[Finding, ...]
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a finished episode: its result, the digest of all but advantages, its loss mask as packed bits, and how
+    many tokens each turn sampled."""
+
+    result: EpisodeFinished
+    digest: bytes
+    loss_mask: bytes
+    counts: tuple[int, ...]
+
+
+async def audit_digests(scan: Scan, *, last_sequence: int) -> DigestReport:
+    """Prove every step that counts among the entries up to ``last_sequence``."""
+    audit = DigestAudit()
+    async for entry in scan():
+        if entry.sequence <= last_sequence and _get_kind(entry) == "train":
+            audit.enter_training(entry)
+    audit.count_steps()
+    async for entry in scan():
+        if entry.sequence <= last_sequence:
+            audit.enter(entry)
+    return audit.report()
+
+
+class DigestAudit:
+    """Call `enter_training` with the learners' entries, `count_steps`, and then `enter` with every entry."""
+
+    def __init__(self) -> None:
+        self._findings = Findings()
+        self._training: dict[str, TrainingAudit] = {}
+        self._plans: dict[tuple[str, str], CreditPlan] = {}
+        self._steps: dict[int, CreditPlan] = {}
+        self._plan_of: dict[str, CreditPlan] = {}
+        self._actions: dict[str, dict[int, Action]] = {}
+        self._sampled: dict[str, Sampled] = {}
+        self._proven = 0
+
+    def enter_training(self, entry: StreamEntry) -> None:
+        message, ignored = _decode(entry), Findings()  # the books have told all that is to be told of steps themselves
+        training = self._training.setdefault(entry.subject, TrainingAudit())
+        if isinstance(message, LineageStarted):
+            training.on_lineage(entry.sequence, message, ignored)
+            self._plans[entry.subject, message.lineage] = _build_plan(message)
+        elif isinstance(message, StepTrained):
+            training.on_step(entry.sequence, message, ignored)
+
+    def count_steps(self) -> None:
+        """From now on it is known which steps count, and by which rules each episode was trained."""
+        for subject, training in self._training.items():
+            for step in training.counted(Findings()):
+                plan = self._plans[subject, step.lineage]
+                self._steps[step.sequence] = plan
+                self._plan_of |= dict.fromkeys(step.episodes, plan)
+
+    def enter(self, entry: StreamEntry) -> None:
+        kind = _get_kind(entry)
+        if kind == "train" and entry.sequence in self._steps:
+            step = _decode(entry)
+            assert isinstance(step, StepTrained)
+            self._check_step(entry.sequence, step)
+        elif kind in ("act", "episode") and entry.subject.rpartition(".")[2] in self._plan_of:
+            message = _decode(entry)
+            if isinstance(message, Action):
+                self._actions.setdefault(message.episode_id, {})[entry.sequence] = message
+            elif isinstance(message, EpisodeFinished) and message.episode_id not in self._sampled:
+                self._summarize(message)
+
+    def report(self) -> DigestReport:
+        return DigestReport(proven=self._proven, findings=self._findings.list_found())
+
+    def _summarize(self, result: EpisodeFinished) -> None:
+        """A history that cannot be trained at all is left out, and whatever was trained of it is wrong then."""
+        actions = self._actions.pop(result.episode_id, {})
+        if any(reference.sequence not in actions for reference in result.actions):
+            return
+        named = [actions[reference.sequence] for reference in result.actions]
+        try:
+            sequence = build_sequence(result, named, [0.0] * len(named), self._plan_of[result.episode_id], 1.0)
+        except (ValueError, IndexError):
+            return
+        self._sampled[result.episode_id] = Sampled(
+            result=msgspec.structs.replace(result, info={}, last_observation="", loss_mask=b""),
+            digest=digest_sampled(sequence),
+            loss_mask=np.packbits(sequence.loss_mask, bitorder="little").tobytes(),
+            counts=tuple(len(action.sampled) // 4 for action in named),
+        )
+
+    def _check_step(self, position: int, step: StepTrained) -> None:
+        sampled = {episode: self._sampled.pop(episode) for episode in step.episodes if episode in self._sampled}
+        if len(step.digests) != len(step.episodes):
+            self._findings.add("digest_missing", f"{step.lineage}/{step.step}", position)
+            return
+        right = _compute_digests(sampled, self._steps[position])
+        for episode, digest in zip(step.episodes, step.digests, strict=True):
+            if right.get(episode) == digest:
+                self._proven += 1
+            else:
+                self._findings.add("digest_wrong", episode, position)
+
+
+def _compute_digests(sampled: dict[str, Sampled], plan: CreditPlan) -> dict[str, bytes]:
+    """By episode of one step what its digest has to be; their order is that of the step."""
+    groups: dict[str, Group] = {}
+    for each in sampled.values():
+        group = groups.setdefault(each.result.group_id, Group(group_id=each.result.group_id, size=0))
+        group.add(each.result)
+    with np.errstate(all="ignore"):  # a reward may be anything: then the books tell
+        advantages = compute_episode_advantages(tuple(groups.values()), plan)
+    results = [result for group in groups.values() for result in group.graded]
+    digests = {}
+    for result, by_turn in zip(results, advantages, strict=True):
+        each = sampled[result.episode_id]
+        bits = np.unpackbits(np.frombuffer(each.loss_mask, np.uint8), count=result.tokens, bitorder="little")
+        mask = bits.astype(bool)
+        spread = spread_advantages(mask, by_turn, each.counts) if mask.any() else np.zeros(len(mask), np.float32)
+        digests[result.episode_id] = add_advantages(each.digest, spread)
+    return digests
+
+
+def _build_plan(started: LineageStarted) -> CreditPlan:
+    settings = started.settings
+    return CreditPlan.from_settings(
+        _build_table(AlgorithmSettings, settings.get("algorithm", {})),
+        _build_table(LearnerSettings, settings.get("learner", {})),
+        _build_table(EpisodeSettings, settings.get("episode", {})),
+    )
+
+
+def _build_table(kind: type[S], settings: dict[str, bool | int | float | str]) -> S:
+    """What a later release has added is left out; what an earlier one did not know has its default."""
+    return msgspec.convert({name: value for name, value in settings.items() if name in kind.__struct_fields__}, kind)
+
+
+def _get_kind(entry: StreamEntry) -> str:
+    return entry.subject.split(".", 3)[2]
+
+
+def _decode(entry: StreamEntry) -> Message | None:
+    try:
+        return decode_any(STORED[_get_kind(entry)], entry.payload, subject=entry.subject)
+    except MalformedMessage:
+        return None
