@@ -103,8 +103,8 @@ def compile_read_only(machine: str) -> bytes:
     equal, any_bit = 0x15, 0x45
     refuse, allow = confine.ret(confine.REFUSE), confine.ret(confine.ALLOW)
     program = confine.begin_filter(machine)
-    for number in [*CHANGES[machine].values(), *CHANGES_EVERYWHERE.values()]:
-        program += confine.jump_if(equal, number, 0, 1) + refuse
+    for changing in [*CHANGES[machine].values(), *CHANGES_EVERYWHERE.values()]:
+        program += confine.jump_if(equal, changing, 0, 1) + refuse
     # Its flags are out of a filter's sight; libraries fall back to openat.
     program += confine.jump_if(equal, OPENAT2, 0, 1) + confine.ret(confine.ABSENT)
     for number, offset, test, values in (
