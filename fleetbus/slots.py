@@ -54,7 +54,9 @@ class Slots:
             raise
         except BusError as error:
             log.warning(
-                "delivery handler failed; redelivered after its lease", subject=delivery.message.subject, reason=str(error)
+                "delivery handler failed; leaving the message to redelivery",
+                subject=delivery.message.subject,
+                reason=str(error),
             )
         finally:
             self.in_flight -= 1

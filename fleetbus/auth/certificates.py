@@ -104,7 +104,7 @@ def check_host(host: str) -> None:
     except ValueError:
         if len(host) > 253 or not all(map(_LABEL.fullmatch, host.removeprefix("*.").split("."))):
             raise UserError(
-                f"--host {host} is no name or address of a server; other alphabets as in xn--bcher-kva.example"
+                f"--host {host} is not the name or address of a server; write other alphabets as in xn--bcher-kva.example"
             ) from None
 
 

@@ -206,7 +206,7 @@ class _GroupRunner:
         try:
             found = await read_actions(self._bus, self._subjects, [result], archive=self._archive, runtime=self._runtime)
         except MissingActions as missing:
-            log.error("a finished episode cannot be read", episode=result.episode_id, reason=str(missing))
+            log.error("episode read failed; counting it as lost", episode=result.episode_id, reason=str(missing))
             return _build_episode(task, result, (), outcome="lost", error=str(missing))
         turns = [
             Turn(sequence=reference.sequence, lane=reference.lane, action=action)

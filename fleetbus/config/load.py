@@ -84,7 +84,7 @@ def read_tables(file: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file.name} cannot be parsed: {error}") from error
     if not isinstance(decoded, dict):
-        raise UserError(f"{file.name} holds no tables")
+        raise UserError(f"{file.name} contains no tables")
     return decoded
 
 

@@ -40,7 +40,7 @@ class JsonlSink:
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise UserError(f"{path} is no file of metrics, so nothing is added to it: {error}") from error
+            raise UserError(f"{path} is not a metrics file and stays unchanged: {error}") from error
 
     def write(self, step: int, time_seconds: float, values: Mapping[str, float]) -> None:
         line = _Line(step=step, time=time_seconds)

@@ -120,8 +120,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None
     assert "lacks open, reset" in refused(dict)
     assert "needs arguments (missing a required argument: 'number')" in refused(Needy)
     assert "cannot be called" in refused(Echo())
-    assert "cannot be made: ZeroDivisionError" in refused(lambda: 1 / 0)
-    assert refused(Echo, []) == "the argument tasks: holds no tasks; add at least one"
+    assert "cannot be created: ZeroDivisionError" in refused(lambda: 1 / 0)
+    assert refused(Echo, []) == "the argument tasks: contains no tasks; add at least one"
     assert refused(Echo, [{"key": "a"}]).startswith("the argument tasks: task 1 (a) has no prompt")
     assert refused(Echo, TASKS, model="nowhere").startswith("no model folder")
     assert list(tmp_path.iterdir()) == []

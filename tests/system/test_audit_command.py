@@ -184,7 +184,7 @@ def test_a_recording_of_part_of_a_run_is_refused_in_one_line(
         return line
 
     file = recorded(LINEAGE, requested("a"), requested("b"), options=("--episode", "a"))
-    assert "holds only 1 episode of run books" in refusal(file)
+    assert "contains only 1 episode of run books" in refusal(file)
     assert "--archive belongs to a run" in refusal(file, "--archive", str(tmp_path))
     served.trim()
     assert "lacks 2 entries that were trimmed" in refusal(recorded(excluded(1, "a")))

@@ -157,7 +157,7 @@ def test_what_is_abandoned_is_told_from_what_is_not() -> None:
         ("process:openenv:", "must name a kind"),
         ("docker:warehouse:image", "must name a kind (openenv, remote-gym, http)"),
         ("process:http:python -m my_server", "must say where its port goes"),
-        ("process:http:no-such-command {port}", "there is no command 'no-such-command'"),
+        ("process:http:no-such-command {port}", "command 'no-such-command' not found"),
         ("process:http:python '{port}", "cannot be read"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_new_environment_is_short_and_passes_its_own_test(
 @pytest.mark.parametrize("name", ["My-Game", "class", "../x", "2fast"])
 def test_a_name_that_is_no_module_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert run_program(["new", "environment", name, "--folder", str(tmp_path)]) == 2
-    assert "is no name of a module" in capsys.readouterr().err
+    assert "is not a module name" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

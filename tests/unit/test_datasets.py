@@ -220,7 +220,7 @@ def test_parquet_of_fleets_data_preparation_is_understood(tmp_path: Path) -> Non
 def test_what_is_no_parquet_gets_one_line(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="is no Parquet file of tasks"):
+    with pytest.raises(UserError, match="is not a Parquet file of tasks"):
         load_dataset(str(tmp_path / "x.parquet"))
 
 

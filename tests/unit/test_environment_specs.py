@@ -92,7 +92,7 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
         ("scripted:x", "scripted:3"),
         ("scripted:0", "1 or more"),
         ("stdio:", "names no command"),
-        ("stdio:no-such-command --x", "there is no command 'no-such-command'"),
+        ("stdio:no-such-command --x", "command 'no-such-command' not found"),
         ("stdio:python 'x", "cannot be read"),
         ("mcp:spec_module", "must name a module and what is in it"),
         ("mcp:spec_module:absent", "has no 'absent'"),

@@ -125,7 +125,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         try:
             await self.close()
         except OSError as error:
-            log.debug("nats: connection broke during close: %s", error)
+            log.debug("nats: connection failed during close; continuing: %s", error)
 
     def force_close(self) -> None:
         """End the connection at once, without waiting for a peer that may never read what is still to be written."""

@@ -152,7 +152,7 @@ class RunReader:
 
     def _get_rows(self, what: str) -> tuple[Iterable[Row], Columns]:
         if what not in ROW_TYPES:
-            raise UserError(f"there is no table {what!r}: it is one of {', '.join(ROW_TYPES)}")
+            raise UserError(f"unknown table {what!r}: choose one of {', '.join(ROW_TYPES)}")
         if what == "metrics":
             return _build_metric_rows(list(self.metrics()))
         columns = list_columns(ROW_TYPES[what])
@@ -183,7 +183,7 @@ def open_run(
     flags |= {"nats.url": nats_url} if nats_url is not None else {}
     if is_recording(text):
         if not path.is_file():
-            raise UserError(f"there is no recording {text}: `fleetbus record` makes one")
+            raise UserError(f"there is no recording {text}: `fleetbus record` creates one")
     elif path.is_dir() and any((path / name).exists() for name in ("run.json", "config.json", "nats")):
         resolved = path.resolve()
         flags |= {"run.name": resolved.name, "run.folder": str(resolved.parent)}

@@ -28,10 +28,10 @@ SHOWN_IDS = 10
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
 def command(source: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:
-    """Balance the books of a run from its log alone, or from a recording of all of it.
+    """Check from the log alone, or from a complete recording, that every episode of a run is accounted for.
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
-    that was never asked for. Exit status 0: it balances; 1: it does not, with the offending ids.
+    without an observation. Exit status 0: the audit balances; 1: it does not, with the offending ids.
     """
     from fleetbus_workers.run_access.sources import is_recording
 
@@ -63,7 +63,7 @@ async def _audit_file(file: Path, archive: Path | None) -> tuple[str, Report]:
     from fleetbus.recording.reader import RecordingReader
 
     if archive is not None:
-        raise UserError(f"--archive belongs to a run and not to a recording: leave it out, {file} is audited alone")
+        raise UserError(f"--archive belongs to a run and not to a recording: leave it out to audit {file}")
     reader = RecordingReader(file)
     report = await audit_recording(reader)
     if reader.torn:

@@ -48,7 +48,7 @@ CLOSE_SECONDS = 60.0
 def command(run: str | None, port: int, until_finished: bool, **values: Any) -> int:
     """Export the metrics of a run until Ctrl-C: names as in fleetbus/metrics/names.py, a dashboard in docs/grafana/.
 
-    Prometheus asks http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
+    Prometheus scrapes http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
     """
     from fleetbus.errors import UserError
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 def role_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: what every role command takes besides settings."""
-    name = click.option("--name", metavar="NAME", help="Name of this worker, unique in the run (default: made up)")
-    supervised = click.option("--supervised", is_flag=True, hidden=True, help="End when standard input reaches its end")
+    name = click.option("--name", metavar="NAME", help="Name of this worker, unique in the run (default: generated)")
+    supervised = click.option("--supervised", is_flag=True, hidden=True, help="Exit when standard input is closed")
     return name(supervised(function))
 
 

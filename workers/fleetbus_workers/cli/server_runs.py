@@ -56,7 +56,7 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
         living = await _living(bus)
         for name in names:
             if name in living:
-                raise UserError(f"run {name} is running: its workers have to stop first")
+                raise UserError(f"run {name} is running: stop its workers first")
         for name in names:
             size = (known[name].bytes + known[name].weights_bytes) / 1e6
             if yes or click.confirm(f"remove run {name} ({size:.1f} MB) from {configuration.nats.url}?", err=True):

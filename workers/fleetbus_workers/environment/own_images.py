@@ -40,7 +40,10 @@ class ImageStoringFactory:
             return observed
         if self._store_image is None and not self._has_warned:
             self._has_warned = True
-            log.warning("images_not_shown", reason="a word stands for each image: turn environment.images on")
+            log.warning(
+                "environment.images is off; replacing images by a placeholder",
+                reason="a word stands for each image: turn environment.images on",
+            )
         pictures = [await anyio.to_thread.run_sync(encode_image_file, image) for image in observed.images]
         return msgspec.structs.replace(
             observed, messages=await place_images(observed.messages, pictures, self._store_image), images=()

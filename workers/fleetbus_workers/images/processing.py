@@ -136,7 +136,9 @@ def _open_processor(folder: Path) -> Any:
     except (OSError, ValueError, ImportError, TypeError, KeyError) as error:
         raise UserError(f"{folder}: its image processor cannot be loaded: {_first_line(error)}") from error
     if getattr(processor, "image_processor", None) is None or not getattr(processor, "image_token", None):
-        raise UserError(f"{folder}: {type(processor).__name__} processes no images in text; does the folder lack a file?")
+        raise UserError(
+            f"{folder}: {type(processor).__name__} does not process images within text; check the folder for missing files"
+        )
     return processor
 
 

@@ -63,7 +63,7 @@ class ChatTemplate:
         self.drops_reasoning = self._detect_dropped_reasoning()
         if self.drops_reasoning and reasoning == "refuse":
             raise UserError(
-                f"{folder}: the chat template drops earlier reasoning, which histories here keep: allow that with "
+                f"{folder}: the chat template drops earlier reasoning, but the history keeps it: allow this with "
                 "--inference-reasoning keep, or put a chat_template.jinja that keeps it into the folder"
             )
         self._cached_ids = lru_cache(MAX_CACHED_DELTAS)(self._encode_ids)
@@ -113,7 +113,7 @@ class ChatTemplate:
         """What the template writes after an assistant's words when ``messages`` follow, up to the assistant's next words."""
         _, found, following = self._render([*_BASE, *messages]).partition(_ANSWER)
         if not found:
-            raise UserError(f"{self._folder}: the chat template does not repeat what the assistant said")
+            raise UserError(f"{self._folder}: the chat template does not repeat the assistant's text")
         return following
 
     def _convert_message(self, message: ChatMessage) -> dict[str, Any]:

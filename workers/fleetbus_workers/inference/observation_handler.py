@@ -102,7 +102,7 @@ class ObservationHandler:
             observation = decode(Observation, message.payload, subject=message.subject)
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
-            log.error("malformed observation; ignoring it", reason=str(malformed))
+            log.error("observation is malformed; ignoring it", reason=str(malformed))
             await delivery.ack()
             return
         turn = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
@@ -154,7 +154,7 @@ class ObservationHandler:
                 return not await self._store_action(observation, msgspec.structs.replace(action, observation_sequence=sequence))
             except StaleObservation as stale:
                 self._counters["stale"] += 1
-                log.info("stale observation; dropping it", reason=str(stale))
+                log.info("observation is stale; dropping it", reason=str(stale))
         if scope.cancelled_caught:
             self._counters["expired"] += 1
         return False

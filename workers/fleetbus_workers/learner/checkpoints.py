@@ -96,7 +96,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     try:
         return open_checkpoint(path)
     except (OSError, CheckpointDamaged) as error:
-        log.warning("checkpoint unusable; skipping it", path=str(path), reason=str(error))
+        log.warning("checkpoint is unusable; skipping it", path=str(path), reason=str(error))
         return None
 
 
@@ -111,7 +111,7 @@ def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], b
     whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
     counting = [each for each in whole if not is_voided(f"l{each[0]}", each[1])]
     if not counting or not _is_there(counting[-1][2]):
-        log.error("no checkpoint is removed: the newest cannot be read", folder=str(folder))
+        log.error("newest checkpoint is unreadable; keeping all checkpoints", folder=str(folder))
         return
     reached = counting[-1][1]
     kept = {path for _, _, path in counting[-keep:]}

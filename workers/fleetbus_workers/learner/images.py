@@ -70,11 +70,11 @@ async def _load_images(reader: ImageReader | None, shown: Sequence[ShownImage]) 
                 ]
             ), ""
         except ImageFailed as failed:
-            log.error("image unavailable; excluding the episode", reason=str(failed))
+            log.error("image is unavailable; excluding the episode", reason=str(failed))
             return (), failed.error_class
         except ImageNotFetched as unread:
             log.warning(
-                "image read failed; retrying" if left else "image unavailable; excluding the episode", reason=str(unread)
+                "image read failed; retrying" if left else "image is unavailable; excluding the episode", reason=str(unread)
             )
             if left:
                 await anyio.sleep(PAUSE_SECONDS)

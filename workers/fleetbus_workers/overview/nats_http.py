@@ -90,7 +90,7 @@ def parse_monitoring_address(url: str) -> str:
     except ValueError:
         is_address = False
     if url and not is_address:
-        raise UserError(f"--nats-http {strip_credentials(url)} is no HTTP address: http://127.0.0.1:8222 would be one")
+        raise UserError(f"--nats-http {strip_credentials(url)} is not an HTTP address such as http://127.0.0.1:8222")
     return url.rstrip("/")
 
 

@@ -145,7 +145,7 @@ class RunObserver:
             message = decode_any(READ_TYPES, entry.payload, subject=entry.subject)
         except MalformedMessage as malformed:
             self.state.malformed += 1
-            log.warning("malformed entry; ignored", sequence=entry.sequence, reason=malformed.reason)
+            log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
             return
         self.state.apply(entry, message, anyio.current_time(), self._bus.now_ns())
 

@@ -180,7 +180,7 @@ async def _claim_lane(bus: Bus, subjects: Subjects, name: str, runtime: Runtime)
             wait_seconds=LEASE_SECONDS + 5,
         )
     except NoLaneFree as taken:
-        raise UserError(f"run {subjects.run} has a recorder already: stop it before you start another") from taken
+        raise UserError(f"run {subjects.run} already has a recorder: stop it before you start another") from taken
 
 
 async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: ArchiveWriter, runtime: Runtime) -> None:

@@ -91,7 +91,7 @@ class InferenceDriver(Driver):
     async def drive(self) -> None:
         versions = list(self._read_versions())
         if not versions:
-            raise UserError("the recording has no published version of the policy: nothing can be sampled")
+            raise UserError("the recording contains no published version of the policy, so nothing can be sampled")
         turns = sum(len(episode.turns) for episode in self._episodes)
         self.context.progress.expect(turns)
         for entry, published in versions:

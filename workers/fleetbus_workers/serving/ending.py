@@ -41,7 +41,7 @@ def ending_quietly(application: Application) -> Application:
         try:
             await application(scope, receive, noted)
         except anyio.get_cancelled_exc_class():
-            log.warning("call cut off: the server stops", path=scope.get("path", ""))
+            log.warning("server is stopping; aborting the call", path=scope.get("path", ""))
             if scope["type"] == "http" and not begun:
                 with anyio.move_on_after(LAST_WORDS_SECONDS, shield=True):
                     await send({"type": "http.response.start", "status": 503, "headers": HEADERS})

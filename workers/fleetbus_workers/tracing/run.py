@@ -87,7 +87,7 @@ class Tracing:
             except SpansRefused as refused:
                 if not self.written.spans:
                     raise
-                log.warning("spans refused; retrying", reason=str(refused), waiting=len(self._batch))
+                log.warning("receiver refused spans; retrying", reason=str(refused), waiting=len(self._batch))
                 await anyio.sleep(RETRY_SECONDS)
 
     async def _write(self) -> None:

@@ -301,7 +301,7 @@ async def release_held(context: WorkerContext, journal: Journal) -> None:
             if isinstance(environment, HoldsElsewhere):
                 await environment.release(journal.claim.task, held)
     except Exception as error:  # an environment may fail in any way
-        log.warning("what a dead worker held is not released", session=journal.claim.session, reason=str(error))
+        log.warning("release of a dead worker's resources failed; continuing", session=journal.claim.session, reason=str(error))
 
 
 class LogUnavailable(Exception):

@@ -261,12 +261,12 @@ class OpenAISampler:
             return
         if not server.dialect.returns_tokens:
             raise UserError(
-                f"{server.url} answers with text alone, and training needs token ids and log-probabilities: "
+                f"{server.url} returns text only, and training needs token ids and log-probabilities: "
                 "use it with --inference-purpose evaluate, or a server with return_token_ids (vLLM)"
             )
         if not server.state.takes_weights:
             raise UserError(
-                f"{server.url} takes no new weights: start vLLM with VLLM_SERVER_DEV_MODE=1, or use it with "
+                f"{server.url} does not accept new weights: start vLLM with VLLM_SERVER_DEV_MODE=1, or use it with "
                 "--inference-purpose evaluate"
             )
 

@@ -210,7 +210,7 @@ def _open_model(folder: Path, device: str, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         if has_vision(folder):
-            raise UserError(f"{folder} holds an image-text model: set environment.images = true to train it") from error
+            raise UserError(f"{folder} contains an image-text model: set environment.images = true to train it") from error
         raise UserError(f"{folder}: no causal language model can be loaded: {str(error).splitlines()[0]}") from error
     return model.to(device).eval().requires_grad_(False)
 
