@@ -88,7 +88,7 @@ async def test_what_a_share_cannot_do_is_one_error(tmp_path: Path) -> None:
         await replay_recording(GUESSING, Replay(environment="no_such_module:Nothing", jobs=2))
     nothing = tmp_path / "nothing.fbrec"
     nothing.write_bytes(b"nothing")
-    with pytest.raises(UserError, match="is no recording"):
+    with pytest.raises(UserError, match="is not a recording"):
         await replay_recording(nothing, Replay(jobs=2))
 
 

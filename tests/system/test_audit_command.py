@@ -80,7 +80,7 @@ def test_books_that_balance_exit_with_0_and_say_so(served: Served, program: Any,
     served.put(LINEAGE, requested("a"), requested("b"), excluded(1, "a"))
     assert program("audit", "books") == 0
     output = capsys.readouterr().out
-    assert "the books balance" in output
+    assert "the audit balances" in output
     assert "excluded: stale" in output
 
 
@@ -172,7 +172,7 @@ def test_a_recording_whose_end_is_torn_off_is_audited_up_to_there_and_says_so(
     file.write_bytes(file.read_bytes()[:-3])
     assert run_program(["audit", str(file)]) == 0
     said = capsys.readouterr()
-    assert "the books balance" in said.out and "is damaged at byte" in said.err
+    assert "the audit balances" in said.out and "is damaged at byte" in said.err
 
 
 def test_a_recording_of_part_of_a_run_is_refused_in_one_line(

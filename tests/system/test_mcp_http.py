@@ -215,7 +215,7 @@ async def test_a_session_that_a_restarted_server_has_forgotten_is_no_tool_error(
         assert read_step_text(await environment.step(call("count"))) == "Tool result:\n1"
         await server.kill()
         await server.start()
-        with pytest.raises(ServerGone, match="started anew"):
+        with pytest.raises(ServerGone, match="restarted"):
             await environment.step(call("count"))
 
 

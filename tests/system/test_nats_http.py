@@ -136,7 +136,7 @@ async def test_an_address_where_nobody_answers_is_one_line_and_no_error(bus: Bus
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        (b"<html>", "what answers there is no nats-server"),
+        (b"<html>", "the endpoint is not a nats-server"),
         (b"[1]", "no nats-server"),
         (b'{"connections": 7}', "does not answer"),
     ],

@@ -280,7 +280,7 @@ PLANTS: dict[Plant, tuple[int, str]] = {
     no_compare_and_set_of_results: (2, "one result per episode, and nothing after it"),
     no_compare_and_set_of_claims: (2, "attempts are numbered without gaps"),
     claim_without_looking: (3, "every failure has a cause"),
-    lease_not_extended: (1, "nobody takes over from a healthy worker"),
+    lease_not_extended: (1, "no worker takes over from a healthy one"),
     close_not_shielded: (3, "close runs to its end"),
     result_before_close: (1, "close runs before the result is stored"),
     failure_as_reward_zero: (4, "the reward is the verifier's"),

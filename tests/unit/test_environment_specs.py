@@ -94,7 +94,7 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
         ("stdio:", "names no command"),
         ("stdio:no-such-command --x", "command 'no-such-command' not found"),
         ("stdio:python 'x", "cannot be read"),
-        ("mcp:spec_module", "must name a module and what is in it"),
+        ("mcp:spec_module", "must name a module and a name in it"),
         ("mcp:spec_module:absent", "has no 'absent'"),
         ("mcp:spec_module:number", "cannot be called"),
         ("mcp:no_such_module:serve", "cannot import no_such_module: ModuleNotFoundError"),

@@ -97,7 +97,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("wrong shape", "3", "holds a number"),
     ("object without tasks", {"task": []}, 'has no "tasks"'),
     ("tasks of the wrong shape", {"tasks": {"a": 1}}, "holds an object"),
-    ("no tasks", {"tasks": []}, "holds no tasks"),
+    ("no tasks", {"tasks": []}, "contains no tasks"),
     ("task that is no object", [ENTRY, "t2"], "task 2 is text"),
     ("no key", [ENTRY, {"prompt": "p"}], "task 2 has no key"),
     ("key that is no text", [{"key": 5, "prompt": "p"}], "task 1 has no key"),

@@ -132,7 +132,7 @@ def test_a_learner_that_asks_for_nothing_is_told_from_one_that_trains() -> None:
     run.request(0, "e1")
     run.claim(1, "e1")
     run.finish(5, "e1")
-    assert "it has 2 groups, so it trains" in run.only(70).reason
+    assert "it has 2 groups, so it should train" in run.only(70).reason
     run.alive("learner", slots=2, in_flight=1)
     stall = run.only(70)
     assert stall.where == "learner" and "nothing is admitted: it waits for a batch of 2 groups, has 1" in stall.reason
@@ -164,7 +164,7 @@ def test_a_full_log_is_named_before_what_waits_for_it() -> None:
     run.begin()
     run.fleet(in_flight=1)
     run.health.record_usage(720, 1_000, 1, START)
-    assert "it is 72% full, so that new requests wait" in run.only(70).reason
+    assert "it is 72% full: new requests wait" in run.only(70).reason
     run.request(80, "e1")
     run.claim(81, "e1")
     assert run.only(145).where == "environment", "admitted work has its room"

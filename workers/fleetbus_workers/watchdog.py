@@ -236,7 +236,9 @@ class StallDetector:
         small = sum(group.graded < 2 for group in groups)
         why = f"{flat} had equal rewards, {small} fewer than two verdicts"
         reason = f"no step was trained, though {_pluralize(ended, 'group')} ended since the last one: {why}"
-        advice = "check whether groups have too few verdicts for learner.min_group_size, or all are replaced (algorithm.dynamic_sampling)"
+        advice = (
+            "check learner.min_group_size against the verdicts per group, and algorithm.dynamic_sampling, which replaces groups"
+        )
         return [Stall(where="learner", reason=reason, seconds=seconds, advice=advice)]
 
     # The policy

@@ -93,11 +93,11 @@ def _print(report: Report, run: str) -> None:
     )
     print(f"  {report.observations} observations, {report.actions} actions, {report.steps} steps, {report.versions} versions")
     if books.void:
-        print(f"  {books.void} trained by a lineage that was cut, and counted elsewhere")
+        print(f"  {books.void} trained by an abandoned lineage, and counted elsewhere")
     if report.malformed:
-        print(f"  {report.malformed} entries that are no messages")
+        print(f"  {report.malformed} malformed entries")
     for finding in report.findings:
         ids = " ".join(finding.ids[:SHOWN_IDS]) + (" ..." if finding.count > SHOWN_IDS else "")
         print(f"NOT BALANCED {finding.kind}: {finding.count} {finding.meaning}: {ids} (entry {finding.sequence})")
     if report.balanced:
-        print("the books balance")
+        print("the audit balances")

@@ -42,8 +42,8 @@ def command(
     """Play held-out tasks with the newest version of a run's policy.
 
     While the run is active, its own workers play them; otherwise the command starts a server and one worker of each kind
-    for the duration of the evaluation. The episodes are never trained on. While a learner publishes new versions, no version can be
-    pinned, and the report names those that answered.
+    for the duration of the evaluation. The episodes are never trained on. While a learner publishes new versions, no version
+    can be pinned, and the report names those that answered.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
     from fleetbus.logs import configure_logs

@@ -121,7 +121,7 @@ async def _hold_sinks(
         with anyio.move_on_after(CLOSE_SECONDS, shield=True) as closing:
             await anyio.to_thread.run_sync(partial(opening.__exit__, None, None, None), abandon_on_cancel=True)
         if closing.cancelled_caught:
-            print(f"fleetbus: not everything was sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
+            print(f"fleetbus: some metrics were not sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
 
 def _start_exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:

@@ -233,7 +233,7 @@ async def _follow(export: Export, source: Source, writer: RecordingWriter, start
 
     async with anyio.create_task_group() as group:
         group.start_soon(stop_on_signal)
-        click.echo("following; Ctrl-C ends it", err=True)
+        click.echo("recording new entries; Ctrl-C stops", err=True)
         await export.follow(source.bus, source.subjects, stop, start=start, progress=_build_progress_callback(writer))
         group.cancel_scope.cancel()
 

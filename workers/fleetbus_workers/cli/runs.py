@@ -67,7 +67,7 @@ def list_runs(as_json: bool, **values: Any) -> int:
 
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
     elif not rows:
-        print(f"no runs in {folder}: `fleetbus up` makes one")
+        print(f"no runs in {folder}: `fleetbus up` creates one")
     else:
         _print(rows)
     return FINISHED
@@ -116,7 +116,7 @@ def _list_on_server(as_json: bool, values: dict[str, Any]) -> int:
 
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
     elif not rows:
-        print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` makes one")
+        print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` creates one")
     else:
         print_server_runs(rows)
     return FINISHED

@@ -116,7 +116,7 @@ def _print_violations(report: Report) -> None:
     for violation in report.violations[:SHOWN_VIOLATIONS]:
         print(f"  at {violation.at:.3f} s: {violation.invariant}: {violation.detail}")
     if report.violations:
-        print(f"  every event of it: fleetbus sim --seed {report.seed} --trace FILE")
+        print(f"  all events: fleetbus sim --seed {report.seed} --trace FILE")
 
 
 def _print_json(report: Report) -> None:

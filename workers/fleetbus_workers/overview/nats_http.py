@@ -140,9 +140,9 @@ def _fetch(url: str, endpoint: str) -> dict[str, Any]:
         reason = getattr(error, "reason", error)
         raise _EndpointUnavailable(getattr(reason, "strerror", None) or str(reason) or "no answer") from error
     except ValueError as error:
-        raise _EndpointUnavailable("what answers there is no nats-server") from error
+        raise _EndpointUnavailable("the endpoint is not a nats-server") from error
     if not isinstance(content, dict):
-        raise _EndpointUnavailable("what answers there is no nats-server")
+        raise _EndpointUnavailable("the endpoint is not a nats-server")
     return content
 
 

@@ -85,7 +85,7 @@ class FaultOracle:
             or self._observer.message_faults(episode, since=since, kind="delivery_repeated", subject="task")
             or self._observer.message_faults(episode, since=since, kind="ack_lost", subject="task") >= POISON_TRIES
         )
-        self._observer.require(bool(excused), "nobody takes over from a healthy worker", f"{episode} from {before.worker}")
+        self._observer.require(bool(excused), "no worker takes over from a healthy one", f"{episode} from {before.worker}")
 
     def check_result(self, record: EpisodeRecord, result: EpisodeFinished, at: float) -> None:
         environment_record = self.environment_record.get((result.episode_id, result.attempt))

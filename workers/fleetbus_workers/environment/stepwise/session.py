@@ -203,7 +203,7 @@ class StepwiseSession:
                     verdict = await self._require_environment().verify()
                     reward = None if verdict.reward is None else to_plain_number(verdict.reward)
                     if reward is not None and not math.isfinite(reward):
-                        return self._build_answer(call, reason=f"the verdict is {reward}, which is no grade")
+                        return self._build_answer(call, reason=f"the verdict is {reward}, which is not a valid reward")
                     unpaid = None if reward is None else unpaid_reward(reward, self._rewards)
                     return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
 

@@ -106,7 +106,7 @@ def _split_command(spec: str, command_line: str) -> Sequence[str]:
     if not command:
         raise UserError(f"environment {spec!r} names no command, as in stdio:python -m my_server")
     if shutil.which(command[0]) is None:
-        raise UserError(f"environment {spec!r}: there is no command {command[0]!r}; install it or give its path")
+        raise UserError(f"environment {spec!r}: command {command[0]!r} not found; install it or give its path")
     return command
 
 

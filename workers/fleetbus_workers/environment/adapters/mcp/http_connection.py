@@ -54,7 +54,7 @@ class LastResponse:
         if self.status in REFUSALS:
             return f"{REFUSALS[self.status]} (HTTP {self.status})"
         if self.status == 404 and error.error.code == INVALID_REQUEST:
-            return "no longer knows this session: it was started anew"
+            return "no longer knows this session: it was restarted"
         if self.status in ABSENT or self.status >= 502 or not self.is_json:  # listing and calling are methods that it had
             return f"answered HTTP {self.status}"
         return ""

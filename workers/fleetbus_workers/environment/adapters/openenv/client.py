@@ -134,7 +134,7 @@ class OpenEnvSession:
         try:
             reply = _frame.decode(text)
         except msgspec.DecodeError as error:
-            raise ConnectionLost(self._mark_lost(f"the server sent what is no frame ({error})")) from error
+            raise ConnectionLost(self._mark_lost(f"the server sent a malformed frame ({error})")) from error
         if reply.type == "error":
             raise self._build_error(_parse_object(reply.data))
         if reply.type != expected:

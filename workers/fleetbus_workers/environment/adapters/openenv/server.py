@@ -98,7 +98,7 @@ class OpenEnvServer:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise EnvironmentFailed(f"cannot read the action schema at {url}: {error or type(error).__name__}") from error
         if not isinstance(schema, dict):
-            raise EnvironmentFailed(f"the action schema at {url} is no object")
+            raise EnvironmentFailed(f"the action schema at {url} is not an object")
         return schema
 
     @asynccontextmanager
