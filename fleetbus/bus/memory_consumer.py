@@ -46,7 +46,7 @@ class MemoryConsumer:
     def __init__(self, plan: ConsumerPlan, stream: MemoryStream) -> None:
         self.plan = plan
         self._stream = stream
-        self._new: deque[int] = deque(stream.matching(matcher(plan.filter)))
+        self._new: deque[int] = deque(stream.find_matches(matcher(plan.filter)))
         self._due_again: dict[int, int] = {}
         self._leases: dict[int, _Lease] = {}
         self._expiries: list[tuple[float, int]] = []

@@ -54,7 +54,7 @@ class TrainingAudit:
             Settlement(sequence=sequence, lineage=entry.lineage, step=entry.step, excluded=entry.excluded, end=True)
         )
 
-    def counted(self, findings: Findings) -> list[Settlement]:
+    def list_settlements(self, findings: Findings) -> list[Settlement]:
         """The settlements of the surviving lineage; its steps have to be 1, 2, 3 and so on.
 
         The end of training counts only for the newest lineage: whoever goes on from there takes back what it excluded.

@@ -78,7 +78,7 @@ async def test_a_scripted_sampler_says_its_texts_turn_after_turn(scripted_sample
         generation = await sampler.generate(request)
         return template.decode_text(generation.ids), generation.finish_reason
 
-    async with sampler.running():
+    async with sampler.run():
         assert [await say("a"), await say("b"), await say("a"), await say("a")] == [
             ("first", "stop"),
             ("first", "stop"),

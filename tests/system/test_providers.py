@@ -40,7 +40,7 @@ def served(mode: str = "", *, ready_seconds: float = 50.0) -> EnvironmentFactory
 async def test_an_episode_is_played_on_a_server_of_its_own_that_is_stopped_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEETBUS_SECRET", "s3cret")
     factory = served()
-    async with factory.running():
+    async with factory.run():
         first, second = factory(), factory()
         with anyio.fail_after(55):
             await first.open(Task(key="task 1", prompt="Look."))
@@ -59,7 +59,7 @@ async def test_an_episode_is_played_on_a_server_of_its_own_that_is_stopped_at_it
 )
 async def test_a_server_that_never_answers_fails_its_episode_alone_and_is_stopped(mode: str, words: str) -> None:
     factory = served(mode, ready_seconds=2.0 if mode == "hang" else 50.0)
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         with pytest.raises(EnvironmentFailed, match=words):
             await environment.open(Task(key="t", prompt="p"))
@@ -69,7 +69,7 @@ async def test_a_server_that_never_answers_fails_its_episode_alone_and_is_stoppe
 
 async def test_an_episode_that_is_given_up_while_its_server_starts_leaves_nothing() -> None:
     factory = served("hang")
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(environment.open, Task(key="t", prompt="p"))

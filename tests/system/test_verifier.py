@@ -25,7 +25,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def verifier() -> AsyncIterator[Verifier]:
     verifier = Verifier(LIMITS)
-    async with verifier.running():
+    async with verifier.run():
         yield verifier
 
 
@@ -169,7 +169,7 @@ async def confined(request: pytest.FixtureRequest) -> AsyncIterator[Verifier]:
     elif sys.platform != "linux":
         pytest.skip("the filter of system calls needs Linux")
     verifier = Verifier(LIMITS, kinds=kinds)
-    async with verifier.running():
+    async with verifier.run():
         yield verifier
 
 

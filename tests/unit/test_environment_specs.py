@@ -56,7 +56,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_every_form_makes_a_new_environment_each_time(spec: str, replayable: bool) -> None:
     factory = build_environment_factory(spec, verifier=NoGrader())
-    async with factory.running():
+    async with factory.run():
         first, second = factory(), factory()
         assert first is not second
         assert first.replayable is replayable

@@ -33,7 +33,7 @@ class ObjectFactory:
     def __call__(self) -> Environment:
         return self._make()
 
-    def running(self) -> AbstractAsyncContextManager[None]:
+    def run(self) -> AbstractAsyncContextManager[None]:
         return self._running()
 
 

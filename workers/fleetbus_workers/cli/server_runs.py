@@ -39,7 +39,7 @@ async def _list(configuration: Configuration) -> list[dict[str, Any]]:
 
     async with _server(configuration) as bus:
         assert isinstance(bus, NatsBus)
-        runs, living = await bus.runs(), await _living(bus)
+        runs, living = await bus.runs(), await _find_live_runs(bus)
     return [msgspec.to_builtins(run) | {"running": run.run in living} for run in runs]
 
 
@@ -53,7 +53,7 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
         for name in names:
             if name not in known:
                 raise UserError(f"there is no run {name} on {configuration.nats.url}: `fleetbus runs list --nats` shows them")
-        living = await _living(bus)
+        living = await _find_live_runs(bus)
         for name in names:
             if name in living:
                 raise UserError(f"run {name} is running: stop its workers first")
@@ -75,7 +75,7 @@ def _server(configuration: Configuration) -> Any:
     )
 
 
-async def _living(bus: Bus) -> set[str]:
+async def _find_live_runs(bus: Bus) -> set[str]:
     """The runs of whose workers a heartbeat was heard."""
     from fleetbus_schemas.subjects import ALL_HEARTBEATS
 

@@ -80,8 +80,8 @@ class KeyedEnvironments:
         return self.for_task(Task(key="", env=DEFAULT))
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             for factory in self._factories.values():
-                await stack.enter_async_context(factory.running())
+                await stack.enter_async_context(factory.run())
             yield

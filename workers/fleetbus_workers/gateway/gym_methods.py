@@ -149,7 +149,7 @@ class GymCalls:
     async def _reset(self, session: str, key: str, seed: int | None) -> Answer:
         answer = await self._execute(session, "reset", key, seed=seed)
         if answer.end in FAILURES and answer.refusal:
-            answer = await self._begun_anew(session, key, seed)
+            answer = await self._reset_in_new_environment(session, key, seed)
         if answer.end is not None:
             return Answer(_build_failure(answer))
         text, images = await render_messages(
@@ -160,20 +160,20 @@ class GymCalls:
     async def _step(self, session: str, key: str, action: str) -> Answer:
         answer = await self._execute(session, "step", key, text=action)
         if answer.refusal == "conflict":
-            answer = await self._ended_before(session, answer)
-            return await self._observed(answer, reward=0.0, info=_info(answer))
+            answer = await self._repeat_last_answer(session, answer)
+            return await self._build_step_answer(answer, reward=0.0, info=_info(answer))
         if answer.end is not None:
             return Answer(_build_failure(answer) | {"reward": 0.0, "done": True})
         reward, info = answer.reward or 0.0, _info(answer)
         if answer.terminated or answer.truncated:
             reward += await self._unpaid(session, key, info)
-        return await self._observed(answer, reward=reward, info=info)
+        return await self._build_step_answer(answer, reward=reward, info=info)
 
-    async def _observed(self, answer: SessionAnswer, *, reward: float, info: dict[str, Any]) -> Answer:
+    async def _build_step_answer(self, answer: SessionAnswer, *, reward: float, info: dict[str, Any]) -> Answer:
         text, images = await render_messages(answer.messages, self._load, self._format)
         return Answer({"obs": text, "reward": reward, "done": answer.terminated or answer.truncated, "info": info}, images)
 
-    async def _ended_before(self, session: str, refused: SessionAnswer) -> SessionAnswer:
+    async def _repeat_last_answer(self, session: str, refused: SessionAnswer) -> SessionAnswer:
         """The last answer of an episode that is over: a step after it shows the end again, and nothing is executed. The
         protocol's clients repeat what is refused for minutes. Raises `CallRefused` for any other conflict."""
         records = [each for each in (await self._journal(session)).records if each.call.call in ("reset", "step")]
@@ -182,7 +182,7 @@ class GymCalls:
             raise CallRefused(400, refused.error)
         return last
 
-    async def _begun_anew(self, session: str, key: str, seed: int | None) -> SessionAnswer:
+    async def _reset_in_new_environment(self, session: str, key: str, seed: int | None) -> SessionAnswer:
         """The reset of a session whose environment failed: in an environment of its own, under the next name on the bus."""
         journal = await self._journal(session)
         assert journal.claim is not None, "what was never opened has not failed"

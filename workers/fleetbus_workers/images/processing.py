@@ -84,7 +84,7 @@ class ImageProcessor:
         self._cache_bytes, self._bytes = cache_bytes, 0
         self._lock = threading.Lock()
 
-    def known(self, name: str) -> ProcessedImage | None:
+    def look_up(self, name: str) -> ProcessedImage | None:
         """What was made of an image before, if it is still kept; never blocks for long."""
         return self._cache.get(name)
 

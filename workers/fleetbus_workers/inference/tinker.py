@@ -61,7 +61,7 @@ class TinkerSampler:
                 raise UserError(f"the Tinker service {self._settings.url} did not answer in {OPEN_SECONDS:.0f} s") from None
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """Between entering and leaving, turns can be sampled."""
         await self.open()
         try:

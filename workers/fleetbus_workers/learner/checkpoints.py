@@ -121,7 +121,7 @@ def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], b
             shutil.rmtree(path, ignore_errors=True)
 
 
-def written_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
+def list_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
     """Of everything in a folder of checkpoints the number of its lineage, its step, and whether it was finished; in order."""
     if not folder.is_dir():
         return []

@@ -26,7 +26,7 @@ async def read_images(
 ) -> dict[str, tuple[PlacedImage, ...]]:
     """By episode the images of its history, their places counted from its beginning. An episode that lacks one leaves its
     group, with the reason."""
-    shown = {episode: images for episode, played in actions.items() if (images := shown_images(played))}
+    shown = {episode: images for episode, played in actions.items() if (images := list_images(played))}
     found: dict[str, tuple[PlacedImage, ...]] = {}
     if not shown:
         return found
@@ -47,7 +47,7 @@ async def read_images(
     return found
 
 
-def shown_images(actions: Sequence[Action]) -> list[ShownImage]:
+def list_images(actions: Sequence[Action]) -> list[ShownImage]:
     """The images of the turns of one episode, their places counted from its beginning."""
     images: list[ShownImage] = []
     length = 0

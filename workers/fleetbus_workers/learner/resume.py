@@ -32,7 +32,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
-from fleetbus_workers.learner.checkpoints import Checkpoint, written_checkpoints
+from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints
 
 CHECK_SECONDS = 5.0
 """How often a learner looks for a checkpoint that it cannot read."""
@@ -131,7 +131,7 @@ async def find_resume_point(
     """
     runtime, lineages = runtime or Runtime(), book.lineages
     choice = await choose_checkpoint(lineages, book.checkpoints, folder=folder, restart=restart, runtime=runtime)
-    written = await runtime.offload(written_checkpoints, folder) if folder is not None else []
+    written = await runtime.offload(list_checkpoints, folder) if folder is not None else []
     lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
     if lost:
         log.error(

@@ -24,7 +24,7 @@ HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(B
 log = structlog.get_logger()
 
 
-def ending_quietly(application: Application) -> Application:
+def answer_cancelled_calls(application: Application) -> Application:
     """The application; a request that is cancelled gets a 503 if nothing of its answer went out, and a line in the log."""
 
     async def run(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

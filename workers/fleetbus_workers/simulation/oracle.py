@@ -189,9 +189,9 @@ class FaultOracle:
         elif kind == "task":
             self._observer.require(record.result is not None, "a request is acked after its result", f"{episode} by {worker}")
         elif kind == "obs":
-            self._acked_observation(worker, message, record)
+            self._enter_ack(worker, message, record)
 
-    def _acked_observation(self, worker: str, message: StreamEntry, record: EpisodeRecord) -> None:
+    def _enter_ack(self, worker: str, message: StreamEntry, record: EpisodeRecord) -> None:
         """An observation that can no more be answered may be acked, too: the server would refuse its action."""
         observation = decode(Observation, message.payload, subject=message.subject)
         answered = (observation.attempt, observation.turn) in record.turns

@@ -47,7 +47,7 @@ def to_plain_values(value: Any) -> Any:
     return str(value)
 
 
-def clipped_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
+def clip_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """What `to_plain_values` makes of ``values``, without the entries that do not fit into ``limit`` bytes, the largest first,
     and
     those that cannot travel."""
@@ -66,7 +66,7 @@ def clipped_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
     return {name: plain[name] for name in plain if name in sizes}
 
 
-def shown_text(messages: Sequence[ChatMessage]) -> str:
+def format_text(messages: Sequence[ChatMessage]) -> str:
     """The text of messages, with a word for each image."""
     texts = []
     for message in messages:
@@ -75,7 +75,7 @@ def shown_text(messages: Sequence[ChatMessage]) -> str:
     return "\n".join(texts)
 
 
-def clipped_text(text: str, limit: int) -> str:
+def clip_text(text: str, limit: int) -> str:
     """Text beyond ``limit`` bytes is cut, and says so."""
     data = text.encode("utf-8", "replace")
     if len(data) <= limit:
@@ -92,5 +92,5 @@ def clip_messages(messages: Sequence[ChatMessage], limit: int) -> tuple[ChatMess
 def _clip(message: ChatMessage, limit: int) -> ChatMessage:
     if not isinstance(message.content, str):
         return message
-    text = clipped_text(message.content, limit)
+    text = clip_text(message.content, limit)
     return message if text is message.content else msgspec.structs.replace(message, content=text)

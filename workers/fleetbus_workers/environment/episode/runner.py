@@ -25,9 +25,9 @@ from fleetbus_workers.environment.episode.normalization import (
     INFO_BYTES,
     check_messages,
     clip_messages,
-    clipped_text,
-    clipped_values,
-    shown_text,
+    clip_text,
+    clip_values,
+    format_text,
     to_plain_number,
 )
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
@@ -217,7 +217,7 @@ class EpisodeRunner:
     def _build_result(self, conclusion: Conclusion) -> EpisodeFinished:
         request = self._request
         mask = loss_mask(self._turns)
-        info = clipped_values(self._last.info, INFO_BYTES)
+        info = clip_values(self._last.info, INFO_BYTES)
         versions = {span.version for turn in self._turns for span in turn.action.versions}
         return EpisodeFinished(
             episode_id=request.episode_id,
@@ -245,5 +245,5 @@ class EpisodeRunner:
             policy_versions=tuple(sorted(versions)),
             success=success_in(info),
             info=info,
-            last_observation=to_printable(clipped_text(shown_text(self._last.messages), LAST_OBSERVATION_BYTES)),
+            last_observation=to_printable(clip_text(format_text(self._last.messages), LAST_OBSERVATION_BYTES)),
         )

@@ -248,7 +248,7 @@ class SessionHost:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             now = anyio.current_time()
             for session, stepwise_session in list(self._sessions.items()):
-                if end := stepwise_session.expired(now):
+                if end := stepwise_session.check_expiry(now):
                     group.start_soon(self._expire, session, stepwise_session, end)
 
     async def _expire(self, session: str, stepwise_session: StepwiseSession, end: SessionEnd) -> None:

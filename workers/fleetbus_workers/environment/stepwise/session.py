@@ -76,7 +76,7 @@ class StepwiseSession:
         environment = self._environment
         return environment is None or environment.replayable or self._turn < 0
 
-    def expired(self, now: float) -> SessionEnd | None:
+    def check_expiry(self, now: float) -> SessionEnd | None:
         """Whether its time is up; never during a call."""
         if self._pending or self.is_over:
             return None

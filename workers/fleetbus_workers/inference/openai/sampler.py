@@ -50,7 +50,7 @@ class OpenAISampler:
 
     ``purpose`` ``train`` wants token ids, log-probabilities and servers that append_chunk new weights from ``place``, a folder
     that
-    they read too; ``evaluate`` takes what there is. `running` raises `UserError` when a server cannot serve the purpose or
+    they read too; ``evaluate`` takes what there is. `run` raises `UserError` when a server cannot serve the purpose or
     when none answers.
     """
 
@@ -98,7 +98,7 @@ class OpenAISampler:
         return self._stats | {"turns_stayed": float(self._pool.sticky_turns), "turns_moved": float(self._pool.moved_turns)}
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """Ask every server what it can do, then watch their health until the end; connections are closed on leaving."""
         try:
             await self.probe()

@@ -95,7 +95,7 @@ class TorchSampler:
         return dict(self._stats)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """The lifetime of the engine's thread. Leaving stops it within one token; if it fails, the body is cancelled and
         `EngineFailed` raised. May be entered again afterwards."""
         wakeup = ThreadWakeup()

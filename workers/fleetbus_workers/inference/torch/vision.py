@@ -56,7 +56,7 @@ class ImageEncoder:
             raise RequestRefused(str(error)) from error
 
     async def _process_image(self, image: PlacedImage) -> ProcessedImage:
-        if (known := self.processor.known(image.object)) is not None:
+        if (known := self.processor.look_up(image.object)) is not None:
             return known
         return await anyio.to_thread.run_sync(self.processor.see, image.object, image.data, limiter=self._room)
 

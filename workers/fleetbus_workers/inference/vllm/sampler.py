@@ -42,7 +42,7 @@ class VllmSampler:
     """`Sampler` for a model folder; its own weights count as version ``version``. Folders of versions are made in ``place``.
     With ``processor``, that of the folder, the model is shown images.
 
-    Making one starts the engine and blocks; `close` ends it if `running` was never entered. Raises `UserError`.
+    Making one starts the engine and blocks; `close` ends it if `run` was never entered. Raises `UserError`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class VllmSampler:
             stop_engine(engine)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """The engine's lifetime. If it dies and cannot be started again, the body is cancelled and the error raised."""
         try:
             await self._engine.update_weight_version(str(self.version))

@@ -102,7 +102,7 @@ class OpenEnvServer:
         return schema
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._ping_idle, tasks)
             yield

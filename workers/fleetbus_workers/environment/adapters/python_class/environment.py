@@ -85,12 +85,12 @@ def build_class_factory(
         return ClassEnvironment(kind, limiter[0] if limiter else None, next(device) if device else "")
 
     @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
+    async def run() -> AsyncIterator[None]:
         limiter[:] = [anyio.CapacityLimiter(threads + SPARE_THREADS)]
         await anyio.lowlevel.checkpoint()
         yield
 
-    return make, running
+    return make, run
 
 
 def build_named_class_factory(

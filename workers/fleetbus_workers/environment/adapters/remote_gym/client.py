@@ -69,7 +69,7 @@ class RemoteEnvironmentError(RemoteGymError):
 
 
 class ServerPool:
-    """The HTTP client and the load of all sessions of one worker; enter `running` around them."""
+    """The HTTP client and the load of all sessions of one worker; enter `run` around them."""
 
     def __init__(self, *, draw: Callable[[], float] = random.random) -> None:
         """``busy_queue`` is where episodes wait while all servers are busy: only the first asks again."""
@@ -82,7 +82,7 @@ class ServerPool:
         self.freed = anyio.Event()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_SECONDS)
         async with httpx.AsyncClient(limits=limits) as self._http:
             try:
@@ -93,7 +93,7 @@ class ServerPool:
     @property
     def http(self) -> httpx.AsyncClient:
         if self._http is None:
-            raise RuntimeError("enter the running() of the environment factory before the first episode")
+            raise RuntimeError("enter run() of the environment factory before the first episode")
         return self._http
 
     def choose(self, urls: Sequence[str]) -> str:
