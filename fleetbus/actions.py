@@ -1,6 +1,6 @@
 """The Actions that results name, by their positions: from the log, and from an archive where the log was trimmed.
 
-Whoever trains on an episode reads it here; an Action that is nowhere is an error, never an episode without tokens.
+A trainer reads the actions of an episode here; an Action that is nowhere is an error, never an episode without tokens.
 """
 
 from __future__ import annotations

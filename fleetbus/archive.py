@@ -1,7 +1,7 @@
 """Reading an archive, alone or as one with the log: entries in order of sequence, each once.
 
 The recorder (`fleetbus_workers.recorder`) writes archives; audit and recordings read them. Reading never changes a file, so it
-may go on while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
+may continue while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Slots:
         self.in_flight = 0
 
     async def run(self, sources: dict[str, int], drain: anyio.Event, working: TaskGroup) -> None:
-        """Pull from each consumer into its share of slots until ``drain`` is set; what was pulled goes on in ``working``."""
+        """Pull from each consumer into its share of slots until ``drain`` is set; what was pulled continues in ``working``."""
         async with anyio.create_task_group() as pulling:
             for consumer, slots in sources.items():
                 pulling.start_soon(self._pull, consumer, slots, working)

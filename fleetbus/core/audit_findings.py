@@ -86,7 +86,7 @@ class Findings:
 class Books(msgspec.Struct, frozen=True, kw_only=True):
     """Every request in exactly one place: requested = trained + excluded + evaluation + in flight.
 
-    In flight are ``waiting`` (nobody has claimed it), ``running`` and ``finished`` (it has a result that training has not
+    In flight are ``waiting`` (no worker has claimed it), ``running`` and ``finished`` (it has a result that training has not
     settled). ``void`` were trained by a lineage that was cut, and are counted elsewhere by what became of them.
     """
 

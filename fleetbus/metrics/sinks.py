@@ -101,7 +101,7 @@ class WandbSink:
     """A run of Weights & Biases, which takes its key from its own login or ``WANDB_API_KEY``.
 
     Steps are a value of their own, so that one that is trained again after a resume is not refused as out of order. Of the
-    machine that exports nothing is told: not its load, its console, its repository.
+    machine is exported: not its load, its console, its repository.
     """
 
     def __init__(self, project: str, *, run: str) -> None:

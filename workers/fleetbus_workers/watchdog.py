@@ -2,7 +2,7 @@
 
 Silent hangs are what users of such systems complain of most, so every wait that can hold a whole run has a name here. Progress
 is an episode that ended or a step that was trained; a lineage that begins, and a request where nothing was open, start the
-clock anew. Episodes that end without a verdict, one after the other, are progress of which nothing comes: that is said too, as
+clock. Episodes that end without a verdict, one after the other, are progress of which nothing comes: that is said too, as
 are groups of which none is trained, and a policy that has nothing to learn from any more (`fleetbus.core.learning_signal`).
 """
 

@@ -1,4 +1,4 @@
-"""A nats-server of one's own: found, started with JetStream in a folder, restarted, and always stopped again.
+"""A local nats-server: found, started with JetStream in a folder, restarted, and always stopped again.
 
 Used by `fleetbus up` and by the tests. It runs in a session of its own, so that Ctrl-C in the terminal stops the workers first.
 It must never touch a server that it did not start.
@@ -269,7 +269,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_server_of(pid: int, store: Path) -> bool:
-    """True if ``pid`` is a process that was started on this store; where that cannot be told, a living one counts."""
+    """True if ``pid`` is a process that was started on this store; where that cannot be determined, a running one counts."""
     if not _is_alive(pid):
         return False
     try:

@@ -37,7 +37,7 @@ STALLED_BYTES = 1 << 20
 
 
 class _FlushSignal:
-    """Stands in for the future that nats-py's flusher completes after writing; nobody waits for it."""
+    """Stands in for the future that nats-py's flusher completes after writing; it is never awaited."""
 
     def done(self) -> bool:
         return True
@@ -176,8 +176,8 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         await super()._connect_to_server(s)
 
     async def _attempt_reconnect(self) -> None:
-        # Whatever was meant for the old connection must not be written to the new one: pull requests on inboxes that nobody
-        # reads any more would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
+        # Whatever was meant for the old connection must not be written to the new one: pull requests on inboxes
+        # without a reader would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
         self._abort()
         self._drop_outgoing()
         for identifier in self._ephemeral:

@@ -54,7 +54,7 @@ ROW_TYPES: Mapping[str, type[msgspec.Struct]] = {"episodes": EpisodeRow, "tokens
 
 
 class RunReader:
-    """What a run has written, read anew by every call: each opens what it needs and closes it at its end.
+    """What a run has written, read again by every call: each opens what it needs and closes it at its end.
 
     Iterators stream and block the calling thread. Of a run whose server is stopped its files are served meanwhile. Raises
     `UserError` when the log cannot be read.

@@ -1,7 +1,7 @@
 """One role as one process: connect, work, and stop as requested.
 
 A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A worker that was replaced by
-another exits 0 too, so that whoever keeps workers running does not start it again. A process that `fleetbus up` started also
+another exits 0 too, so that a supervisor does not start it again. A process that `fleetbus up` started also
 ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_death`.
 """
 

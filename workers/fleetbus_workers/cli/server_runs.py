@@ -1,4 +1,4 @@
-"""The runs that a server of one's own keeps: listed and removed, unless their workers still say that they live."""
+"""The runs on a NATS server: listed and removed, unless their workers still say that they live."""
 
 from __future__ import annotations
 

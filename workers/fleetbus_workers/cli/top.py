@@ -100,7 +100,7 @@ async def _watch(
 
 
 async def _show_once(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
-    """After a look at all of the log as of now, and long enough to hear of every worker."""
+    """After reading the log up to now, and long enough to hear of every worker."""
     await anyio.sleep(FIRST_LOOK_SECONDS)
     shown = await look()
     while shown["is_behind"]:

@@ -1,4 +1,4 @@
-"""Images of a class of one's own: given with `Start` and `Step` as the class has them, place_images where ``<image>`` stands.
+"""Images of your own environment classes: given with `Start` and `Step` as the class has them, placed where ``<image>`` stands.
 
 Above it are the session and its exchange, which know images as references alone; below it one environment of a class.
 """
@@ -51,7 +51,7 @@ class ImageStoringFactory:
 
 
 class ImageStoringEnvironment:
-    """One episode; calls go on as they are."""
+    """One episode; calls are passed on unchanged."""
 
     def __init__(self, inner: Environment, factory: ImageStoringFactory) -> None:
         self.replayable = inner.replayable

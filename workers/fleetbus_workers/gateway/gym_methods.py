@@ -27,7 +27,7 @@ from fleetbus_workers.gateway.images import PNG, LoadImage, render_messages
 METHODS = ("system_prompt", "reset", "step", "close")
 FAILED = "Environment Error"
 FAILURES = frozenset({"env_failed", "timeout", "lost"})
-"""Ends after which the client's session goes on with its next reset, in an environment of its own."""
+"""Ends after which the client's session continues with its next reset, in an environment of its own."""
 
 
 class CallRefused(Exception):
@@ -92,7 +92,7 @@ class GymCalls:
         return self._format.mime
 
     async def connect(self, request: Request) -> Answer:
-        """A session of one's own per call; its name comes from the call's key, so a repetition finds the same one."""
+        """A separate session per call; its name comes from the call's key, so a repetition finds the same one."""
         config = request.fields.get("env_config") or {}
         if not isinstance(config, dict):
             raise CallRefused(400, "env_config must be an object")
@@ -215,7 +215,8 @@ class GymCalls:
         return await read_session_journal(self._client.bus, self._client.subjects, self._name(session))
 
     def _name(self, session: str) -> str:
-        """What the session is called on the bus: with each environment of it that failed and was followed by another, anew."""
+        """What the session is called on the bus: with each environment of it that failed and was followed by another, a new
+        name."""
         failed = len(self._failed_journals.get(session, ()))
         return f"{session}-{failed}" if failed else session
 
@@ -246,7 +247,7 @@ class GymCalls:
         return answer
 
     async def _is_followed(self, session: str) -> bool:
-        """Whether another gateway went on with this session after its environment had failed; then so does this one."""
+        """Whether another gateway continued this session after its environment had failed; then so does this one."""
         following = f"{session}-{len(self._failed_journals.get(session, ())) + 1}"
         if await self._client.bus.last(self._client.subjects.session(following)) is None:
             return False

@@ -3,7 +3,7 @@
 Above it is the inference worker; below are transformers and tokenizers, imported only here and only when a folder is opened.
 What an assistant's turn is followed by is read from the template itself: a small conversation with the new messages at its
 end is rendered, and everything after the assistant's words is the delta. The words themselves are always the sampled ids, so
-the history is exact: a template that drops earlier reasoning when it renders a history anew, or that opens a thought only for
+the history is exact: a template that drops earlier reasoning when it renders a history again, or that opens a thought only for
 the turn to come, does not change what was sampled and what it was sampled after. See docs/decisions/0061.
 """
 
@@ -23,7 +23,7 @@ MAX_CACHED_DELTAS = 512
 """Rendered and tokenised texts kept per template: groups share their prompts, episodes many of their observations."""
 
 MAX_CACHED_CHARACTERS = 8192
-"""Longer texts are tokenised anew each time, which bounds the memory of the cache."""
+"""Longer texts are tokenised again each time, which bounds the memory of the cache."""
 
 _ANSWER = "Fleetbusanswer"
 _THOUGHT = "Fleetbusthought"
@@ -37,7 +37,7 @@ class ChatTemplate:
     zero-width space, so that no observation can end a turn or begin one.
 
     ``drops_reasoning`` says that the template leaves earlier reasoning out; with ``reasoning`` "refuse" such a model is
-    refused, with "keep" the history keeps what was sampled. ``thinking`` is told to templates that ask for
+    refused, with "keep" the history keeps what was sampled. ``thinking`` is passed to templates that use
     ``enable_thinking``. ``turn_end`` is the id that ends an assistant's turn."""
 
     stop_ids: frozenset[int]

@@ -1,6 +1,6 @@
 """Which checkpoint a lineage begins at: the newest that counts, or the one that a person names. Below are their files.
 
-A run that has a checkpoint never begins anew by itself: one that cannot be read is waited for, and a person decides.
+A run that has a checkpoint never starts over by itself: it waits for a checkpoint that cannot be read, and a person decides.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ async def read_requests_from_floor(
 ) -> list[tuple[int, EpisodeRequested]]:
     """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
 
-    Anybody may ask for an episode; what no lineage asked for is no group of ours.
+    Any client may request an episode; what no lineage requested is not one of its groups.
     """
     entries = [entry async for entry in bus.scan([subjects.tasks(pool)], start=resume_point.floor)]
     found = [(entry.sequence, request) for entry, request in decode_entries(EpisodeRequested, entries)]

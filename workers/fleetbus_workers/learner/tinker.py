@@ -167,7 +167,7 @@ def _split_evenly(sequences: Sequence[TrainingSequence], parts: int) -> list[Seq
 
 
 def _write_atomically(file: Path, content: msgspec.Struct) -> None:
-    """All of it or nothing, as whoever opens ``file`` sees it."""
+    """All of it or nothing, as a reader of ``file`` sees it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     temporary.write_bytes(msgspec.json.encode(content))

@@ -1,8 +1,8 @@
 """Monitoring data of a NATS server over HTTP: ``/varz``, ``/connz`` and ``/jsz``, asked when their address is known.
 
 The endpoints are off unless the server was started with them (``-m 8222``); a server of `fleetbus up` always has them, on
-loopback. Nothing here is ever an error: what is not told is unknown, and `NatsServer.problem` says in one line why.
-Fields as of nats-server 2.15 (docs.nats.io/running-a-nats-service/nats_admin/monitoring).
+loopback. Nothing here is ever an error: what the server does not report is unknown, and `NatsServer.problem` says in one line
+why. Fields as of nats-server 2.15 (docs.nats.io/running-a-nats-service/nats_admin/monitoring).
 """
 
 from __future__ import annotations

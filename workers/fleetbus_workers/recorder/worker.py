@@ -1,6 +1,6 @@
 """The recorder: follows the log into an archive, and keeps the log below its limit by removing what the archive holds.
 
-Above it is the command line; below are the bus and the archive's files. One recorder per run works at a time. It goes on
+Above it is the command line; below are the bus and the archive's files. One recorder per run works at a time. It continues
 where the archive ends; of what is archived it reads again only what decides about trimming, which is never trimmed itself.
 """
 

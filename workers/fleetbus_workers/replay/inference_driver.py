@@ -206,7 +206,7 @@ class InferenceDriver(Driver):
         self.store(subject, observation, turn.observation_entry)
 
     def _check(self, episode: RecordedEpisode, action: Action, subject: str) -> bool:
-        """Compare the answer to the episode's next turn; True if the episode goes on."""
+        """Compare the answer to the episode's next turn; True if the episode continues."""
         turn = episode.turns[self._next_turn[episode.episode_id]]
         assert turn.action is not None
         replayed = msgspec.structs.replace(action, attempt=turn.action.attempt)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 async def open_run(configuration: Configuration, role: str, *, own_server: bool = False) -> AsyncIterator[Bus]:
     """A bus of the run for the length of the block; raises `UserError` when there is none.
 
-    With ``own_server`` a run that nobody serves now is served from its own files meanwhile: for those that only read.
+    With ``own_server`` a run that is not served is served from its own files meanwhile: for those that only read.
     """
     from fleetbus.auth.access import build_access
     from fleetbus.auth.stores import reading_config

@@ -1,6 +1,6 @@
 """Requests that are cut off when their server stops: answered in a line, instead of a traceback for each.
 
-A server that is told to stop lets what runs finish, within limits; what is still there then is cancelled. Whoever asked repeats
+A server that stops lets running calls finish, within limits; what is still there then is cancelled. The client repeats
 the request under its key at another gateway, and joins what still runs. Above it is uvicorn, below it an application.
 """
 

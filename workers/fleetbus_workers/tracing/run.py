@@ -70,7 +70,7 @@ class Tracing:
                     while len(self._batch) < BATCH_SPANS:
                         self._add(await reader.receive())
                 await self._write_with_retry()
-        with anyio.CancelScope(shield=True):  # what is left: the sinks have time limits of their own
+        with anyio.CancelScope(shield=True):  # the remaining spans: the sinks have time limits of their own
             await self._write()
 
     def _add(self, entry: StreamEntry) -> None:

@@ -13,7 +13,8 @@ from fleetbus_schemas import ChatMessage, Text
 _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 INFO_BYTES = 2048
-"""Of what an environment tells beside its observation, in results: they are kept as long as the log, and read by everybody."""
+"""Limits of what an environment returns beside its observation, in results: these are stored as long as the log, and read by
+many."""
 
 CLIP_NOTICE = "\n[cut: {left} more bytes]"
 

@@ -63,7 +63,8 @@ class SessionHost:
         return tuple(self._sessions)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere. Started: calls arrive."""
+        """Serve until cancelled; then every environment is closed, and sessions may continue elsewhere. Started: calls
+        arrive."""
         context = self._context
         sweep = OrphanSweep(
             context.bus, context.subjects, worker=context.worker, limits=context.limits, release=partial(release_held, context)

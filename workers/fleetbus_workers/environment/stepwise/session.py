@@ -72,7 +72,7 @@ class StepwiseSession:
 
     @property
     def is_restorable(self) -> bool:
-        """True if another worker could go on with it: nothing was done that cannot be done again."""
+        """True if another worker could continue it: nothing was done that cannot be done again."""
         environment = self._environment
         return environment is None or environment.replayable or self._turn < 0
 
@@ -130,7 +130,7 @@ class StepwiseSession:
         await self._store(entry)
 
     async def leave(self) -> None:
-        """Close the environment and store nothing: the session may go on elsewhere."""
+        """Close the environment and store nothing: the session may continue elsewhere."""
         self._is_closed = True
         await self._close_environment()
 

@@ -48,7 +48,7 @@ class Codec(Protocol):
 class OpenAISampler:
     """`Sampler` for servers at ``urls``; their weights count as version ``version`` until others are loaded.
 
-    ``purpose`` ``train`` wants token ids, log-probabilities and servers that append_chunk new weights from ``place``, a folder
+    ``purpose`` ``train`` wants token ids, log-probabilities and servers that load new weights from ``place``, a folder
     that
     they read too; ``evaluate`` takes what there is. `run` raises `UserError` when a server cannot serve the purpose or
     when none answers.
@@ -137,7 +137,7 @@ class OpenAISampler:
             return answer.build_generation()
 
     async def load(self, policy: PolicyPublished) -> None:
-        """Interrupt what is being streamed, swap every server, let it go on. Raises `WeightsRejected`; then the old version
+        """Interrupt what is being streamed, swap every server, let it continue. Raises `WeightsRejected`; then the old version
         answers on, on the servers that could be given it back."""
         if self._weights is None:
             self._relabel(policy)

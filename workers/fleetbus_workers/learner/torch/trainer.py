@@ -159,7 +159,7 @@ class TorchTrainer:
     def save_state(self, file: Path) -> None:
         """See `Trainer.save_state`: the optimizer's, adapters, and the number of updates. No random numbers are drawn.
 
-        One process and several write the same, so a run may go on with another number of them."""
+        One process and several write the same, so a run may continue with another number of them."""
         optimizer = self._optimizer.state_dict()
         optimizer["state"] = {
             index: {

@@ -32,7 +32,7 @@ def build_coding_factory(
                 yield
         finally:
             for session in tuple(sessions):
-                await session.close()  # its environment should have, and this is what no one forgets
+                await session.close()  # its environment should have; this is the safeguard
 
     def make_session() -> SandboxSession:
         session = SandboxSession(isolation, limits, watch)

@@ -1,7 +1,7 @@
 """Resources on Fleet that outlive an episode: the client, the instances, their heartbeats and their deletion.
 
 Above it are the connections of episodes; below it the API. An instance is made and deleted in a task of the host, so that a
-cancelled episode leaves none behind: the episode may end, the task goes on and deletes an instance that is no longer used.
+cancelled episode leaves none behind: the episode may end, the task continues and deletes an instance that is no longer used.
 
 Three nets below each other: every instance is deleted when its episode closes; at the end of the worker all that carry its
 label are; a worker that was killed stops their heartbeats, so the platform ends them, at the latest after their time to live,

@@ -42,13 +42,13 @@ class UnknownType(OpenEnvError):
 
 
 class ActionRefused(OpenEnvError):
-    """What was sent does not fit the environment's schema; the session goes on."""
+    """What was sent does not fit the environment's schema; the session continues."""
 
     code = "VALIDATION_ERROR"
 
 
 class ExecutionFailed(OpenEnvError):
-    """The environment's own code raised; the session goes on, in whatever state that left it."""
+    """The environment's own code raised; the session continues, in whatever state that left it."""
 
     code = "EXECUTION_ERROR"
 

@@ -1,7 +1,7 @@
 """One session on a server of the remote-gym protocol: multipart over HTTP, repeated only where that cannot act twice.
 
 A request that never left, or that a server refused as busy, was not executed and is repeated. One whose answer got lost may
-have been: it is repeated if the method only reads or begins anew, or if the server answers repetitions from memory (same body,
+have been: it is repeated if the method only reads or resets, or if the server answers repetitions from memory (same body,
 same boundary); a step is not. Above it is `remote_gym`; beside it `ServerPool` chooses the server.
 """
 
