@@ -148,12 +148,12 @@ def test_a_name_that_would_hide_another_module_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert run_program(["new", "environment", name, "--folder", str(tmp_path)]) == 2
-    assert f"a module {name} already" in capsys.readouterr().err
+    assert f"already has a module {name}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_that_exists_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_mine.py").write_text("precious")
     assert run_program(["new", "environment", "mine", "--folder", str(tmp_path)]) == 2
-    assert "already there" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]

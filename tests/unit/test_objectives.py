@@ -122,7 +122,7 @@ def test_truncated_importance_sampling_bounds_the_weight_from_above_only():
 def test_truncated_sequence_sampling_weighs_all_tokens_by_the_product():
     mask = np.array([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 
-    weights = corrections.truncated_sequence(np.log(RATIOS), mask, **BOUNDS)
+    weights = corrections.truncate_sequence(np.log(RATIOS), mask, **BOUNDS)
 
     np.testing.assert_allclose(weights, [[1.2] * 3, [0.75] * 3])
 
