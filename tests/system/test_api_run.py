@@ -196,7 +196,7 @@ async def test_stop_ends_it_in_order_and_what_waits_for_it_hears(monkeypatch: py
 async def test_a_second_run_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPT", "wait")
     async with fleetbus.Run(Echo, TASKS):
-        with pytest.raises(fleetbus.UserError, match="run default is being trained already"):
+        with pytest.raises(fleetbus.UserError, match="run default is already being trained"):
             async with fleetbus.Run(Echo, TASKS):
                 pass
 
