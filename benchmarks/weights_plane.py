@@ -192,7 +192,7 @@ async def main(names: list[str], stores: list[str], as_json: bool) -> None:
             model = find_model_folder(name, Path(scratch))
             trainer = FixedTrainer(model)
             sampler = TorchSampler(model, slots=2, max_model_len=64)
-            async with temporary_server() as url, connect(url, run=RUN) as bus, sampler.running():
+            async with temporary_server() as url, connect(url, run=RUN) as bus, sampler.run():
                 await bus.declare(plan_run(RUN, lanes=1))
                 for store in stores:
                     row = await measure(bus, name, store, model, trainer, sampler)

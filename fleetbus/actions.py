@@ -1,6 +1,6 @@
 """The Actions that results name, by their positions: from the log, and from an archive where the log was trimmed.
 
-Whoever trains on an episode reads it here; an Action that is nowhere is an error, never an episode without tokens.
+A trainer reads the actions of an episode here; an Action that is nowhere is an error, never an episode without tokens.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFin
 
 
 async def _history(bus: Bus, subjects: list[str]) -> list[StreamEntry]:
-    """However long the server is away: the batch is complete, and nobody else would train it."""
+    """However long the server is away: the batch is complete, and no other process would train it."""
     while True:
         try:
             return await bus.history(subjects)
         except RequestUnanswered as unanswered:
-            log.warning("the log is asked again later", reason=str(unanswered))
+            log.warning("log read failed; retrying", reason=str(unanswered))
             await anyio.sleep(RETRY_SECONDS)
 
 

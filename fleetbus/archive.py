@@ -1,7 +1,7 @@
 """Reading an archive, alone or as one with the log: entries in order of sequence, each once.
 
 The recorder (`fleetbus_workers.recorder`) writes archives; audit and recordings read them. Reading never changes a file, so it
-may go on while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
+may continue while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Ite
     """
     segments = list_segments(folder)
     if not segments:
-        raise UserError(f"{folder} holds no archive: give the folder that `fleetbus recorder --archive` writes to")
+        raise UserError(f"{folder} contains no archive: give the folder that `fleetbus recorder --archive` writes to")
     following = [parse_first_sequence(segment) for segment in segments[1:]]
     for index, segment in enumerate(segments):
         if index < len(following) and following[index] <= start:
@@ -57,7 +57,7 @@ async def scan_archive_and_log(bus: Bus, subjects: Subjects, folder: Path | None
             last = entry.sequence
             yield entry
         if last > await bus.last_sequence():
-            raise UserError(f"{folder} goes beyond the log: it is the archive of another run with the name {subjects.run}")
+            raise UserError(f"{folder} is longer than the log: it belongs to another run with the name {subjects.run}")
     async for entry in bus.scan([subjects.log], start=last + 1):
         yield entry
 

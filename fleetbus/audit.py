@@ -44,14 +44,14 @@ async def audit_recording(reader: RecordingReader) -> Report:
     header, path = reader.header, reader.path
     if header.selected:
         only = f"{len(header.selected)} episode{'' if len(header.selected) == 1 else 's'}"
-        raise UserError(f"{path} holds only {only} of run {header.run}: an audit needs a recording of the whole log")
+        raise UserError(f"{path} contains only {only} of run {header.run}: an audit needs a recording of the whole log")
     try:
         audit = await _audit_entries(scan_recording(reader))
     except ValueError as error:
-        raise UserError(f"{path} does not hold a log in its order: {error}") from error
+        raise UserError(f"{path} is not an ordered log: {error}") from error
     if audit.missing:
         raise UserError(
-            f"{path} lacks {audit.missing} entries that were trimmed before it was made: record the run with --archive"
+            f"{path} lacks {audit.missing} entries that were trimmed before the recording: record the run with --archive"
         )
     return audit.report()
 

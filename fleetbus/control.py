@@ -52,7 +52,7 @@ class Control:
         try:
             wanted = decode(ControlRequested, request.payload, subject=request.subject)
         except MalformedMessage as malformed:
-            log.warning("malformed control request; ignored", reason=str(malformed))
+            log.warning("control request is malformed; ignoring it", reason=str(malformed))
             return
         busy = tuple(self._busy_with())
         detail = ""

@@ -58,7 +58,7 @@ def split_version(location: str) -> tuple[str, str]:
         return location, ""
     if not base or not _VERSION.fullmatch(version):
         raise UserError(
-            f"{redact_location(location)}: {version!r} is no version; use letters, digits, dots and dashes, as in data@v0.2"
+            f"{redact_location(location)}: {version!r} is not a version; use letters, digits, dots and dashes, as in data@v0.2"
         )
     return base, version
 
@@ -67,7 +67,9 @@ def read_dataset_files(location: str) -> Files:
     """All files of a dataset. Raises `UserError` naming the place and what to do."""
     base, version = split_version(location)
     if "{version}" in base and not version:
-        raise UserError(f"{redact_location(location)}: says {{version}} but names none; end it with @VERSION, as in ...@v0.2")
+        raise UserError(
+            f"{redact_location(location)}: contains {{version}} but no version is given; end it with @VERSION, as in ...@v0.2"
+        )
     place = base.replace("{version}", version) if "{version}" in base else _join_version(base, version)
     store = _Store(place)
     paths = store.files()
@@ -179,7 +181,7 @@ def _open_file_system(place: str) -> Any:
         raise UserError(f"{redact_location(place)}: {scheme} needs more packages: {INSTALL}") from error
     except ValueError as error:
         raise UserError(
-            f"{redact_location(place)}: {scheme} is no place that fsspec knows; use a path, https:// or s3://"
+            f"{redact_location(place)}: {scheme} is not supported by fsspec; use a path, https:// or s3://"
         ) from error
 
 

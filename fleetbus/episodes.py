@@ -49,7 +49,7 @@ def read_entry(types: tuple[type[M], ...], entry: StreamEntry) -> M | None:
     try:
         return decode_any(types, entry.payload, subject=entry.subject)
     except MalformedMessage as malformed:
-        log.warning("malformed entry; ignored", sequence=entry.sequence, reason=malformed.reason)
+        log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
         return None
 
 

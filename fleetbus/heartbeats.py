@@ -29,6 +29,6 @@ async def follow_heartbeats(bus: Bus, subject: str, on_heartbeat: Callable[[Hear
             try:
                 beat = decode(Heartbeat, payload, subject=said_on)
             except MalformedMessage as malformed:
-                log.warning("malformed heartbeat; ignored", reason=malformed.reason)
+                log.warning("heartbeat is malformed; ignoring it", reason=malformed.reason)
                 continue
             on_heartbeat(beat)

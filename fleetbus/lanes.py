@@ -1,6 +1,6 @@
 """Lanes: a worker claims a free one of its role by compare-and-set and renews it (DESIGN §6).
 
-A lane whose lease ran out is free, whoever held it. A worker that finds its lane taken has been replaced and stops.
+A lane whose lease ran out is free. A worker that finds its lane taken has been replaced and stops.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Waking everybody who waits for the next change, in however many tasks they wait.
+"""Waking all tasks that wait for the next change, in however many tasks they wait.
 
-An `anyio.Event` is set once, so whoever waits for changes again and again needs a new one each time. It is replaced here when
+An `anyio.Event` is set once, so a task that waits repeatedly needs a new one each time. It is replaced here when
 it is set, never by a waiter: a waiter that replaces it takes it away from those who wait already, and they are never woken.
 """
 
@@ -10,7 +10,7 @@ import anyio
 
 
 class Notifier:
-    """`notify` wakes all who are in `wait` at that moment. It costs nothing while nobody waits."""
+    """`notify` wakes all who are in `wait` at that moment. It costs nothing while no task waits."""
 
     def __init__(self) -> None:
         self._event: anyio.Event | None = None

@@ -52,7 +52,7 @@ class Microservice:
             await request.respond(msgspec.json.encode(self.build_response(verb)))
             self._answered += 1
         except BusError as error:
-            log.warning("service request failed; no answer sent", subject=request.subject, reason=str(error))
+            log.warning("service request failed; sending no answer", subject=request.subject, reason=str(error))
 
     def parse_verb(self, subject: str) -> str | None:
         """The verb of a request, None if it is addressed to another service."""

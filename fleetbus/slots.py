@@ -26,7 +26,7 @@ class Slots:
         self.in_flight = 0
 
     async def run(self, sources: dict[str, int], drain: anyio.Event, working: TaskGroup) -> None:
-        """Pull from each consumer into its share of slots until ``drain`` is set; what was pulled goes on in ``working``."""
+        """Pull from each consumer into its share of slots until ``drain`` is set; what was pulled continues in ``working``."""
         async with anyio.create_task_group() as pulling:
             for consumer, slots in sources.items():
                 pulling.start_soon(self._pull, consumer, slots, working)
@@ -54,7 +54,9 @@ class Slots:
             raise
         except BusError as error:
             log.warning(
-                "delivery handler failed; redelivered after its lease", subject=delivery.message.subject, reason=str(error)
+                "delivery handler failed; leaving the message to redelivery",
+                subject=delivery.message.subject,
+                reason=str(error),
             )
         finally:
             self.in_flight -= 1

@@ -79,7 +79,7 @@ def build_tasks(entries: Iterable[Task | Mapping[str, Any]], name: str = "tasks"
         for entry in entries
     ]
     if not content:
-        raise UserError(f"{name}: holds no tasks; add at least one")
+        raise UserError(f"{name}: contains no tasks; add at least one")
     tasks, problems = _parse_content(name, content)
     if problems:
         raise UserError(problems[0])
@@ -139,7 +139,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{file}: there is no such file; give the path of a tasks file") from None
+        raise UserError(f"{file}: file not found; give the path of a tasks file") from None
     except IsADirectoryError:
         raise UserError(f"{file}: is a folder; give the path of a tasks file in it") from None
     except OSError as error:
@@ -184,7 +184,7 @@ def _parse_entries(file: str, content: Any) -> Sequence[Any]:
     if not isinstance(content, list):
         raise UserError(f'{file}: holds {_describe_type(content)}; it must be a list of tasks or an object with a list "tasks"')
     if not content:
-        raise UserError(f"{file}: holds no tasks; add at least one")
+        raise UserError(f"{file}: contains no tasks; add at least one")
     return content
 
 
@@ -216,7 +216,7 @@ def _find_value(entry: dict[str, Any], field: str) -> Any:
 
 def _parse_prompt(place: str, prompt: Any) -> str:
     if not isinstance(prompt, str) or (prompt and not prompt.strip()):
-        raise UserError(f'{place} has no prompt; add "prompt": what the policy is to do, "" where the environment says it')
+        raise UserError(f'{place} has no prompt; add "prompt": the instruction of the policy, "" if the environment gives it')
     return prompt
 
 

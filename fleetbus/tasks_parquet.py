@@ -22,7 +22,7 @@ def read_parquet(name: str, data: bytes) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
         return [json.loads(row[TASK_COLUMN]) if row.get(TASK_COLUMN) else _build_entry(row) for row in rows]
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{name}: is no Parquet file of tasks: {(str(error) or 'nothing in it').splitlines()[0]}") from None
+        raise UserError(f"{name}: is not a Parquet file of tasks: {(str(error) or 'nothing in it').splitlines()[0]}") from None
 
 
 def write_parquet(entries: Sequence[dict[str, Any]], path: Path) -> None:

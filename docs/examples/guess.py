@@ -1,4 +1,4 @@
-"""An environment of one's own in one file: guess a number between 1 and 100, with hints.
+"""A complete environment in one file: guess a number between 1 and 100, with hints.
 
 Train on it: fleetbus up --environment guess:Guess --tasks guess.json
 """
@@ -10,9 +10,9 @@ from fleetbus import Action, ChatMessage, Start, Step, Task, Verdict
 
 
 class Guess:
-    """One episode. The task's seed chooses the number, its config may say how many tries there are."""
+    """One episode. The task's seed selects the number, its config may set the number of tries."""
 
-    replayable = True  # the same guesses lead to the same hints, so a killed worker's episodes go on elsewhere
+    replayable = True  # the same guesses lead to the same hints, so a killed worker's episodes continue elsewhere
 
     async def open(self, task: Task) -> None:
         self.number = random.Random(task.seed).randint(1, 100)
@@ -21,8 +21,8 @@ class Guess:
         self.found = False
 
     async def reset(self) -> Start:
-        told = f"{self.prompt}\nGuess my number between 1 and 100. You have {self.tries} tries."
-        return Start(messages=(ChatMessage(role="user", content=told),))
+        prompt = f"{self.prompt}\nGuess my number between 1 and 100. You have {self.tries} tries."
+        return Start(messages=(ChatMessage(role="user", content=prompt),))
 
     async def step(self, action: Action) -> Step:
         self.tries -= 1
@@ -31,7 +31,7 @@ class Guess:
         if self.found or self.tries == 0:
             return Step(terminated=True)
         if guessed is None:
-            hint = "That is no number."
+            hint = "That is not a number."
         else:
             hint = "Higher." if int(guessed[0]) < self.number else "Lower."
         return Step(messages=(ChatMessage(role="user", content=f"{hint} {self.tries} tries left."),))

@@ -1,13 +1,13 @@
 """Training from a script, with an environment defined in it: the policy learns to say words with many vowels.
 
-Run it: python vowels.py (a minute or two on two cores; called again it resumes, and returns at once when it is finished)
+Run it: python vowels.py (a minute or two on two cores; a second call resumes the run, or returns at once if it has finished)
 """
 
 import fleetbus
 
 
 class Vowels:
-    """One question, one answer; ordinary functions run in threads, `async def` would do as well."""
+    """One question, one answer. Ordinary functions run in threads; `async def` works as well."""
 
     replayable = True  # the same answers lead to the same observations
 

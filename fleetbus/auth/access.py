@@ -40,7 +40,7 @@ def build_access(role: str, folder: str, run: str) -> Access:
         context = ssl.create_default_context(cafile=files.authority)
         public_key(key)
     except ssl.SSLError as error:
-        raise UserError(f"{files.authority} holds no certificate") from error
+        raise UserError(f"{files.authority} contains no certificate") from error
     except OSError as error:
         raise UserError(f"cannot read {error.filename or files.path}: {error.strerror}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2

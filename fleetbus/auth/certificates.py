@@ -1,6 +1,6 @@
 """A certificate authority for one fleet, and the server's certificate signed by it. The authority's key is never written.
 
-Whoever needs another certificate later makes both anew, or puts those of an authority of their own in their place.
+To get another certificate later, recreate both, or put those of an authority of their own in their place.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def check_host(host: str) -> None:
     except ValueError:
         if len(host) > 253 or not all(map(_LABEL.fullmatch, host.removeprefix("*.").split("."))):
             raise UserError(
-                f"--host {host} is no name or address of a server; other alphabets as in xn--bcher-kva.example"
+                f"--host {host} is not the name or address of a server; write other alphabets as in xn--bcher-kva.example"
             ) from None
 
 
-def _build_general_name(host: str):  # type: ignore[no-untyped-def]  # cryptography is imported by whoever makes certificates
+def _build_general_name(host: str):  # type: ignore[no-untyped-def]  # cryptography is imported only to create certificates
     from cryptography import x509
 
     try:

@@ -27,5 +27,5 @@ def public_key(file: Path) -> str:
     except OSError as error:
         raise UserError(f"cannot read the key {file}: {error.strerror}") from error
     except (nkeys.NkeysError, ValueError, IndexError) as error:
-        raise UserError(f"{file} holds no nkey seed: remove it, and make another with `fleetbus auth init`") from error
+        raise UserError(f"{file} contains no nkey seed: remove it and create another with `fleetbus auth init`") from error
     return public.decode()

@@ -28,7 +28,7 @@ USER_OF: dict[str, str] = {
     "evaluate": "operator",
     **{user: user for user in USERS},
 }
-"""Which user a role or command is; whoever is not named here only looks, and is a ``monitor``."""
+"""Which user a role or command is; any other only reads, and is a ``monitor``."""
 
 NARROW_READERS = frozenset({"inference", "gateway"})
 """Users that read the log by consumers with a filter alone: a batched direct get names its subjects where no permission sees
@@ -171,7 +171,7 @@ class _RunSubjects:
         return tuple(needs)
 
     def read(self, *filters: str) -> tuple[Need, ...]:
-        """To follow and scan these subjects by consumers of one's own; without any, the whole log. They have names that nobody
+        """To follow and scan these subjects by own consumers; without any, the whole log. They have names that nobody
         can guess, as the durable ones have: who may pull from any consumer can pull from those alone whose name it knows."""
         creations = [f"CONSUMER.CREATE.{self.log}.*.{subject}" for subject in filters]
         whole = () if filters else (*_api(f"CONSUMER.CREATE.{self.log}.>"), *self.read_directly)

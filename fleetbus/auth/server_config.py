@@ -49,7 +49,7 @@ def account_of(run: str, user: str = "admin") -> str:
 def server_config(runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: bool = False) -> str:
     """The text of the file. ``folder`` is where the server finds the certificates; there are no keys in the text.
 
-    The server speaks TLS alone. Clients of ours begin with the handshake, so no one in between can downgrade the connection;
+    The server speaks TLS alone. Clients of ours begin with the handshake, so a third party cannot downgrade the connection;
     others get a greeting in the clear, after which they must turn to TLS.
     """
     return "\n".join(

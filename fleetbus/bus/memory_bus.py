@@ -51,7 +51,7 @@ class MemoryBus:
         self._link.change(connected=False)
 
     def reconnect(self) -> None:
-        """End what `disconnect` began; pulls and readers go on."""
+        """End what `disconnect` began; pulls and readers continue."""
         self._link.change(connected=True)
 
     def now_ns(self) -> int:

@@ -1,4 +1,4 @@
-"""One durable consumer in memory: what is new, what is leased, what is due again, and who has credits.
+"""One durable consumer in memory: what is new, what is leased, what is due again, and which waiters have credits.
 
 Leases expire when somebody looks: every call says what time it is, and those who wait ask `next_due` how long. So there is no
 task and no timer here. Above it are the subscriptions; below it the stream.
@@ -46,7 +46,7 @@ class MemoryConsumer:
     def __init__(self, plan: ConsumerPlan, stream: MemoryStream) -> None:
         self.plan = plan
         self._stream = stream
-        self._new: deque[int] = deque(stream.matching(matcher(plan.filter)))
+        self._new: deque[int] = deque(stream.find_matches(matcher(plan.filter)))
         self._due_again: dict[int, int] = {}
         self._leases: dict[int, _Lease] = {}
         self._expiries: list[tuple[float, int]] = []
@@ -121,7 +121,7 @@ class MemoryConsumer:
     def _lease(self, sequence: int, delivered: int, deadline: float) -> None:
         self._leases[sequence] = _Lease(deadline, delivered)
         heapq.heappush(self._expiries, (deadline, sequence))
-        if self._expiries[0][0] == deadline:  # earlier than whoever waits may know of
+        if self._expiries[0][0] == deadline:  # earlier than a waiter may know of
             for puller in self._pullers:
                 puller.alarm(deadline)
 

@@ -67,7 +67,7 @@ class MemoryStream:
         """All entries on a literal subject in order."""
         return [entry for sequence in self._by_subject.get(subject, ()) if (entry := self.get(sequence)) is not None]
 
-    def matching(self, matches: Matcher) -> Iterator[int]:
+    def find_matches(self, matches: Matcher) -> Iterator[int]:
         """Sequences of all entries whose subject matches."""
         return (entry.sequence for entry in self._entries if entry is not None and matches(entry.subject))
 

@@ -19,7 +19,7 @@ class ObjectStore(Protocol):
     """Named files of one bucket. Names are written once; a reader finds all of an object or nothing."""
 
     async def put(self, name: str, file: Path) -> None:
-        """Store a file; when this returns, everybody can read it. Raises `OSError` or `fleetbus.errors.BusError`."""
+        """Store a file; when this returns, every process can read it. Raises `OSError` or `fleetbus.errors.BusError`."""
 
     async def get(self, name: str, file: Path) -> None:
         """Write an object to a file and check its digest. Raises `ObjectMissing`, `OSError` or `fleetbus.errors.BusError`;

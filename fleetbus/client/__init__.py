@@ -1,4 +1,4 @@
-"""For trainers of one's own: graded groups of episodes that the workers of a run play, as lists or in other trainers' shapes.
+"""For your own trainers: graded groups of episodes that the workers of a run play, as lists or in other trainers' shapes.
 
 async with client.connect(url, run="r1", role="operator", worker="trainer") as bus:
     async with client.rollouts(bus, client.load_configuration().configuration, tasks, group_size=8) as groups:

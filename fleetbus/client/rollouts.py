@@ -5,7 +5,7 @@
             for episode in group.graded:
                 train(episode.ids, episode.loss_mask, episode.logprobs, episode.reward)
 
-Environment and inference workers do the rest: whoever trains publishes its weights as `PolicyPublished`, or lets the inference
+Environment and inference workers do the rest: the trainer publishes its weights as `PolicyPublished`, or lets the inference
 workers sample from a server of its own. Episodes are asked for as evaluation, so the books of the run's own learner, if there
 is one, do not count them.
 """
@@ -93,7 +93,7 @@ async def rollouts(
     by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
 
     Beside a recorder the log keeps the Actions of a finished episode for its duplicate window, two minutes. What is read later,
-    because the caller held up its event loop, comes from ``learner.archive``; without play_episode such an episode is
+    because the caller held up its event loop, comes from ``learner.archive``; without it such an episode is
     ``lost``, with the
     reason.
     """
@@ -158,7 +158,7 @@ class _GroupRunner:
                     self.enter(entry)
 
     def enter(self, result: EpisodeFinished) -> None:
-        """Pass a result on to who waits for it, if anybody does."""
+        """Pass a result on to its waiter, if there is one."""
         if result.episode_id in self._waiting:
             event, results = self._waiting[result.episode_id]
             results.append(result)
@@ -206,7 +206,7 @@ class _GroupRunner:
         try:
             found = await read_actions(self._bus, self._subjects, [result], archive=self._archive, runtime=self._runtime)
         except MissingActions as missing:
-            log.error("a finished episode cannot be read", episode=result.episode_id, reason=str(missing))
+            log.error("episode read failed; counting it as lost", episode=result.episode_id, reason=str(missing))
             return _build_episode(task, result, (), outcome="lost", error=str(missing))
         turns = [
             Turn(sequence=reference.sequence, lane=reference.lane, action=action)

@@ -227,7 +227,7 @@ class Session:
         try:
             await self._client.call(call, timeout=CLOSE_SECONDS)
         except SessionUnavailable as error:
-            log.warning("session close failed; left to its idle limit", session=self.name, reason=str(error))
+            log.warning("session close failed; leaving it to its idle limit", session=self.name, reason=str(error))
 
 
 def _find_holder(entry: StreamEntry) -> str:

@@ -15,19 +15,21 @@ def check_configuration(configuration: Configuration) -> None:
     if learner.min_group_size > learner.group_size:
         raise UserError(
             f"learner.min_group_size = {learner.min_group_size} exceeds learner.group_size = {learner.group_size}: "
-            "no group could ever be trained"
+            "no group could be trained"
         )
     if configuration.algorithm.credit_assignment == "turn" and learner.advantage_estimator not in ("grpo", "dr_grpo"):
         raise UserError(
-            "algorithm.credit_assignment = turn does not know "
+            "algorithm.credit_assignment = turn does not support "
             f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo or dr_grpo"
         )
     check_training(configuration.algorithm, configuration.trainer)
     store = configuration.weights.store
     if store not in ("folder", "nats") and "://" not in store:
-        raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")
+        raise UserError(f"weights.store = {store}: use folder, nats, or a URL such as s3://bucket/path")
     if any("@" in url.partition("://")[2].partition("/")[0] for url in inference.urls.split(",")):
-        raise UserError("inference.urls must hold no password, for settings are written to files: set OPENAI_API_KEY instead")
+        raise UserError(
+            "inference.urls must not contain a password, because settings are written to files: set OPENAI_API_KEY instead"
+        )
     if episode.max_episode_tokens > inference.max_model_len:
         raise UserError(
             f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_model_len = "

@@ -84,7 +84,7 @@ def read_tables(file: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file.name} cannot be parsed: {error}") from error
     if not isinstance(decoded, dict):
-        raise UserError(f"{file.name} holds no tables")
+        raise UserError(f"{file.name} contains no tables")
     return decoded
 
 
@@ -128,7 +128,8 @@ def _from_variables(variables: Mapping[str, str]) -> dict[str, _SourcedValue]:
 
 
 def _reject_variable(variable: str, known: Iterable[str]) -> None:
-    """Refuse what must be a mistake: a known table's prefix, or a name close to a setting's. Others may be anybody's."""
+    """Refuse what must be a mistake: a known table's prefix, or a name close to a setting's. Others may belong to other
+    programs."""
     has_table_prefix = variable.startswith(tuple(f"{VARIABLE_PREFIX}{table.upper()}_" for table in tables()))
     near = difflib.get_close_matches(variable, list(known), n=1, cutoff=0.6 if has_table_prefix else 0.9)
     if near:

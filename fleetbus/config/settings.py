@@ -28,7 +28,7 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="Name of the run; the same name again resumes it")] = "default"
     folder: Annotated[str, Meta(description="Folder that holds a folder per run")] = ".fleetbus/runs"
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1, description="Seed of tasks, sampling and training")] = 1
-    model: Annotated[str, Meta(description="Hugging Face model folder (default: the starter policy that ships)")] = ""
+    model: Annotated[str, Meta(description="Hugging Face model folder (default: the built-in starter policy)")] = ""
     tasks: Annotated[str, Meta(description="Tasks file in Fleet JSON (default: the warehouse tasks)")] = ""
     environment: Annotated[
         str,
@@ -44,14 +44,16 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 class NatsSettings(Settings, frozen=True, kw_only=True):
     """The broker and the log."""
 
-    url: Annotated[str, Meta(description="Server to use; empty: `up` starts one of its own")] = ""
+    url: Annotated[str, Meta(description="Server to use; empty: `up` starts one")] = ""
     auth: Annotated[str, Meta(description="Folder of `fleetbus auth init` with key and certificates; empty: neither")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of the server that `up` starts; 0: a free one")] = 0
     sync: Annotated[
-        float, Meta(ge=0, description="Seconds of the log that a loss of power may take from that server; 0: none, and slower")
+        float, Meta(ge=0, description="Seconds of the log that a power failure may lose on that server; 0: none, but slower")
     ] = 1.0
     lanes: Annotated[int, Meta(ge=1, le=1024, description="Lanes declared per role: the most workers of one role")] = 16
-    replicas: Annotated[int, Meta(ge=0, le=5, description="Servers that keep a copy of the log; 0: as the server has it")] = 0
+    replicas: Annotated[
+        int, Meta(ge=0, le=5, description="Servers that keep a copy of the log; 0: as the server is configured")
+    ] = 0
     max_bytes: Annotated[int, Meta(ge=1 << 20, description="Limit of the log in bytes")] = 4 << 30
     admission: Annotated[float, Meta(gt=0, le=1, description="Share of the log that new requests may fill")] = ADMISSION_SHARE
 
@@ -61,9 +63,11 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
 
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature in training")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling")] = 1.0
-    max_tokens: Annotated[int, Meta(ge=1, description="Most tokens of one turn")] = 64
-    max_turns: Annotated[int, Meta(ge=1, description="Most turns of one episode")] = 5
-    max_episode_tokens: Annotated[int, Meta(ge=1, description="Most tokens of one episode, prompt included")] = 1024
+    max_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per turn")] = 64
+    max_turns: Annotated[int, Meta(ge=1, description="Maximum number of turns per episode")] = 5
+    max_episode_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per episode, including the prompt")] = (
+        1024
+    )
 
 
 class LimitSettings(Settings, frozen=True, kw_only=True):
@@ -76,10 +80,10 @@ class LimitSettings(Settings, frozen=True, kw_only=True):
     action: Annotated[float, Meta(gt=0, description="Waiting for an action")] = 300.0
     verify: Annotated[float, Meta(gt=0, description="Grading the episode")] = 120.0
     close: Annotated[float, Meta(gt=0, description="Closing the environment")] = 30.0
-    idle: Annotated[float, Meta(gt=0, description="Between calls, counted from the end of the last one")] = 1800.0
+    idle: Annotated[float, Meta(gt=0, description="Time between calls of a session")] = 1800.0
     episode: Annotated[float, Meta(gt=0, description="The whole episode, from its request")] = 3600.0
-    grace: Annotated[float, Meta(gt=0, description="After the deadline, until the requester closes the episode itself")] = 30.0
-    drain: Annotated[float, Meta(gt=0, description="Finishing or handing back what a stopping worker has")] = 60.0
+    grace: Annotated[float, Meta(gt=0, description="After the deadline, before the requester closes the episode itself")] = 30.0
+    drain: Annotated[float, Meta(gt=0, description="Finishing or handing back episodes when a worker stops")] = 60.0
     late: Annotated[float, Meta(gt=0, description="Wait for an action before the log is read for it")] = 1.0
     ungraded_episodes: Annotated[
         int,
@@ -101,26 +105,26 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1, description="Environment workers that `up` starts")] = 1
     slots: Annotated[int, Meta(ge=1, description="Episodes at a time per worker")] = 64
     session_slots: Annotated[int, Meta(ge=0, description="Step-wise sessions at a time per worker, besides episodes")] = 64
-    max_attempts: Annotated[int, Meta(ge=1, description="Attempts lost with their worker before an episode is given up")] = 3
+    max_attempts: Annotated[int, Meta(ge=1, description="Attempts lost with their workers before an episode ends as lost")] = 3
     max_hops: Annotated[int, Meta(ge=1, description="Re-routings of one observation before its episode ends")] = 3
     prompt: Annotated[
         Literal["auto", "compact", "fleet", "template"],
         Meta(description="How tools are described to the policy; auto: compact for the warehouse, fleet elsewhere"),
     ] = "auto"
-    observation_bytes: Annotated[int, Meta(ge=1024, description="Longest text of one observation")] = 32_768
-    processes: Annotated[int, Meta(ge=0, description="Most processes of pool:MODULE:CLASS; 0: one per slot")] = 0
-    devices: Annotated[str, Meta(description="Devices that own environments get in turn, as in cuda:0,cuda:1")] = ""
+    observation_bytes: Annotated[int, Meta(ge=1024, description="Maximum text of one observation, in bytes")] = 32_768
+    processes: Annotated[int, Meta(ge=0, description="Maximum number of processes of pool:MODULE:CLASS; 0: one per slot")] = 0
+    devices: Annotated[str, Meta(description="Devices assigned in turn to your own environments, such as cuda:0,cuda:1")] = ""
     sandbox: Annotated[
         Literal["auto", "required"],
-        Meta(description="Verifiers where nothing isolates: graded with what limits there are, or refused"),
+        Meta(description="Verifiers without isolation: auto runs them with the available limits, required refuses them"),
     ] = "auto"
-    images: Annotated[bool, Meta(description="Show the images of environments, by reference, to a policy that sees")] = False
+    images: Annotated[bool, Meta(description="Show the images of environments to a vision model")] = False
     context_tools: Annotated[
         bool, Meta(description="Offer tools that search and page through earlier messages and truncated output")
     ] = False
     context_status: Annotated[bool, Meta(description="End every observation with the turns and tokens used so far")] = False
     output_chars: Annotated[
-        int, Meta(ge=500, description="Longest tool output shown at once when context tools are offered")
+        int, Meta(ge=500, description="Maximum characters of tool output per message when context tools are offered")
     ] = 10_000
 
 
@@ -130,28 +134,33 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1, description="Inference workers that `up` starts")] = 1
     engine: Annotated[
         Literal["torch", "vllm", "openai", "tinker"],
-        Meta(description="Engine: torch here, vLLM in this process, OpenAI-compatible servers, or a Tinker service"),
+        Meta(description="Engine: torch or vLLM in the worker process, OpenAI-compatible servers, or a Tinker service"),
     ] = "torch"
     purpose: Annotated[
-        Literal["train", "evaluate"], Meta(description="evaluate: also engines without log-probabilities or new weights")
+        Literal["train", "evaluate"],
+        Meta(description="evaluate also allows engines without log-probabilities or weight updates"),
     ] = "train"
     urls: Annotated[str, Meta(description="Base URLs of the servers of engine openai, separated by commas")] = ""
-    served_model_name: Annotated[str, Meta(description="Model name to ask servers for (default: their first)")] = ""
-    python: Annotated[str, Meta(description="Python that `up` runs inference workers with (default: this one)")] = ""
+    served_model_name: Annotated[str, Meta(description="Model name to request from servers (default: their first)")] = ""
+    python: Annotated[
+        str, Meta(description="Python interpreter of the inference workers that `up` starts (default: this one)")
+    ] = ""
     dtype: Annotated[Literal["float32", "bfloat16", "auto"], Meta(description="Data type of engine vllm")] = "float32"
     kv_cache_mib: Annotated[
         int, Meta(ge=0, description="KV cache of engine vllm, in MiB; 0: 512 on a CPU, 90 % of a GPU's memory")
     ] = 0
     reasoning: Annotated[
         Literal["keep", "refuse"],
-        Meta(description="A template that drops earlier reasoning: keep what was sampled, or refuse the model"),
+        Meta(description="With a template that drops earlier reasoning: keep the sampled text, or refuse the model"),
     ] = "keep"
     thinking: Annotated[
         Literal["auto", "on", "off"], Meta(description="Value of enable_thinking for a template that has it; auto: not set")
     ] = "auto"
-    max_num_seqs: Annotated[int, Meta(ge=1, description="Most sequences decoded in one batch")] = 32
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Maximum number of sequences decoded in one batch")] = 32
     slots: Annotated[int, Meta(ge=2, description="Observations held at a time, half of them from the worker's own lane")] = 64
-    max_model_len: Annotated[int, Meta(ge=16, description="Context length: most tokens of prompt and completions")] = 1024
+    max_model_len: Annotated[
+        int, Meta(ge=16, description="Context length: maximum number of tokens of prompt and completions")
+    ] = 1024
     threads: Annotated[int, Meta(ge=1, description="Threads of the engine")] = 1
 
 
@@ -160,23 +169,24 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
 
     steps: Annotated[int, Meta(ge=1, description="Batches to train")] = 80
     trainer: Annotated[
-        Literal["torch", "tinker"], Meta(description="Trainer: torch here, or a Tinker service (table tinker)")
+        Literal["torch", "tinker"],
+        Meta(description="Trainer: torch in the learner process, or a Tinker service (table tinker)"),
     ] = "torch"
     groups: Annotated[int, Meta(ge=1, description="Groups per batch")] = 16
     group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
-    min_group_size: Annotated[int, Meta(ge=2, description="Fewest graded episodes for a group to be trained")] = 2
+    min_group_size: Annotated[int, Meta(ge=2, description="Minimum number of graded episodes for a group to be trained")] = 2
     advantage_estimator: Annotated[
         Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch"], Meta(description="Advantage estimator")
     ] = "grpo"
-    max_staleness: Annotated[int, Meta(ge=0, description="Most versions between sampling and training")] = 1
+    max_staleness: Annotated[int, Meta(ge=0, description="Maximum number of versions between sampling and training")] = 1
     stale_groups: Annotated[
         Literal["drop", "keep", "wait"],
-        Meta(description="Groups that are too stale: drop them, train them with a warning, or wait for them beforehand"),
+        Meta(description="Groups that are too stale: drop them, train them with a warning, or wait before they become stale"),
     ] = "drop"
-    learning_rate: Annotated[float, Meta(gt=0, description="Highest learning rate")] = 3e-4
-    min_lr_ratio: Annotated[float, Meta(ge=0, description="Learning rate of the last step as a share of the highest")] = 0.2
-    clip_ratio_low: Annotated[float, Meta(gt=0, description="Lower clip of the ratio")] = 0.2
-    clip_ratio_high: Annotated[float, Meta(gt=0, description="Upper clip of the ratio")] = 0.28
+    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate")] = 3e-4
+    min_lr_ratio: Annotated[float, Meta(ge=0, description="Learning rate of the last step as a share of the peak")] = 0.2
+    clip_ratio_low: Annotated[float, Meta(gt=0, description="Lower clipping range of the ratio")] = 0.2
+    clip_ratio_high: Annotated[float, Meta(gt=0, description="Upper clipping range of the ratio")] = 0.28
     dual_clip: Annotated[
         float, Meta(ge=0, description="Dual-clip bound of the ratio for negative advantages; 0: none, else more than 1")
     ] = 3.0
@@ -188,20 +198,22 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     checkpoint_every: Annotated[int, Meta(ge=1, description="Steps between checkpoints")] = 10
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept")] = 3
     checkpoint_wait: Annotated[
-        float, Meta(ge=0, description="Seconds to wait for a checkpoint that cannot be read, as while its disk is away")
+        float, Meta(ge=0, description="Seconds to wait for an unreadable checkpoint, for example while its disk is not mounted")
     ] = 300.0
     restart_from: Annotated[
-        str, Meta(description="Go on from the checkpoint of this step, or from `start`; followed once, STEP/2 does it again")
+        str, Meta(description="Resume from the checkpoint of this step, or from `start`; applied once, STEP/2 repeats it")
     ] = ""
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
-    archive: Annotated[str, Meta(description="The recorder's archive: what a resumed learner misses in a trimmed log")] = ""
+    archive: Annotated[
+        str, Meta(description="The recorder's archive, from which a resumed learner reads entries trimmed from the log")
+    ] = ""
 
 
 class TinkerSettings(Settings, frozen=True, kw_only=True):
     """A Tinker service, for sampling (inference.engine) and training (learner.trainer). Its key comes from TINKER_API_KEY."""
 
     url: Annotated[str, Meta(description="Base URL of the service; empty: the SDK's own")] = ""
-    base_model: Annotated[str, Meta(description="Name of the base model there (default: run.model)")] = ""
+    base_model: Annotated[str, Meta(description="Name of the base model on the service (default: run.model)")] = ""
     rank: Annotated[int, Meta(ge=1, description="Rank of the LoRA adapter that is trained")] = 16
     loss: Annotated[
         Literal["importance_sampling", "ppo", "cispo"],
@@ -217,12 +229,12 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
     )
     reduction: Annotated[
         Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"],
-        Meta(description="How losses of tokens become one number"),
+        Meta(description="How token losses are aggregated"),
     ] = "token_mean"
     loss_scale_factor: Annotated[int, Meta(ge=1, description="Divisor of constant_mean, in tokens")] = 1024
     rollout_correction: Annotated[
         Literal["none", "tis", "tis_sequence", "icepop", "mis_sequence", "geometric", "decoupled"],
-        Meta(description="Weight of the difference between sampler and trainer"),
+        Meta(description="Importance weighting of the mismatch between sampler and trainer"),
     ] = "none"
     rollout_correction_low: Annotated[float, Meta(ge=0, description="Lower bound of the correction")] = 0.5
     rollout_correction_high: Annotated[float, Meta(gt=0, description="Upper bound of the correction")] = 2.0
@@ -244,7 +256,7 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
     turn_discount: Annotated[float, Meta(ge=0, le=1, description="Discount per turn, with credit per turn")] = 1.0
     dynamic_sampling: Annotated[bool, Meta(description="Replace groups whose rewards are all equal")] = False
     dynamic_sampling_batches: Annotated[
-        int, Meta(ge=1, description="Batches' worth of such groups replaced per step at most; further ones are trained")
+        int, Meta(ge=1, description="Maximum number of batches of such groups replaced per step; further ones are trained")
     ] = 10
     mask_truncated_completions: Annotated[
         bool, Meta(description="Leave truncated episodes out of the loss; they still count in the mean of their group")
@@ -252,7 +264,7 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
     truncated_when: Annotated[
         Literal["outcome", "no_end_token"],
         Meta(
-            description="What counts as truncated there: the outcome, or a last response without its end token (TRL's and "
+            description="What counts as truncated: the outcome, or a last response without its end token (TRL's and "
             "SkyRL's rule)"
         ),
     ] = "outcome"
@@ -275,15 +287,16 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
     weight_decay: Annotated[float, Meta(ge=0, description="Weight decay of AdamW")] = 0.0
     packing: Annotated[bool, Meta(description="Put several sequences in one row instead of padding")] = False
     token_budget: Annotated[int, Meta(ge=0, description="Most tokens per forward pass, padding included; 0: no limit")] = 0
-    max_tokens: Annotated[int, Meta(ge=0, description="Longer sequences are cut at their end; 0: never")] = 0
+    max_tokens: Annotated[int, Meta(ge=0, description="Longer sequences are truncated at their end; 0: never")] = 0
     device: Annotated[str, Meta(description="Device: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
-    precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computing; weights stay float32")] = (
+    precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computation; weights stay float32")] = (
         "float32"
     )
     published_dtype: Annotated[
-        Literal["float32", "bfloat16"], Meta(description="Precision of published weights; bfloat16: half the bytes, few change")
+        Literal["float32", "bfloat16"],
+        Meta(description="Precision of published weights; bfloat16: half the size, smaller differences"),
     ] = "float32"
-    gradient_checkpointing: Annotated[bool, Meta(description="Compute activations again instead of keeping them")] = False
+    gradient_checkpointing: Annotated[bool, Meta(description="Recompute activations instead of storing them")] = False
     lora_rank: Annotated[int, Meta(ge=0, description="Rank of LoRA adapters; 0: train all weights")] = 0
     lora_alpha: Annotated[float, Meta(gt=0, description="Scale of LoRA adapters, divided by their rank")] = 32.0
     lora_target_modules: Annotated[
@@ -295,11 +308,10 @@ class WeightsSettings(Settings, frozen=True, kw_only=True):
     """How new versions of the weights travel from the learner to the engines."""
 
     store: Annotated[
-        str, Meta(description="folder: shared files; nats: object store; or a URL that fsspec writes, as s3://bucket/path")
+        str,
+        Meta(description="folder: shared files; nats: object store; or a URL that fsspec supports, such as s3://bucket/path"),
     ] = "folder"
-    public_url: Annotated[
-        str, Meta(description="Where engines read what the store's folder or URL holds, as http://host/w")
-    ] = ""
+    public_url: Annotated[str, Meta(description="URL from which engines read the store's content, such as http://host/w")] = ""
     full_every: Annotated[
         int, Meta(ge=1, description="Every n-th version is published whole, the others as differences; 1: all whole")
     ] = 1
@@ -309,10 +321,10 @@ class FleetSettings(Settings, frozen=True, kw_only=True):
     """Environments on the Fleet platform; key and address come from FLEET_API_KEY and FLEET_BASE_URL."""
 
     region: Annotated[str, Meta(description="Region of the instances; empty: the platform chooses")] = ""
-    ttl_seconds: Annotated[int, Meta(ge=0, description="Longest life of an instance; 0: as long as an episode may take")] = 0
-    heartbeat_seconds: Annotated[float, Meta(ge=10, description="The platform ends instances that are silent for so long")] = (
-        60.0
-    )
+    ttl_seconds: Annotated[int, Meta(ge=0, description="Time to live of an instance; 0: the time limit of an episode")] = 0
+    heartbeat_seconds: Annotated[
+        float, Meta(ge=10, description="Time without a heartbeat after which the platform ends an instance")
+    ] = 60.0
     reset_seconds: Annotated[float, Meta(gt=0, description="Resetting an instance; failure is only a warning")] = 10.0
     ready_seconds: Annotated[float, Meta(gt=0, description="Until an instance's tools can be listed")] = 60.0
     verifier: Annotated[
@@ -337,18 +349,18 @@ class ContainerSettings(Settings, frozen=True, kw_only=True):
 
 
 class EvaluationSettings(Settings, frozen=True, kw_only=True):
-    """Held-out evaluation: before the first step, after the last, and in between."""
+    """Held-out evaluation: before the first step, after the last step, and every N steps."""
 
     episodes: Annotated[int, Meta(ge=0, description="Held-out episodes per evaluation; 0: none")] = 256
     success_threshold: Annotated[float, Meta(description="A reward of at least this counts as a success")] = 1.0
     greedy: Annotated[bool, Meta(description="Also evaluate greedily at the end")] = True
-    every: Annotated[int, Meta(ge=0, description="Also evaluate after every so many steps; 0: never")] = 0
+    every: Annotated[int, Meta(ge=0, description="Also evaluate every N steps; 0: never")] = 0
 
 
 class LogSettings(Settings, frozen=True, kw_only=True):
     """Logs on standard error and in the run's folder."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severity that is logged")] = "info"
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Minimum severity that is logged")] = "info"
     format: Annotated[Literal["console", "json"], Meta(description="Lines for people, or one JSON object per line")] = "console"
 
 

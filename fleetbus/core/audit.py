@@ -82,7 +82,7 @@ class Audit:
         settled = Settled()
         void: Counter[str] = Counter()
         for book in self._training.values():
-            counted = book.counted(findings)
+            counted = book.list_settlements(findings)
             void += book.void(counted)
             for settlement in counted:
                 settled.add(settlement, findings)

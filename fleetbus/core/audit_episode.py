@@ -134,7 +134,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         self.claims, self.turns, self.hashes, self.actions = [], [], {}, {}
 
     def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
-        """A result may stop before the end of its history: an Action came when nobody waited for it any more."""
+        """A result may stop before the end of its history: an Action came when it was no longer awaited."""
         if any(reference.sequence not in self.actions for reference in result.actions):
             findings.add("action_missing", self.episode_id, sequence)
             return

@@ -8,19 +8,19 @@ MAX_IDS = 100
 """Ids that are kept per kind; all are counted."""
 
 KINDS: dict[str, str] = {
-    "entries_missing": "positions of the log that hold nothing and that no archive holds",
-    "misfiled": "entries that speak of another episode than their subject",
+    "entries_missing": "positions of the log without an entry in the log or the archive",
+    "misfiled": "entries whose episode is not that of their subject",
     "requested_twice": "episodes with more than one request",
     "never_requested": "episodes that were claimed, finished or settled without a request",
     "claim_out_of_order": "claims whose attempt does not follow the one before",
     "claim_after_result": "claims on episodes that had a result",
     "release_not_newest": "releases by an attempt that did not hold the episode",
     "second_result": "episodes with more than one result",
-    "result_not_newest": "results that are not of the newest attempt",
+    "result_not_newest": "results from an attempt that is not the newest",
     "observed_unclaimed": "turns observed by an attempt that was never claimed",
     "action_unobserved": "actions for a turn that was never observed",
     "action_repeated": "turns of one attempt with more than one action",
-    "version_unpublished": "actions of a policy version that was not published by then",
+    "version_unpublished": "actions of a policy version before its publication",
     "action_missing": "results that name an action that does not exist",
     "actions_not_history": "results whose actions are not the history of their claims",
     "history_hash_wrong": "results with actions whose history hashes do not follow from the tokens before them",
@@ -96,7 +96,7 @@ class Findings:
 class Books(msgspec.Struct, frozen=True, kw_only=True):
     """Every request in exactly one place: requested = trained + excluded + evaluation + in flight.
 
-    In flight are ``waiting`` (nobody has claimed it), ``running`` and ``finished`` (it has a result that training has not
+    In flight are ``waiting`` (no worker has claimed it), ``running`` and ``finished`` (it has a result that training has not
     settled). ``void`` were trained by a lineage that was cut, and are counted elsewhere by what became of them.
     """
 

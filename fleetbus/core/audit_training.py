@@ -71,10 +71,10 @@ class TrainingAudit:
             Settlement(sequence=sequence, lineage=entry.lineage, step=entry.step, excluded=entry.excluded, end=True)
         )
 
-    def counted(self, findings: Findings) -> list[Settlement]:
+    def list_settlements(self, findings: Findings) -> list[Settlement]:
         """The settlements of the surviving lineage; its steps have to be 1, 2, 3 and so on.
 
-        The end of training counts only for the newest lineage: whoever goes on from there takes back what it excluded.
+        The end of training counts only for the newest lineage: a lineage that continues from there takes back what it excluded.
         """
         surviving = compute_surviving_steps(self._lineages)
         newest = self._lineages[-1].lineage if self._lineages else ""

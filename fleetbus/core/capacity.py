@@ -19,7 +19,7 @@ def count_admissible_groups(*, step: int, last_step: int, batch: int, max_stalen
 def lag(step: int, sampled_at: tuple[int, ...]) -> int:
     """Optimizer steps between the oldest sampled token and the weights after ``step`` steps.
 
-    Steps, not version numbers: after a resume the numbers go on while the steps go back. 0 without tokens, and for tokens of
+    Steps, not version numbers: after a resume the numbers continue while the steps go back. 0 without tokens, and for tokens of
     a lineage that was cut ahead of ``step``.
     """
     return max(0, step - min(sampled_at, default=step))

@@ -17,21 +17,21 @@ def no_correction(difference: Array, mask: Array, *, low: float, high: float) ->
     return find_namespace(difference).ones_like(difference)
 
 
-def truncated_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
+def truncate_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``min(pi / mu, high)`` per token: truncated importance sampling (TIS; Ionides 2008, and for engines that differ from
     their trainer Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)."""
     xp = find_namespace(difference)
     return xp.clip(xp.exp(stop_gradient(difference)), 0.0, high)
 
 
-def truncated_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
+def truncate_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``min(product over the sequence of pi / mu, high)``, the same for all tokens of a sequence."""
     xp = find_namespace(difference)
     total = xp.sum(stop_gradient(difference) * mask, -1)
     return xp.clip(xp.exp(total), 0.0, high)[:, None] * xp.ones_like(difference)
 
 
-def masked_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
+def mask_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``pi / mu`` where it is within ``[low, high]``, else 0: masked importance sampling (MIS; IcePop in Ring-1T, arXiv
     2510.18855)."""
     xp = find_namespace(difference)
@@ -45,7 +45,7 @@ def plain(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     return find_namespace(difference).exp(stop_gradient(difference))
 
 
-def masked_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
+def mask_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """The product over the sequence of ``pi / mu`` where it is within ``[low, high]``, else 0 for the whole sequence."""
     xp = find_namespace(difference)
     ratio = xp.exp(xp.sum(stop_gradient(difference) * mask, -1))
@@ -64,10 +64,10 @@ def geometric_mask(difference: Array, mask: Array, *, low: float, high: float) -
 
 CORRECTIONS: dict[str, Callable[..., Array]] = {
     "none": no_correction,
-    "tis": truncated_token,
-    "tis_sequence": truncated_sequence,
-    "icepop": masked_token,
-    "mis_sequence": masked_sequence,
+    "tis": truncate_token,
+    "tis_sequence": truncate_sequence,
+    "icepop": mask_token,
+    "mis_sequence": mask_sequence,
     "geometric": geometric_mask,
     "decoupled": plain,
 }

@@ -142,8 +142,8 @@ class LearningSignal:
         equal = any(each.groups for each in silent)
         what = f"the last {groups} groups had equal rewards each" if equal else "no token of its episodes counts"
         if success >= SOLVED:
-            reason = f"nothing is left to learn since step {first.step}: {what} ({measured})"
-            advice = "stop here, or give it harder tasks"
+            reason = f"no more to learn since step {first.step}: {what} ({measured})"
+            advice = "stop the run, or use harder tasks"
             return SignalDiagnosis(kind="solved", reason=reason, advice=advice, since_ns=first.time_ns)
         replaced = sum(each.replaced for each in silent)
         filtered = f", and {replaced} episodes more were replaced for it" if replaced else ""
@@ -181,7 +181,9 @@ def _choose_advice(success: float, equal: bool) -> str:
             "or set algorithm.mask_truncated_completions = false"
         )
     if success < 0.05:
-        return "read one (`fleetbus episodes RUN`): easier tasks, larger groups, partial rewards? or is the verifier wrong?"
+        return (
+            "inspect one (`fleetbus episodes RUN`): try easier tasks, larger groups or partial rewards, and check the verifier"
+        )
     return "its answers to a task are all alike: a higher episode.temperature, or tasks that it solves now and then"
 
 

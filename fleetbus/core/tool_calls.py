@@ -124,7 +124,7 @@ def _decode(text: str, begin: int) -> tuple[Any, int, str]:
 
 
 def _find_extent(text: str, begin: int) -> tuple[int, int]:
-    """Where the body of a block that is no complete JSON ends, and where reading goes on after it."""
+    """Where the body of a block that is no complete JSON ends, and where reading continues after it."""
     closing = _CLOSING.search(text, begin)
     following = _OPENING.search(text, begin)
     end_of_text = len(text)

@@ -35,7 +35,7 @@ def build_turn_path(attempt: int, turn: int) -> str:
 
 
 def build_call_path(key: str) -> str:
-    """The path of one call of a session; whoever repeats a call repeats its key."""
+    """The path of one call of a session; a repeated call has the same key."""
     return f"call/{key}"
 
 

@@ -46,7 +46,7 @@ METRICS: Mapping[str, Metric] = {
     "fleetbus_excluded_total": Metric("counter", "Episodes settled without being trained, by reason", ("reason",)),
     "fleetbus_tool_error_ratio": Metric("gauge", "Share of recent tool calls that failed"),
     "fleetbus_takeovers_total": Metric("counter", "Attempts that took an episode over from a lost worker"),
-    "fleetbus_malformed_total": Metric("counter", "Entries of the log that are no messages"),
+    "fleetbus_malformed_total": Metric("counter", "Malformed entries of the log"),
     # Learner: what StepTrained carries, staleness, stability and time per stage among it
     "fleetbus_train_metric": Metric("gauge", "A metric of the last training step", ("name",)),
     "fleetbus_staleness_steps": Metric("gauge", "Steps between sampling and training in the last batch", ("statistic",)),

@@ -40,7 +40,7 @@ class JsonlSink:
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise UserError(f"{path} is no file of metrics, so nothing is added to it: {error}") from error
+            raise UserError(f"{path} is not a metrics file and stays unchanged: {error}") from error
 
     def write(self, step: int, time_seconds: float, values: Mapping[str, float]) -> None:
         line = _Line(step=step, time=time_seconds)
@@ -101,7 +101,7 @@ class WandbSink:
     """A run of Weights & Biases, which takes its key from its own login or ``WANDB_API_KEY``.
 
     Steps are a value of their own, so that one that is trained again after a resume is not refused as out of order. Of the
-    machine that exports nothing is told: not its load, its console, its repository.
+    machine is exported: not its load, its console, its repository.
     """
 
     def __init__(self, project: str, *, run: str) -> None:

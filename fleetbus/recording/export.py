@@ -1,4 +1,4 @@
-"""A run's log exported to a recording: all of it, or followed while it goes on.
+"""A run's log exported to a recording: all of it, or followed while it continues.
 
 Entries come from the bus, an archive or another recording; they are cleaned, encoded and written in a thread, a frame's worth
 at a time, so that the event loop keeps reading.

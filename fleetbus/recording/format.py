@@ -116,7 +116,7 @@ def decode_archived_entry(entry: ArchivedEntry) -> StreamEntry:
 def read_start(file: BufferedReader, path: Path) -> RecordingHeader:
     """Read up to the first part; raises `RecordingDamaged`, or `UserError` when the format is not known here."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise RecordingDamaged(f"{path} is no recording: make one with `fleetbus record RUN -o FILE{SUFFIX}`")
+        raise RecordingDamaged(f"{path} is not a recording: create one with `fleetbus record RUN -o FILE{SUFFIX}`")
     try:
         header = _decode_header(read_frame(file))
     except (TornRecord, msgspec.DecodeError) as error:

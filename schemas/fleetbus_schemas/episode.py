@@ -115,8 +115,8 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
 
     ``reward`` is None unless ``outcome`` is graded. ``actions`` are the Actions of the trained history in turn order; their
     token arrays live there and only there. ``loss_mask`` has one packed bit per token of prompt delta 0, sampled 0,
-    prompt delta 1, ... (``tokens`` bits). ``timings`` are seconds by stage. ``info`` is what the environment told beside its
-    last observation, ``success`` what it says of success there (None: nothing), ``last_observation`` the text of that
+    prompt delta 1, ... (``tokens`` bits). ``timings`` are seconds by stage. ``info`` is what the environment returned beside
+    its last observation, ``success`` what it says of success there (None: nothing), ``last_observation`` the text of that
     observation, which the policy did not see if the episode ended with it; info and text are cut.
 
     ``error_location`` is the place in an environment's code that failed, as ``FILE:LINE in FUNCTION``. ``traceback`` stands in

@@ -48,7 +48,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Every worker → whoever listens, on ``fbhb.<run>.<role>.<worker>``; a core message, not stored.
+    """Every worker → all listeners, on ``fbhb.<run>.<role>.<worker>``; a core message, not stored.
 
     ``policy_version`` is what an inference worker samples from or a learner published last; ``counters`` only ever grow.
     An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the

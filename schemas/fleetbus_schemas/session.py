@@ -21,7 +21,7 @@ SessionEnd = Literal["closed", "idle", "total", "env_failed", "timeout", "lost",
 
 
 class SessionCall(Message, frozen=True, kw_only=True):
-    """Client → environment worker. ``key`` names the logical call: whoever repeats it gets the stored answer.
+    """Client → environment worker. ``key`` names the logical call: a repetition gets the stored answer.
 
     ``number`` is the position of the call in the session, from 0 (-1: whatever comes next). ``task`` goes with ``open``;
     ``seed`` with ``reset`` (None: the task's own); ``text`` and ``tool_calls`` with ``step`` (calls are parsed from the text
@@ -47,7 +47,7 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     of it, which belongs to the last step. ``tools`` are all that the environment has; the first ``prompted`` messages of a
     reset were made for a policy and tell it of them. ``output`` is what the called tool gave, where ``messages`` say it in the
     words that a policy reads.
-    ``state`` is the environment's view for ``state``, and what else it told for ``reset`` and ``step``.
+    ``state`` is the environment's view for ``state``, and its further information for ``reset`` and ``step``.
     """
 
     session: str
@@ -85,7 +85,7 @@ class SessionClaimed(Message, frozen=True, kw_only=True):
 class SessionRecorded(Message, frozen=True, kw_only=True):
     """Environment worker → ``session.<session>``, expecting its own last entry: one call that was executed, and its answer.
 
-    ``held`` is what the environment holds elsewhere by then, as it spells it: whoever comes after a dead worker releases it.
+    ``held`` is what the environment holds elsewhere by then, as it spells it: the successor of a dead worker releases it.
     """
 
     session: str

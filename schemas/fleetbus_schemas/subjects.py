@@ -26,7 +26,7 @@ def check_name(kind: str, name: str) -> str:
 
 
 ALL_HEARTBEATS = "fbhb.*.>"
-"""The heartbeats of all runs: for whoever looks at a server and not at one run."""
+"""The heartbeats of all runs: for views of a whole server instead of one run."""
 
 
 class Subjects:

@@ -155,7 +155,7 @@ async def test_tokens_and_logprobs_are_those_of_the_model_and_stop_ids_are_sent(
     service: TinkerSettings, trainer: TinkerTrainer, tmp_path: Path
 ) -> None:
     sampler = TinkerSampler(service, max_model_len=512)
-    async with sampler.running():
+    async with sampler.run():
         file = tmp_path / "v0"
         await anyio.to_thread.run_sync(trainer.save_weights, file)
         await sampler.load(build_published(file, 0))
@@ -197,7 +197,7 @@ async def test_what_was_trained_is_what_is_sampled_from(client: Any, service: Ti
     file = tmp_path / "v1"
     await anyio.to_thread.run_sync(trainer.save_weights, file)
     sampler = TinkerSampler(service, max_model_len=512)
-    async with sampler.running():
+    async with sampler.run():
         await sampler.load(build_published(file, 1))
         generation = await sampler.generate(build_request())
     expected = scores([*build_request().ids, *generation.ids])[PROMPT - 1 :]

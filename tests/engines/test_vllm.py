@@ -43,7 +43,7 @@ async def sampler(settings: EngineSettings, tmp_path_factory: pytest.TempPathFac
 
     place = tmp_path_factory.mktemp("served")
     made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place))
-    async with made.running():
+    async with made.run():
         yield made
 
 
@@ -53,7 +53,7 @@ async def reference() -> AsyncIterator[Callable[[PolicyPublished | None], Any]]:
     from fleetbus_workers.inference.torch import TorchSampler
 
     sampler = TorchSampler(STARTER, slots=16, max_model_len=LENGTH)
-    async with sampler.running():
+    async with sampler.run():
 
         async def at(policy: PolicyPublished | None) -> Any:
             if policy is not None:

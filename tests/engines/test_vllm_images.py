@@ -48,7 +48,7 @@ async def sampler(folder: Path, processor: Any, tmp_path_factory: pytest.TempPat
     settings = EngineSettings(folder=folder, slots=8, max_model_len=512, kv_cache_mib=64)
     place = tmp_path_factory.mktemp("served")
     made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place, processor=processor))
-    async with made.running():
+    async with made.run():
         yield made
 
 
@@ -57,7 +57,7 @@ async def reference(folder: Path, processor: Any) -> AsyncIterator[Any]:
     from fleetbus_workers.inference.torch import TorchSampler
 
     made = TorchSampler(folder, slots=8, max_model_len=512, processor=processor)
-    async with made.running():
+    async with made.run():
         yield made
 
 

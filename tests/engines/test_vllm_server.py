@@ -120,7 +120,7 @@ async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap
     sampler = OpenAISampler([url], codec=template, prompt=prompt, weights=served, slots=16)
     torch_sampler = TorchSampler(STARTER, slots=4, max_model_len=512)
     with anyio.fail_after(1200):
-        async with torch_sampler.running(), sampler.running():
+        async with torch_sampler.run(), sampler.run():
             [server] = sampler._pool.servers
             state = server.state
             assert (state.dialect and state.dialect.name, state.takes_weights, state.scaled_logprobs) == (

@@ -182,7 +182,7 @@ async def test_thirty_two_clients_at_a_time_lose_and_double_nothing() -> None:
 async def test_fleetbus_s_own_client_of_the_protocol_plays_through_the_service() -> None:
     handler = Handler()
     pool = ServerPool()
-    async with serve_gym(handler) as wire, pool.running():
+    async with serve_gym(handler) as wire, pool.run():
         environment = RemoteGymEnvironment(pool, [wire.url])
         await environment.open(Task(key="t", config={"goal": 2}, seed=5))
         start = await environment.reset()

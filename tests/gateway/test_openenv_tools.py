@@ -20,7 +20,7 @@ from tests.support.tool_calls import ConstantGrader
 @asynccontextmanager
 async def over(spec: str, *, prompt: Any = None, **options: Any) -> AsyncIterator[GatewayFixtures]:
     made = build_environment_factory(spec, verifier=ConstantGrader(), prompt=prompt)
-    async with made.running(), gateway(make=made, **options) as here:
+    async with made.run(), gateway(make=made, **options) as here:
         yield here
 
 

@@ -51,7 +51,7 @@ async def test_every_form_of_image_is_shown_where_it_belongs(spec: str, form: st
     images = InMemoryImageStore()
     made = factory(spec, images)
     with anyio.fail_after(50):
-        async with made.running():
+        async with made.run():
             environment = made()
             await environment.open(Task(key="t", config={"form": form}))
             (message,) = (await environment.reset()).messages
@@ -65,7 +65,7 @@ async def test_every_form_of_image_is_shown_where_it_belongs(spec: str, form: st
 
 async def test_without_a_bucket_a_word_stands_for_each_image_and_the_log_says_why() -> None:
     made = factory(SPECS[0], None)
-    async with made.running():
+    async with made.run():
         environment = made()
         await environment.open(Task(key="t"))
         with structlog.testing.capture_logs() as logged:
@@ -77,7 +77,7 @@ async def test_without_a_bucket_a_word_stands_for_each_image_and_the_log_says_wh
 async def test_through_the_remote_gym_gateway() -> None:
     images = InMemoryImageStore()
     made = factory(SPECS[1], images)
-    async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet, load=images.load) as wire, made.running():
+    async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet, load=images.load) as wire, made.run():
         fleet.environment("e1", make=made)
         response = await wire.post("/connect", {"env_config": {}, "seed": 1})
         begun = decode_response(response.headers["content-type"], response.content)
@@ -96,7 +96,7 @@ async def test_through_the_remote_gym_gateway() -> None:
 async def test_through_the_openenv_gateway() -> None:
     images = InMemoryImageStore()
     made = factory(SPECS[1], images)
-    async with made.running(), gateway(make=made, load=images.load) as here, here.socket() as socket:
+    async with made.run(), gateway(make=made, load=images.load) as here, here.socket() as socket:
         await socket.ask("reset")
         told = (await socket.ask("step", text="x"))["data"]["observation"]
         (content,) = (message["content"] for message in told["messages"])

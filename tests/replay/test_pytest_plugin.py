@@ -78,7 +78,7 @@ async def test_a_scripted_sampler_says_its_texts_turn_after_turn(scripted_sample
         generation = await sampler.generate(request)
         return template.decode_text(generation.ids), generation.finish_reason
 
-    async with sampler.running():
+    async with sampler.run():
         assert [await say("a"), await say("b"), await say("a"), await say("a")] == [
             ("first", "stop"),
             ("first", "stop"),
@@ -98,7 +98,7 @@ def test_a_virtual_clock_waits_in_no_time(virtual_clock: Any) -> None:
 
 def test_the_example_in_the_docs_passes_for_a_user_and_fails_when_the_environment_changes(tmp_path: Path) -> None:
     here, root = Path(__file__).parent, Path(__file__).parents[2]
-    block = re.search(r"\$ cat test_guessing\.py\n(.*?)```", (root / "docs/recordings.md").read_text(), re.DOTALL)
+    block = re.search(r"\$ cat test_guessing\.py\n(.*?)```", (root / "docs" / "recordings.md").read_text(), re.DOTALL)
     assert block is not None and len(block[1].strip().splitlines()) == 5
     (tmp_path / "recordings").mkdir()
     shutil.copy(here / "recordings" / "guessing.fbrec", tmp_path / "recordings")

@@ -142,7 +142,7 @@ async def test_a_worker_under_test_reads_the_recorded_images_and_is_told_of_thos
     recording, _ = await recorded(tmp_path / "a.fbrec", [shows(1, b"seen")], bucket_of(b"seen"))
     images = image_reader(ReplayBus(MemoryServer(), RUN, recording.objects), RUN)
     assert await images.read(name_of(b"seen")) == b"seen"
-    with pytest.raises(ImageMissing, match="the recording holds no object"):
+    with pytest.raises(ImageMissing, match="the recording contains no object"):
         await images.read(name_of(b"unseen"))
 
 

@@ -88,7 +88,7 @@ async def test_what_a_share_cannot_do_is_one_error(tmp_path: Path) -> None:
         await replay_recording(GUESSING, Replay(environment="no_such_module:Nothing", jobs=2))
     nothing = tmp_path / "nothing.fbrec"
     nothing.write_bytes(b"nothing")
-    with pytest.raises(UserError, match="is no recording"):
+    with pytest.raises(UserError, match="is not a recording"):
         await replay_recording(nothing, Replay(jobs=2))
 
 
@@ -149,7 +149,7 @@ LIMITS = VerifierLimits(seconds=20.0, cpu_seconds=1)
 
 async def test_one_process_gives_verdict_after_verdict() -> None:
     verifier = Verifier(LIMITS, reuse_processes=True)
-    async with verifier.running():
+    async with verifier.run():
         processes = {(await verdict(verifier, PROCESS)).reward for _ in range(5)}
         other = await verdict(verifier, "def check(final_answer): return final_answer == 'yes'", "yes")
     assert len(processes) == 1 and other.reward == 1.0
@@ -157,7 +157,7 @@ async def test_one_process_gives_verdict_after_verdict() -> None:
 
 async def test_what_one_verifier_leaves_behind_the_next_does_not_see() -> None:
     verifier = Verifier(LIMITS, reuse_processes=True)
-    async with verifier.running():
+    async with verifier.run():
         first = await verdict(verifier, "left = 1\nprint('said')\ndef verify(env): return 1.0")
         second = await verdict(verifier, "def verify(env): return float('left' in globals())")
     assert (first.reward, first.reason) == (1.0, "said")
@@ -178,7 +178,7 @@ async def test_what_one_verifier_leaves_behind_the_next_does_not_see() -> None:
 )
 async def test_a_verdict_and_the_lack_of_one_are_those_of_a_fresh_process(code: str) -> None:
     repeating, fresh = Verifier(LIMITS, reuse_processes=True), Verifier(LIMITS)
-    async with repeating.running(), fresh.running():
+    async with repeating.run(), fresh.run():
         await verdict(repeating, PROCESS)
         assert await verdict(repeating, code) == await verdict(fresh, code)
         assert (await verdict(repeating, PROCESS)).reward is not None
@@ -190,7 +190,7 @@ async def test_the_limit_of_cpu_time_holds_for_each_verdict() -> None:
     verifier = Verifier(LIMITS, reuse_processes=True)
     spend = "import time\ndef verify(env):\n    while time.process_time() - started < {}: pass\n    return 1.0\n"
     spend += "started = time.process_time()"
-    async with verifier.running():
+    async with verifier.run():
         with anyio.fail_after(120):
             assert [(await verdict(verifier, spend.format(0.6))).reward for _ in range(3)] == [1.0, 1.0, 1.0]
             ended = await verdict(verifier, spend.format(60))

@@ -25,7 +25,7 @@ async def open_sampler(*servers: ModelServer, purpose: str = "train", **options:
     urls = [server.url for server in servers]
     sampler = OpenAISampler(urls, codec=ByteCodec(), prompt=PROMPT, purpose=purpose, **options)  # type: ignore[arg-type]
     with anyio.fail_after(LIMIT_SECONDS):
-        async with sampler.running():
+        async with sampler.run():
             yield sampler
 
 

@@ -73,7 +73,7 @@ def write_model(folder: Path, family: str = "qwen3", seed: int = 0) -> Path:
 async def open_engine(folder: Path, **options: Any) -> AsyncIterator[TorchSampler]:
     sampler = TorchSampler(folder, **options)
     with anyio.fail_after(50):
-        async with sampler.running():
+        async with sampler.run():
             yield sampler
 
 

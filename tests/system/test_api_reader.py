@@ -111,7 +111,7 @@ def test_what_is_not_there_is_said_in_one_line(reader: fleetbus.RunReader, tmp_p
         (lambda: fleetbus.open_run(tmp_path / "gone.fbrec"), "there is no recording "),
         (lambda: fleetbus.open_run("a/b", folder=tmp_path), "run.name 'a/b' must be"),
         (lambda: reader.transcript("gone"), "there is no episode gone in "),
-        (lambda: reader.to_pandas("steps"), "there is no table 'steps': it is one of episodes, tokens, metrics"),
+        (lambda: reader.to_pandas("steps"), "unknown table 'steps': choose one of episodes, tokens, metrics"),
         (lambda: reader.write("rows.xlsx"), "cannot write rows.xlsx: its name must end in one of .parquet, .csv, .jsonl"),
         (lambda: reader.write(tmp_path / "no" / "rows.csv"), f"cannot write {tmp_path / 'no' / 'rows.csv'}: No such file"),
     ):

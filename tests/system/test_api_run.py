@@ -120,8 +120,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None
     assert "lacks open, reset" in refused(dict)
     assert "needs arguments (missing a required argument: 'number')" in refused(Needy)
     assert "cannot be called" in refused(Echo())
-    assert "cannot be made: ZeroDivisionError" in refused(lambda: 1 / 0)
-    assert refused(Echo, []) == "the argument tasks: holds no tasks; add at least one"
+    assert "cannot be created: ZeroDivisionError" in refused(lambda: 1 / 0)
+    assert refused(Echo, []) == "the argument tasks: contains no tasks; add at least one"
     assert refused(Echo, [{"key": "a"}]).startswith("the argument tasks: task 1 (a) has no prompt")
     assert refused(Echo, TASKS, model="nowhere").startswith("no model folder")
     assert list(tmp_path.iterdir()) == []
@@ -196,7 +196,7 @@ async def test_stop_ends_it_in_order_and_what_waits_for_it_hears(monkeypatch: py
 async def test_a_second_run_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPT", "wait")
     async with fleetbus.Run(Echo, TASKS):
-        with pytest.raises(fleetbus.UserError, match="run default is being trained already"):
+        with pytest.raises(fleetbus.UserError, match="run default is already being trained"):
             async with fleetbus.Run(Echo, TASKS):
                 pass
 

@@ -93,7 +93,7 @@ def test_books_that_balance_exit_with_0_and_say_so(served: Served, program: Any,
     served.put(LINEAGE, requested("a"), requested("b"), excluded(1, "a"))
     assert program("audit", "books") == 0
     output = capsys.readouterr().out
-    assert "the books balance" in output
+    assert "the audit balances" in output
     assert "excluded: stale" in output
 
 
@@ -185,7 +185,7 @@ def test_a_recording_whose_end_is_torn_off_is_audited_up_to_there_and_says_so(
     file.write_bytes(file.read_bytes()[:-3])
     assert run_program(["audit", str(file)]) == 0
     said = capsys.readouterr()
-    assert "the books balance" in said.out and "is damaged at byte" in said.err
+    assert "the audit balances" in said.out and "is damaged at byte" in said.err
 
 
 def test_a_recording_of_part_of_a_run_is_refused_in_one_line(
@@ -197,7 +197,7 @@ def test_a_recording_of_part_of_a_run_is_refused_in_one_line(
         return line
 
     file = recorded(LINEAGE, requested("a"), requested("b"), options=("--episode", "a"))
-    assert "holds only 1 episode of run books" in refusal(file)
+    assert "contains only 1 episode of run books" in refusal(file)
     assert "--archive belongs to a run" in refusal(file, "--archive", str(tmp_path))
     served.trim()
     assert "lacks 2 entries that were trimmed" in refusal(recorded(excluded(1, "a")))

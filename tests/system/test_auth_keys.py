@@ -119,7 +119,7 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line_that_names_it(tmp_
     secret = "S" + "A" * 20
     folder.key("a", "learner").write_text(secret)
     folder.authority.write_text("x")
-    with pytest.raises(UserError, match="holds no nkey seed") as caught:
+    with pytest.raises(UserError, match="contains no nkey seed") as caught:
         write_folder(folder, [plan_run("a", lanes=1)], hosts=["localhost"], days=1)
     assert secret not in str(caught.value)
 
@@ -161,7 +161,7 @@ async def test_a_key_that_was_cut_is_one_line_that_says_what_to_do(
     folder, plans = AuthFolder(tmp_path / "auth"), [plan_run(TRUST, lanes=1)]
     write_folder(folder, plans, hosts=["localhost"], days=1)
     folder.key(TRUST, "monitor").write_bytes(content)
-    with pytest.raises(UserError, match=r"monitor\.nk holds no nkey seed: remove it") as caught:
+    with pytest.raises(UserError, match=r"monitor\.nk contains no nkey seed: remove it") as caught:
         write_folder(folder, plans, hosts=["localhost"], days=1)
     assert content.decode() not in str(caught.value) or not content
     folder.authority.write_bytes(AuthFolder(secured.folder).authority.read_bytes())

@@ -1,4 +1,4 @@
-"""Real processes under faults for a minute: the books balance, nothing is lost or trained twice, nothing is left behind."""
+"""Real processes under faults for a minute: the audit balances, nothing is lost or trained twice, nothing is left behind."""
 
 from __future__ import annotations
 

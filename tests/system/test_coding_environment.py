@@ -32,7 +32,7 @@ async def make() -> AsyncIterator[EnvironmentFactory]:
         pytest.skip(str(unavailable))
     verifier = Verifier(VerifierLimits(seconds=40))
     factory = build_environment_factory("coding", verifier=verifier)
-    async with verifier.running(), factory.running():
+    async with verifier.run(), factory.run():
         yield factory
     await until(lambda: not children())
 

@@ -165,7 +165,7 @@ async def test_a_policy_that_solves_its_tasks_is_in_no_trouble_at_any_time(tmp_p
         await until_step(look, 24)
         assert look.seen == {} and look.stalled() == []
         assert look.noted and min(look.noted) >= 10 + 8, "not before all of the last 64 groups succeeded"
-        assert "nothing is left to learn since step" in look.screen() and "stuck" not in look.screen()
+        assert "no more to learn since step" in look.screen() and "stuck" not in look.screen()
 
 
 async def test_a_collapse_is_named_where_groups_without_a_signal_are_replaced(tmp_path: Path) -> None:

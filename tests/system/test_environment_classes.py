@@ -150,7 +150,7 @@ async def said(environment: Environment, text: str = "hello") -> str:
 @pytest.fixture
 async def pool() -> AsyncIterator[ProcessPool]:
     pool = ProcessPool("own_classes:Plain", processes=2, devices=("cuda:0", "cuda:1"), replayable=True)
-    async with pool.running():
+    async with pool.run():
         yield pool
     await until(lambda: not children())
 
@@ -163,7 +163,7 @@ def factory(spec: str, **settings: Any) -> EnvironmentFactory:
 @pytest.mark.parametrize("spec", SPECS)
 async def test_every_kind_of_class_plays_an_episode(spec: str) -> None:
     made = factory(spec)
-    async with made.running():
+    async with made.run():
         environment = await opened(made)
         assert environment.replayable is spec.endswith("Plain")
         await said(environment)
@@ -175,7 +175,7 @@ async def test_every_kind_of_class_plays_an_episode(spec: str) -> None:
 
 async def test_devices_go_round_by_episode_in_this_process_and_by_process_in_a_pool(pool: ProcessPool) -> None:
     made = factory("own_classes:Asynchronous", devices="cuda:0, cuda:1")
-    async with made.running():
+    async with made.run():
         assert [await said(await opened(made)) for _ in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
         named = Task(key="t", prompt="p", config={"device": "mine"})
         assert await said(await opened(made, named)) == "mine"
@@ -280,7 +280,7 @@ async def test_numbers_of_other_libraries_leave_a_process_as_plain_ones(pool: Pr
 
 async def test_a_process_that_dies_at_once_is_an_error_and_its_place_stays_usable() -> None:
     pool = ProcessPool("own_classes:NeverStarts", processes=1)
-    async with pool.running():
+    async with pool.run():
         for _ in range(2):
             environment = pool()
             with pytest.raises(EnvironmentFailed, match="exit code 9"):
@@ -295,7 +295,7 @@ from fleetbus_workers.environment.adapters.python_class.process_pool import Proc
 
 async def main():
     pool = ProcessPool("own_classes:Plain", processes=1)
-    async with pool.running():
+    async with pool.run():
         environment = pool()
         await environment.open(Task(key="t", prompt="p"))
         print("open", flush=True)

@@ -46,7 +46,7 @@ async def test_the_example_is_played_by_its_spec() -> None:
     await environment.open(Task(key="t", prompt="Play.", seed=1, config={"tries": 3}))
     assert "3 tries" in str((await environment.reset()).messages[0].content)
     number = (await environment.state())["number"]
-    for text, hint in (("?", "no number"), (str(number + 1), "Lower")):
+    for text, hint in (("?", "not a number"), (str(number + 1), "Lower")):
         step = await environment.step(Action(episode_id="e", attempt=1, turn=0, text=text))
         assert hint in str(step.messages[0].content)
     assert (await environment.step(Action(episode_id="e", attempt=1, turn=2, text=f"It is {number}."))).terminated

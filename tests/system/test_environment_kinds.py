@@ -138,7 +138,7 @@ async def play(folder: Path, **learner: int) -> tuple[Report, list[EpisodeFinish
         )
         ground = await stack.enter_async_context(start_servers())
         factory = ground.factory()
-        await stack.enter_async_context(factory.running())
+        await stack.enter_async_context(factory.run())
         workers = [fleet.environment(f"environment-{index}", make=factory) for index in range(2)]
         workers.append(fleet.inference("inference-0", sampler=RuleSampler(), template=RuleTemplate()))
         curriculum = load_curriculum(str(folder / "tasks.json"), seed=1)
@@ -206,7 +206,7 @@ class Held:
 async def playing(folder: Path, held: Held) -> AsyncIterator[tuple[SmallDeployment, EnvironmentServers]]:
     async with small_deployment(configuration(folder)) as fleet, start_servers() as ground:
         factory = ground.factory()
-        async with factory.running():
+        async with factory.run():
             fleet.environment("environment-0", make=factory)
             fleet.inference("inference-0", sampler=RuleSampler(hold=held), template=RuleTemplate())
             ground.made = factory

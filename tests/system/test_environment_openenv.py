@@ -186,7 +186,7 @@ async def test_a_full_server_makes_episodes_wait_and_fails_none() -> None:
     async with openenv_double(sessions=2) as double:
         server = OpenEnvServer(double.url)
         with anyio.fail_after(50):
-            async with server.running(), anyio.create_task_group() as group:
+            async with server.run(), anyio.create_task_group() as group:
                 for number in range(12):
                     group.start_soon(play, server, number)
         assert sorted(served) == list(range(12))
@@ -246,7 +246,7 @@ async def test_an_idle_session_is_pinged_so_that_the_server_keeps_it() -> None:
     async with openenv_double() as double:
         server = OpenEnvServer(double.url, keep_alive=0.1)
         with anyio.fail_after(50):
-            async with server.running():
+            async with server.run():
                 session = await server.open_session()
                 while not any(frame.get("data", {}).get("method") == "ping" for frame in double.frames):  # noqa: ASYNC110
                     await anyio.sleep(0.05)

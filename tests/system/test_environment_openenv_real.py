@@ -90,7 +90,7 @@ async def test_defect_1_a_full_server_accepts_and_then_refuses_here_episodes_wai
             await environment.step(say("stop"))
             rewards.append((await environment.verify()).reward)
 
-    async with server.running(), anyio.create_task_group() as group:
+    async with server.run(), anyio.create_task_group() as group:
         for _ in range(12):
             group.start_soon(play)
     assert rewards == [0.5] * 12
@@ -141,7 +141,7 @@ async def test_defect_5_calls_at_the_same_time_would_swap_replies_here_each_gets
 async def test_defect_6_an_idle_session_would_be_closed_under_its_socket_here_it_is_kept_awake() -> None:
     with openenv_server("echo", 2, idle_seconds=3) as url:
         awake, asleep = OpenEnvServer(url, keep_alive=1.0), OpenEnvServer(url)
-        async with awake.running(), playing(awake) as (kept, _), playing(asleep) as (lost, _):
+        async with awake.run(), playing(awake) as (kept, _), playing(asleep) as (lost, _):
             await anyio.sleep(12)
             assert seen(await kept.step(say("hello"))) == "hello"
             assert seen(await lost.step(say("hello"))) == "hello (closed)", "the defect is still there"

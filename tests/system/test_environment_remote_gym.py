@@ -42,7 +42,7 @@ async def playing(
 ) -> AsyncIterator[tuple[RemoteGymEnvironment, Start]]:
     pool = pool or ServerPool()
     with anyio.fail_after(50):
-        async with pool.running():
+        async with pool.run():
             environment = RemoteGymEnvironment(pool, (), store_image=store_image)
             try:
                 await environment.open(task)
@@ -164,7 +164,7 @@ async def test_a_full_server_makes_episodes_wait_and_fails_none() -> None:
     async with remote_gym_double(double):
         pool = ServerPool()
         with anyio.fail_after(50):
-            async with pool.running(), anyio.create_task_group() as group:
+            async with pool.run(), anyio.create_task_group() as group:
                 for number in range(10):
                     group.start_soon(play, pool, number)
     assert sorted(done) == list(range(10))
@@ -229,7 +229,7 @@ async def test_sessions_spread_over_the_servers() -> None:
     doubles = [RemoteGymDouble() for _ in range(3)]
     async with remote_gym_double(*doubles):
         pool = ServerPool()
-        async with pool.running():
+        async with pool.run():
             environments = [RemoteGymEnvironment(pool, ()) for _ in range(9)]
             for environment in environments:
                 await environment.open(make_task(*doubles))
@@ -243,7 +243,7 @@ async def test_an_episode_moves_on_before_its_first_step_and_not_after_it() -> N
     async with remote_gym_double(first, second):
         pool = ServerPool(draw=lambda: 0.5)
         with anyio.fail_after(50):
-            async with pool.running():
+            async with pool.run():
                 environment = RemoteGymEnvironment(pool, ())
                 await environment.open(make_task(first, second, retries=0))
                 assert len(first.sessions) == 1
@@ -327,7 +327,7 @@ async def test_the_spec_names_default_servers() -> None:
     double = RemoteGymDouble()
     async with remote_gym_double(double):
         factory = build_environment_factory(f"remote-gym:{double.url}", verifier=None)  # type: ignore[arg-type]
-        async with factory.running():
+        async with factory.run():
             environment = factory()
             await environment.open(Task(key="t"))
             assert len((await environment.reset()).messages) == 2

@@ -132,7 +132,7 @@ async def play_episode(tensors: Tensors, folder: Path, *, engines: int) -> list[
     factory = build_environment_factory("warehouse", verifier=ConstantGrader())
     settings = build_configuration(inference=InferenceSettings(slots=4))
     with anyio.fail_after(45):
-        async with factory.running(), small_deployment(settings, published=False) as fleet:
+        async with factory.run(), small_deployment(settings, published=False) as fleet:
             await fleet.stored(fleet.subjects.policy("default"), published(file, manifest, 1))
             fleet.environment("environment-0", make=factory)
             for index in range(engines):

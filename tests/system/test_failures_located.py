@@ -147,7 +147,7 @@ async def test_a_failure_in_a_process_of_a_pool_is_named_too(write_class: Make) 
     write_class("return None")
     pool = ProcessPool("faulty_environment:Faulty", processes=1)
     with anyio.fail_after(100):
-        async with pool.running():
+        async with pool.run():
             environment = pool()
             await environment.open(Task(key="t"))
             await environment.reset()

@@ -61,7 +61,7 @@ async def test_the_spec_and_the_variables_name_the_platform(monkeypatch: pytest.
             monkeypatch.setenv("FLEET_BASE_URL", variable)
             factory = build_environment_factory(spec, verifier=NoGrader(), configuration=settings())
             with anyio.fail_after(50):
-                async with factory.running():
+                async with factory.run():
                     environment = factory()
                     await environment.open(TASK)
                     await environment.close()
@@ -112,7 +112,7 @@ async def test_the_conversation_goes_to_verifiers_that_ask_for_it() -> None:
 
 async def test_a_verifier_may_run_here_against_the_instance_there() -> None:
     verifier = Verifier()
-    async with platform() as (fleet, server), verifier.running():
+    async with platform() as (fleet, server), verifier.run():
         async with environments(server, settings(verifier="local"), grader=verifier) as environment:
             await begun(environment)
             await environment.step(call("order", name="ink"))
@@ -143,7 +143,7 @@ async def verify(env, final_answer=None):
 async def test_a_verifier_that_runs_here_has_the_database_calls_of_the_sdk(code: str) -> None:
     verifier = Verifier()
     task = msgspec.structs.replace(TASK, verifier=code)
-    async with platform() as (_, server), verifier.running():
+    async with platform() as (_, server), verifier.run():
         async with environments(server, settings(verifier="local"), grader=verifier) as environment:
             await begun(environment, task)
             await environment.step(call("order", name="ink"))
@@ -162,7 +162,7 @@ async def test_a_verifier_that_runs_here_has_the_database_calls_of_the_sdk(code:
 async def test_what_a_verifier_here_cannot_ask_is_no_verdict_and_no_zero(call_of_it: str, words: str) -> None:
     verifier = Verifier()
     task = msgspec.structs.replace(TASK, verifier=f"def verify(env):\n    {call_of_it}\n    return 0.0")
-    async with platform() as (_, server), verifier.running():
+    async with platform() as (_, server), verifier.run():
         async with environments(server, settings(verifier="local"), grader=verifier) as environment:
             await begun(environment, task)
             verdict = await environment.verify()

@@ -137,7 +137,7 @@ from fleetbus_workers.environment.specs import environment_factory
 async def main():
     configuration = Configuration(run=RunSettings(name="tested"))
     factory = environment_factory("fleet:" + sys.argv[1], verifier=None, configuration=configuration)
-    async with factory.running():
+    async with factory.run():
         await factory().open(Task(key="t", env="shop", prompt="p"))
         print("open", flush=True)
         await anyio.sleep_forever()

@@ -41,7 +41,7 @@ async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(
                 configuration=CONFIGURATION,
                 store_image=build_run_image_store(bus, CONFIGURATION),
             )
-            async with factory.running():
+            async with factory.run():
                 environment = factory()
                 await environment.open(TASK)
                 start = await environment.reset()

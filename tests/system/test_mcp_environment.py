@@ -310,7 +310,7 @@ async def test_a_high_level_server_and_its_lifespan_live_as_long_as_the_episode(
         return a + b
 
     host = ConnectionHost()
-    async with host.running():
+    async with host.run():
         environment = make_environment(lambda _: ClientConnection(partial(open_server, server), host))
         async with playing(environment):
             assert read_step_text(await environment.step(call("add", a=40, b=2))) == "Tool result:\n42"

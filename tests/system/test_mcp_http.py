@@ -68,7 +68,7 @@ async def playing(spec: str, *, call_seconds: float = 60.0) -> AsyncIterator[Mcp
     configuration = Configuration(limits=LimitSettings(tool_call=call_seconds))
     factory = build_environment_factory(spec, verifier=NoGrader(), configuration=configuration)
     with anyio.fail_after(50):
-        async with factory.running():
+        async with factory.run():
             environment = factory()
             assert isinstance(environment, McpEnvironment)
             try:
@@ -83,7 +83,7 @@ async def find_refusal(spec: str) -> str:
     """Why an episode cannot begin."""
     factory = build_environment_factory(spec, verifier=NoGrader())
     with anyio.fail_after(50):
-        async with factory.running():
+        async with factory.run():
             environment = factory()
             with pytest.raises(EnvironmentFailed) as caught:
                 await environment.open(TASK)
@@ -215,7 +215,7 @@ async def test_a_session_that_a_restarted_server_has_forgotten_is_no_tool_error(
         assert read_step_text(await environment.step(call("count"))) == "Tool result:\n1"
         await server.kill()
         await server.start()
-        with pytest.raises(ServerGone, match="started anew"):
+        with pytest.raises(ServerGone, match="restarted"):
             await environment.step(call("count"))
 
 

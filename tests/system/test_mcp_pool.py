@@ -91,7 +91,7 @@ async def moved(environment: Environment) -> tuple[int, int]:
 
 async def test_the_next_episode_gets_the_same_process_reset(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         first = await opened(factory, seed=10)
         process, count = await moved(first)
         assert count == 11
@@ -108,7 +108,7 @@ async def test_the_next_episode_gets_the_same_process_reset(folder: Path) -> Non
 
 async def test_episodes_at_the_same_time_have_processes_of_their_own(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         first, second = await opened(factory), await opened(factory)
         one, two = (await moved(first))[0], (await moved(second))[0]
         assert one != two
@@ -122,7 +122,7 @@ async def test_episodes_at_the_same_time_have_processes_of_their_own(folder: Pat
 
 async def test_the_reset_tool_is_nobody_elses(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         environment = await opened(factory)
         assert "unknown tool" in seen(await environment.step(call("new_game")))
         await environment.close()
@@ -130,7 +130,7 @@ async def test_the_reset_tool_is_nobody_elses(folder: Path) -> None:
 
 async def test_a_process_that_died_is_not_used_again(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         first = await opened(factory)
         process = (await moved(first))[0]
         with pytest.raises(EnvironmentFailed, match="died"):
@@ -143,7 +143,7 @@ async def test_a_process_that_died_is_not_used_again(folder: Path) -> None:
 
 async def test_a_process_that_died_while_it_waited_is_replaced(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         first = await opened(factory)
         process = (await moved(first))[0]
         await first.close()
@@ -155,7 +155,7 @@ async def test_a_process_that_died_while_it_waited_is_replaced(folder: Path) -> 
 
 async def test_a_process_that_cannot_be_reset_again_is_replaced(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         first = await opened(factory)
         process = (await moved(first))[0]
         await first.close()
@@ -168,7 +168,7 @@ async def test_a_process_that_cannot_be_reset_again_is_replaced(folder: Path) ->
 
 async def test_a_process_with_a_call_that_timed_out_is_not_used_again(folder: Path) -> None:
     factory = game(folder, call_seconds=0.3)
-    async with factory.running():
+    async with factory.run():
         first = await opened(factory)
         (folder / "hang").touch()
         with anyio.fail_after(50):
@@ -180,7 +180,7 @@ async def test_a_process_with_a_call_that_timed_out_is_not_used_again(folder: Pa
 
 async def test_a_process_with_a_call_that_was_cancelled_is_not_used_again(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         first = await opened(factory)
         (folder / "hang").touch()
         with anyio.move_on_after(0.2):
@@ -191,7 +191,7 @@ async def test_a_process_with_a_call_that_was_cancelled_is_not_used_again(folder
 
 async def test_a_server_that_cannot_be_reset_fails_the_episode(folder: Path) -> None:
     factory = game(folder)
-    async with factory.running():
+    async with factory.run():
         (folder / "no-reset").touch()
         environment = factory()
         with anyio.fail_after(50), pytest.raises(EnvironmentFailed, match="could not be reset: refused"):
@@ -202,7 +202,7 @@ async def test_a_server_that_cannot_be_reset_fails_the_episode(folder: Path) -> 
 
 async def test_a_reset_tool_that_is_not_there_is_named(folder: Path) -> None:
     factory = game(folder, tool="begin")
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         with anyio.fail_after(50), pytest.raises(EnvironmentFailed, match="no tool 'begin'"):
             await environment.open(Task(key="t", prompt="p"))

@@ -30,7 +30,7 @@ def command(*arguments: str) -> str:
 @asynccontextmanager
 async def playing_spec(spec: str) -> AsyncIterator[McpEnvironment]:
     factory = build_environment_factory(spec, verifier=NoGrader())
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         assert isinstance(environment, McpEnvironment)
         assert not environment.replayable
@@ -116,7 +116,7 @@ async def test_a_hung_call_is_cancelled_and_the_server_goes_on(bad_server: str) 
 
 async def test_episodes_have_processes_of_their_own(bad_server: str) -> None:
     factory = build_environment_factory(bad_server, verifier=NoGrader())
-    async with factory.running():
+    async with factory.run():
         first, second = factory(), factory()
         await first.open(TASK)
         await second.open(TASK)
@@ -130,7 +130,7 @@ async def test_episodes_have_processes_of_their_own(bad_server: str) -> None:
 
 async def test_opening_and_closing_may_happen_in_different_tasks(bad_server: str) -> None:
     factory = build_environment_factory(bad_server, verifier=NoGrader())
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(environment.open, TASK)
@@ -144,7 +144,7 @@ async def test_opening_and_closing_may_happen_in_different_tasks(bad_server: str
 async def test_a_cancelled_open_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
     factory = build_environment_factory(command(str(tmp_path / "mute.py")), verifier=NoGrader())
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(environment.open, TASK)
@@ -159,7 +159,7 @@ async def test_a_host_that_is_cancelled_while_a_server_starts_leaves_nothing(tmp
     (tmp_path / "mute.py").write_text("import sys\nsys.stdin.read()")
     factory = build_environment_factory(command(str(tmp_path / "mute.py")), verifier=NoGrader())
     with anyio.fail_after(50), anyio.CancelScope() as scope:
-        async with factory.running(), anyio.create_task_group() as tasks:
+        async with factory.run(), anyio.create_task_group() as tasks:
             tasks.start_soon(factory().open, TASK)
             await until(lambda: bool(children()))
             scope.cancel()
@@ -169,7 +169,7 @@ async def test_a_host_that_is_cancelled_while_a_server_starts_leaves_nothing(tmp
 async def test_open_says_why_a_server_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise SystemExit('no license')")
     factory = build_environment_factory(command(str(tmp_path / "broken.py")), verifier=NoGrader())
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         with anyio.fail_after(50), pytest.raises(EnvironmentFailed, match="no license"):
             await environment.open(TASK)
@@ -180,7 +180,7 @@ async def test_open_says_why_a_server_does_not_start(tmp_path: Path) -> None:
 async def test_a_cancelled_close_still_ends_the_server(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(SERVER)
     host = ConnectionHost()
-    async with host.running():
+    async with host.run():
         connection = ClientConnection(partial(open_command, [sys.executable, str(tmp_path / "bad.py")]), host)
         await connection.open()
         with anyio.CancelScope() as scope:
@@ -192,7 +192,7 @@ async def test_a_cancelled_close_still_ends_the_server(tmp_path: Path) -> None:
 async def test_the_end_of_the_host_closes_what_is_still_open(bad_server: str) -> None:
     factory = build_environment_factory(bad_server, verifier=NoGrader())
     with anyio.fail_after(50):
-        async with factory.running():
+        async with factory.run():
             environment = factory()
             await environment.open(TASK)
             assert children()
@@ -202,6 +202,6 @@ async def test_the_end_of_the_host_closes_what_is_still_open(bad_server: str) ->
 
 async def test_opening_outside_of_running_is_refused(bad_server: str) -> None:
     environment = build_environment_factory(bad_server, verifier=NoGrader())()
-    with pytest.raises(RuntimeError, match="running"):
+    with pytest.raises(RuntimeError, match=r"run\(\)"):
         await environment.open(TASK)
     await environment.close()

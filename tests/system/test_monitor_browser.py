@@ -168,8 +168,8 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
             await page.wait_for_function(
                 f"fetch('/api/overview').then(r => r.json()).then(o => o.numbers.finished_episodes === {episodes})"
             )
-            for view in ("fleet", "curves", "groups", "episodes"):
-                await page.goto(f"{address}#/{'' if view == 'fleet' else view}")
+            for view in ("overview", "curves", "groups", "episodes"):
+                await page.goto(f"{address}#/{'' if view == 'overview' else view}")
                 await page.wait_for_selector(f"main[data-view='{view}'] section")
                 await page.wait_for_timeout(600)  # an event's worth, so that screenshots show numbers
                 await shot(page, f"{episodes}-{view}-{scheme}")
@@ -179,13 +179,13 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
 
 
 async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.monitor.app.find_notes", lambda state, now_ns: [f"nothing is left to learn {MARKUP}"])
+    monkeypatch.setattr("fleetbus_workers.monitor.app.find_notes", lambda state, now_ns: [f"no more to learn {MARKUP}"])
     monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", lambda *args, **options: [])
     async with opened(10, "light") as (page, address, errors, _):
         await page.goto(address)
-        note = page.locator("section[aria-label='Worth knowing'] p")
+        note = page.locator("section[aria-label='Notes'] p")
         await note.wait_for()
-        assert await note.inner_text() == f"nothing is left to learn {MARKUP}"
+        assert await note.inner_text() == f"no more to learn {MARKUP}"
         assert await page.locator("[role='alert']").count() == 0
         await shot(page, "note-light")
         assert errors == []
@@ -203,7 +203,7 @@ async def test_a_run_that_is_over_says_so_and_is_no_alarm_though_its_server_is_g
         await told.wait_for()
         assert await told.inner_text() == f"over: it was stopped normally {MARKUP}"
         assert await page.locator("[role='alert']").count() == 0
-        assert "not served any more" in await page.inner_text("main")
+        assert "no longer served" in await page.inner_text("main")
         assert await page.inner_text("#live") == "over"
         await shot(page, "over-light")
         assert errors == []

@@ -100,7 +100,7 @@ async def test_a_client_that_does_not_read_is_named_with_its_unread_bytes_and_wh
         await until(lambda: bool(read_nats_server(str(server.monitor_url), RUN).slow_consumers))
     view = await fetch_server_view(bus, RUN, server.monitor_url)
     assert [cut.worker for cut in view.cut] == ["inf-slow"] and view.cut[0].reason.startswith("Slow Consumer")
-    assert "inf-slow was cut off at" in render(view)
+    assert "inf-slow was disconnected at" in render(view)
     findings = {finding.name: finding for finding in await to_thread.run_sync(check_nats_http, server.monitor_url, RUN)}
     assert findings["nats monitoring"].state == "ok" and "1 pending" in findings["nats monitoring"].detail
     assert findings["slow consumers"].state == "warning" and "inf-slow (Slow Consumer" in findings["slow consumers"].detail
@@ -136,7 +136,7 @@ async def test_an_address_where_nobody_answers_is_one_line_and_no_error(bus: Bus
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        (b"<html>", "what answers there is no nats-server"),
+        (b"<html>", "the endpoint is not a nats-server"),
         (b"[1]", "no nats-server"),
         (b'{"connections": 7}', "does not answer"),
     ],

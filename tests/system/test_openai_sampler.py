@@ -220,7 +220,7 @@ async def test_the_engine_of_the_configuration_evaluates_on_a_text_server_with_t
         inference=InferenceSettings(engine="openai", urls=f" {server.url}/v1/ ,", purpose="evaluate"),
     )
     with anyio.fail_after(LIMIT_SECONDS):
-        async with launch_engine(configuration, "inference-0") as (sampler, template), sampler.running():
+        async with launch_engine(configuration, "inference-0") as (sampler, template), sampler.run():
             ids = template.encode_prompt([ChatMessage(role="user", content="Read the price.")], [])
             request = GenerationRequest(
                 cache_key="e",

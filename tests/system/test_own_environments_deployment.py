@@ -64,7 +64,7 @@ async def test_a_crash_is_one_episode_s_outcome_and_every_result_names_its_datas
     pool = ProcessPool("fleet_class:Mine", processes=2)
     with anyio.fail_after(100):
         async with small_deployment() as fleet:
-            async with pool.running():
+            async with pool.run():
                 fleet.environment("environment-1", make=pool, slots=4)
                 fleet.inference("inference-1")
                 for task in tasks:

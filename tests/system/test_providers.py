@@ -40,7 +40,7 @@ def served(mode: str = "", *, ready_seconds: float = 50.0) -> EnvironmentFactory
 async def test_an_episode_is_played_on_a_server_of_its_own_that_is_stopped_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEETBUS_SECRET", "s3cret")
     factory = served()
-    async with factory.running():
+    async with factory.run():
         first, second = factory(), factory()
         with anyio.fail_after(55):
             await first.open(Task(key="task 1", prompt="Look."))
@@ -59,7 +59,7 @@ async def test_an_episode_is_played_on_a_server_of_its_own_that_is_stopped_at_it
 )
 async def test_a_server_that_never_answers_fails_its_episode_alone_and_is_stopped(mode: str, words: str) -> None:
     factory = served(mode, ready_seconds=2.0 if mode == "hang" else 50.0)
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         with pytest.raises(EnvironmentFailed, match=words):
             await environment.open(Task(key="t", prompt="p"))
@@ -69,7 +69,7 @@ async def test_a_server_that_never_answers_fails_its_episode_alone_and_is_stoppe
 
 async def test_an_episode_that_is_given_up_while_its_server_starts_leaves_nothing() -> None:
     factory = served("hang")
-    async with factory.running():
+    async with factory.run():
         environment = factory()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(environment.open, Task(key="t", prompt="p"))
@@ -157,7 +157,7 @@ def test_what_is_abandoned_is_told_from_what_is_not() -> None:
         ("process:openenv:", "must name a kind"),
         ("docker:warehouse:image", "must name a kind (openenv, remote-gym, http)"),
         ("process:http:python -m my_server", "must say where its port goes"),
-        ("process:http:no-such-command {port}", "there is no command 'no-such-command'"),
+        ("process:http:no-such-command {port}", "command 'no-such-command' not found"),
         ("process:http:python '{port}", "cannot be read"),
     ],
 )

@@ -63,7 +63,7 @@ async def isolation(request: pytest.FixtureRequest) -> Isolation:
 @pytest.fixture
 async def watch() -> AsyncIterator[MemoryWatch]:
     watch = MemoryWatch()
-    async with watch.running():
+    async with watch.run():
         yield watch
 
 

@@ -65,7 +65,7 @@ async def answers_to(*lines: bytes) -> tuple[EpisodeFinished, list[str]]:
     factory = build_environment_factory("warehouse", verifier=ConstantGrader())
     with anyio.fail_after(300):
         async with (
-            factory.running(),
+            factory.run(),
             small_deployment(build_configuration(inference=InferenceSettings(max_model_len=8192))) as fleet,
         ):
             fleet.environment("environment-0", make=factory)

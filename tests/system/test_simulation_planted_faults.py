@@ -34,7 +34,7 @@ from fleetbus.leases import Leases
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.learner.checkpoint_choice import Choice
-from fleetbus_workers.learner.checkpoints import read_checkpoint, written_checkpoints
+from fleetbus_workers.learner.checkpoints import read_checkpoint, list_checkpoints
 from fleetbus_workers.simulation.run import Report, run_seed
 
 SEEDS = range(1, 301)
@@ -224,7 +224,7 @@ def newest_file_instead_of_the_log(patch: pytest.MonkeyPatch) -> None:
 
     async def faulty(lineages: Any, stored: Any, *, folder: Any, **options: Any) -> Choice:
         choice = await choose(lineages, stored, folder=folder, **options)
-        written = [f"l{number}-{step:06d}" for number, step, whole in written_checkpoints(folder) if whole]
+        written = [f"l{number}-{step:06d}" for number, step, whole in list_checkpoints(folder) if whole]
         checkpoint = read_checkpoint(folder / written[-1]) if written else None
         if checkpoint is None or choice.restart:
             return choice
@@ -289,7 +289,7 @@ PLANTS: dict[Plant, tuple[int, str]] = {
     no_compare_and_set_of_results: (2, "one result per episode, and nothing after it"),
     no_compare_and_set_of_claims: (2, "attempts are numbered without gaps"),
     claim_without_looking: (3, "every failure has a cause"),
-    lease_not_extended: (1, "nobody takes over from a healthy worker"),
+    lease_not_extended: (1, "no worker takes over from a healthy one"),
     close_not_shielded: (3, "close runs to its end"),
     result_before_close: (1, "close runs before the result is stored"),
     failure_as_reward_zero: (4, "the reward is the verifier's"),

@@ -148,7 +148,7 @@ def test_a_new_environment_is_short_and_passes_its_own_test(
 @pytest.mark.parametrize("name", ["My-Game", "class", "../x", "2fast"])
 def test_a_name_that_is_no_module_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert run_program(["new", "environment", name, "--folder", str(tmp_path)]) == 2
-    assert "is no name of a module" in capsys.readouterr().err
+    assert "is not a module name" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -157,12 +157,12 @@ def test_a_name_that_would_hide_another_module_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert run_program(["new", "environment", name, "--folder", str(tmp_path)]) == 2
-    assert f"a module {name} already" in capsys.readouterr().err
+    assert f"already has a module {name}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_that_exists_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_mine.py").write_text("precious")
     assert run_program(["new", "environment", "mine", "--folder", str(tmp_path)]) == 2
-    assert "already there" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]

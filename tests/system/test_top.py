@@ -153,7 +153,7 @@ async def test_a_group_that_waits_for_one_slow_verifier_is_stuck_there() -> None
         await anyio.sleep(70)
         (stall,) = look.stalls()
         assert stall.where == "environment" and 60 < stall.seconds < 75
-        assert "0 episodes waiting, 1 running, and none ends (1 in verify)" in stall.reason
+        assert "0 episodes waiting, 1 running, and none completes (1 in verify)" in stall.reason
         assert "group g waits for 1 of its 2: e-slow on env" in stall.reason
         env.kill()
         await anyio.sleep(6)

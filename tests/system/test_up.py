@@ -264,7 +264,7 @@ async def test_a_second_up_of_the_same_run_is_refused(tmp_path: Path) -> None:
         await running.everything_runs()
         code, second = await run_to_the_end(other, "--run-folder", str(tmp_path / ".fleetbus" / "runs"))
         assert code == 2
-        assert f"run default is being trained already (process {running.process.pid})" in second.errors[0]
+        assert f"run default is already being trained (process {running.process.pid})" in second.errors[0]
 
 
 async def test_an_up_that_is_refused_leaves_the_settings_of_the_last_start_as_they_were(tmp_path: Path) -> None:

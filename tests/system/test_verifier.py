@@ -25,7 +25,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def verifier() -> AsyncIterator[Verifier]:
     verifier = Verifier(LIMITS)
-    async with verifier.running():
+    async with verifier.run():
         yield verifier
 
 
@@ -169,7 +169,7 @@ async def confined(request: pytest.FixtureRequest) -> AsyncIterator[Verifier]:
     elif sys.platform != "linux":
         pytest.skip("the filter of system calls needs Linux")
     verifier = Verifier(LIMITS, kinds=kinds)
-    async with verifier.running():
+    async with verifier.run():
         yield verifier
 
 
@@ -209,7 +209,7 @@ async def test_the_code_has_python_s_library_and_time_zones(confined: Verifier) 
 
 async def test_grading_where_nothing_isolates_can_be_forbidden() -> None:
     with pytest.raises(IsolationUnavailable, match="no sandbox works here"):
-        async with Verifier(LIMITS, required=True, kinds=()).running():
+        async with Verifier(LIMITS, required=True, kinds=()).run():
             raise AssertionError("not reached")
 
 

@@ -25,7 +25,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def verifier() -> AsyncIterator[Verifier]:
     verifier = Verifier(LIMITS)
-    async with verifier.running():
+    async with verifier.run():
         yield verifier
 
 
@@ -37,7 +37,7 @@ def the_zygote() -> psutil.Process:
 
 async def test_a_verification_that_takes_too_long_ends_without_a_verdict() -> None:
     verifier = Verifier(VerifierLimits(seconds=2.0))
-    async with verifier.running():
+    async with verifier.run():
         reward, reason = await grade(verifier, "import time\ndef verify(env): time.sleep(60)")
         assert (reward, reason) == (None, "no verdict within 2 s")
         assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
@@ -95,7 +95,7 @@ async def test_a_process_that_dies_while_it_starts_is_started_again_a_few_times(
         program = mortal
 
     verifier = MortalVerifier(LIMITS, kinds=())
-    async with verifier.running():
+    async with verifier.run():
         reward, reason = await grade(verifier, "def verify(env): return 1")
     assert (reward, reason) == (
         (1.0, "") if deaths == 1 else (None, "the process that runs verifiers dies as soon as it is started")
@@ -107,7 +107,7 @@ async def test_a_process_that_dies_while_it_starts_is_started_again_a_few_times(
 async def test_nothing_is_left_behind_at_the_end() -> None:
     verifier = Verifier(LIMITS)
     with anyio.move_on_after(30):
-        async with verifier.running(), anyio.create_task_group() as tasks:
+        async with verifier.run(), anyio.create_task_group() as tasks:
             tools = Tools()
             tasks.start_soon(lambda: grade(verifier, "def verify(env): return env.call_tool('hang')", tools=tools))
             await tools.hanging.wait()
@@ -128,7 +128,7 @@ class Tools:
 
 async def main():
     verifier = Verifier()
-    async with verifier.running():
+    async with verifier.run():
         code = "def verify(env): return env.call_tool('hang')"
         await verifier.verify(code, final_answer=None, conversation=[], tools=Tools())
 
@@ -152,5 +152,5 @@ async def test_signals_of_the_terminal_do_not_reach_the_verifications(verifier: 
 
 
 async def test_verifying_outside_of_running_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="running"):
+    with pytest.raises(RuntimeError, match=r"run\(\)"):
         await Verifier().verify("def verify(): return 1", final_answer=None, conversation=[], tools=Tools())

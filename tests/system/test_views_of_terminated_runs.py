@@ -158,7 +158,7 @@ async def test_the_page_says_at_once_of_an_ended_run_whose_server_is_gone_that_n
             facts = await anext(facts async for name, facts in events if name == "overview")
         answer = await page.client.get("/api/episodes/e")
     assert facts["stalls"] == []
-    assert answer.status_code == 503 and "its log is not served any more" in answer.text
+    assert answer.status_code == 503 and "its log is no longer served" in answer.text
 
 
 async def test_the_metrics_of_a_stopped_run_say_that_it_is_over(folder: RunFolder) -> None:

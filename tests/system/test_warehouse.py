@@ -133,7 +133,7 @@ def test_an_endless_query_is_cut_and_the_next_one_works() -> None:
 async def test_an_episode_is_played_and_graded(offset: int, reward: float) -> None:
     verifier = Verifier()
     factory = build_environment_factory("warehouse", verifier=verifier)
-    async with verifier.running(), factory.running():
+    async with verifier.run(), factory.run():
         environment = factory()
         assert environment.replayable
         await environment.open(build_warehouse_task(SEED))

@@ -1,4 +1,4 @@
-"""Random fleets that keep the rules: whatever they do, their books balance."""
+"""Random fleets that keep the rules: whatever they do, every audit balances."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_an_error_quotes_no_line_break_and_no_terminal_command() -> None:
 
 
 def test_the_json_of_another_file_type_is_not_a_configuration(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no tables"):
+    with pytest.raises(UserError, match="contains no tables"):
         read_tables(write(tmp_path, "[1, 2]", "config.json"))
 
 

@@ -70,13 +70,13 @@ def test_a_file_whose_name_has_a_version_s_mark_is_a_file(tmp_path: Path) -> Non
         ("{store}@v0.9", "has no version v0.9; there are v0.1, v0.2"),
         ("{store}/{{version}}/openenv/all_tool_use.json@v9", "has no version v9; there are v0.1, v0.2"),
         ("{store}/{{version}}/x.json", "end it with @VERSION"),
-        ("{store}@v 1", "is no version"),
-        ("{store}@", "is no version"),
+        ("{store}@v 1", "is not a version"),
+        ("{store}@", "is not a version"),
         ("{store}/absent.json", "there is no such file"),
         ("{store}", "is a folder without tasks files"),
-        ("nowhere://bucket/x.json", "is no place that fsspec knows"),
+        ("nowhere://bucket/x.json", "is not supported by fsspec"),
         ("memory://nothing/x.json", "there is nothing"),
-        ("memory://nothing@v1", "there is no version v1"),
+        ("memory://nothing@v1", "there is not a version v1"),
     ],
 )
 def test_a_wrong_location_gets_one_line(store: Path, location: str, words: str) -> None:
@@ -220,7 +220,7 @@ def test_parquet_of_fleets_data_preparation_is_understood(tmp_path: Path) -> Non
 def test_what_is_no_parquet_gets_one_line(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="is no Parquet file of tasks"):
+    with pytest.raises(UserError, match="is not a Parquet file of tasks"):
         load_dataset(str(tmp_path / "x.parquet"))
 
 

@@ -54,7 +54,7 @@ def test_an_unclear_choice_is_one_line(text: str, words: str) -> None:
 async def test_each_task_gets_the_environment_of_its_key_and_others_the_default() -> None:
     factory = build_keyed_factory("one=scripted:1\nscripted:2", make_factory)
     assert isinstance(factory, TaskEnvironmentFactory)
-    async with factory.running():
+    async with factory.run():
         for env, turns in (("one", 1), ("two", 2), ("", 2)):
             environment = factory.for_task(Task(key="t", env=env))
             await environment.open(Task(key="t", env=env))

@@ -56,7 +56,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_every_form_makes_a_new_environment_each_time(spec: str, replayable: bool) -> None:
     factory = build_environment_factory(spec, verifier=NoGrader())
-    async with factory.running():
+    async with factory.run():
         first, second = factory(), factory()
         assert first is not second
         assert first.replayable is replayable
@@ -92,9 +92,9 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
         ("scripted:x", "scripted:3"),
         ("scripted:0", "1 or more"),
         ("stdio:", "names no command"),
-        ("stdio:no-such-command --x", "there is no command 'no-such-command'"),
+        ("stdio:no-such-command --x", "command 'no-such-command' not found"),
         ("stdio:python 'x", "cannot be read"),
-        ("mcp:spec_module", "must name a module and what is in it"),
+        ("mcp:spec_module", "must name a module and a name in it"),
         ("mcp:spec_module:absent", "has no 'absent'"),
         ("mcp:spec_module:number", "cannot be called"),
         ("mcp:no_such_module:serve", "cannot import no_such_module: ModuleNotFoundError"),

@@ -29,7 +29,7 @@ class World:
             for index in range(2):
                 self._position += 1
                 self.pool.expect(f"{group}-{index}", group)
-                self.pool.requested(f"{group}-{index}", self._position)
+                self.pool.register_request(f"{group}-{index}", self._position)
 
     def finish(
         self,
@@ -230,7 +230,7 @@ def test_a_group_of_which_an_episode_was_settled_before_is_excluded_and_the_sett
     """As entries left groups that told of a part of one."""
     world = World("drop")
     world.ask("a")
-    world.pool.settled_before("a-1", "a")
+    world.pool.record_settlement("a-1", "a")
     world.finish("a")
     assert world.pool.take_exclusions() == [Exclusion(episode_id="a-0", reason="group_cut")]
     assert len(world.pool) == 0

@@ -113,7 +113,7 @@ def test_what_is_made_of_images_is_kept_within_a_bound(opened: Opened) -> None:
     processor = ImageProcessor(folder, cache_bytes=2 * one)
     for seed in (1, 2, 1, 3):
         processor.see(hash_name(make_picture(seed)), make_picture(seed))
-    assert [processor.known(hash_name(make_picture(seed))) is not None for seed in (1, 2, 3)] == [True, False, True]
+    assert [processor.look_up(hash_name(make_picture(seed))) is not None for seed in (1, 2, 3)] == [True, False, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from fleetbus_schemas import Action, ActionReference, EpisodeFinished, ShownImag
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.images.reader import ImageMissing, ImageNotFetched, ImageReader
 from fleetbus_workers.learner import images as learner_images
-from fleetbus_workers.learner.images import read_images, shown_images
+from fleetbus_workers.learner.images import list_images, read_images
 from tests.support.bucket import Bucket
 
 DATA = [bytes([number]) * 100 for number in range(4)]
@@ -106,7 +106,7 @@ def group_of(*episodes: str) -> Group:
 
 
 def test_images_stand_where_their_tokens_stand_in_the_whole_episode() -> None:
-    assert [(image.start, image.stop) for image in shown_images(played(*NAMES[:3]))] == [(2, 3), (7, 8), (12, 13)]
+    assert [(image.start, image.stop) for image in list_images(played(*NAMES[:3]))] == [(2, 3), (7, 8), (12, 13)]
 
 
 async def test_an_episode_whose_image_is_gone_leaves_its_group_with_that_reason() -> None:

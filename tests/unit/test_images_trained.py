@@ -55,7 +55,7 @@ async def play_all(sampler: TorchSampler, processor: ImageProcessor) -> list[Tra
 
 async def sequences(folder: Path, processor: ImageProcessor) -> list[TrainingSequence]:
     sampler = TorchSampler(folder, slots=8, processor=processor)
-    async with sampler.running():
+    async with sampler.run():
         return await play_all(sampler, processor)
 
 
@@ -87,7 +87,7 @@ async def test_training_changes_the_vision_tower_and_the_engine_takes_it_over(op
     sampler = TorchSampler(folder, slots=8, processor=processor)
     learning = trainer(folder, learning_rate=0.01, warmup_steps=1)
     before = {name: tensor.clone() for name, tensor in learning._model.state_dict().items()}
-    async with sampler.running():
+    async with sampler.run():
         learning.train(await play_all(sampler, processor), version=0, progress=0.0)
         changed = {name for name, tensor in learning._model.state_dict().items() if not tensor.equal(before[name])}
         assert {name for name in before if "vision_model.embeddings.patch" in name} <= changed
@@ -127,7 +127,7 @@ async def test_equal_ids_with_other_images_share_nothing(opened: Opened) -> None
 
     async def answered(*seeds: int) -> list[Any]:
         sampler = TorchSampler(folder, slots=4, processor=processor)
-        async with sampler.running():
+        async with sampler.run():
             return [await sampler.generate(ask(*asked(seed), key=f"e{number}")) for number, seed in enumerate(seeds)]
 
     one, other, again = await answered(1, 2, 1)
@@ -142,7 +142,7 @@ async def test_the_same_image_in_many_prompts_is_computed_once(opened: Opened) -
     sampler = TorchSampler(folder, slots=4, processor=processor)
     ids = list(range(40, 70))
     placed = show(processor, ids, make_picture(1))
-    async with sampler.running():
+    async with sampler.run():
         for number in range(3):
             await sampler.generate(ask([*ids, *range(100, 120), 120 + number], (placed,), key=f"e{number}"))
     assert sampler.stats["cached_tokens"] > 2 * len(ids)
@@ -154,7 +154,7 @@ async def test_an_image_that_cannot_be_shown_is_refused_and_ends_no_engine(opene
     placed = show(processor, ids := [40, 41], make_picture(1))
     ids.append(42)
     wrong = msgspec.structs.replace(placed, start=placed.start - 1, stop=placed.stop - 1)
-    async with sampler.running(), blind.running():
+    async with sampler.run(), blind.run():
         with pytest.raises(RequestRefused, match="engine and learner need the same model folder"):
             await sampler.generate(ask(ids, (wrong,)))
         with pytest.raises(RequestRefused, match="reads text only"):

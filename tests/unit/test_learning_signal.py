@@ -98,7 +98,7 @@ def test_a_run_that_has_solved_its_tasks_is_at_its_end_and_not_in_trouble() -> N
     book.learn(0.5, 0.8, 0.95, 0.99)
     found = [book.train(1.0) for _ in range(6)]
     assert {each.kind for each in found if each} == {"solved"} and found[2] is None
-    assert found[-1] is not None and "nothing is left to learn since step 5" in found[-1].reason
+    assert found[-1] is not None and "no more to learn since step 5" in found[-1].reason
 
 
 def test_tasks_that_are_always_or_never_solved_leave_nothing_to_learn_either() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, masked_sequence, plain
+from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, mask_sequence, plain
 from fleetbus.core.losses import REDUCTIONS, LossPlan, compute_token_losses, reduce_losses
 from fleetbus.core.objectives import OBJECTIVES, Clip, dppo_tv, ppo_clip, sequence_sum
 
@@ -50,7 +50,7 @@ def test_a_sequence_outside_of_the_band_is_dropped_whole_by_product_or_by_geomet
     difference = np.log(np.array([[2.0, 2.0, 9.0], [1.0, 1.1, 1.0]]))
     mask = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
 
-    product = masked_sequence(difference, mask, low=0.5, high=2.0)
+    product = mask_sequence(difference, mask, low=0.5, high=2.0)
     geometric = geometric_mask(difference, mask, low=0.5, high=1.9)
     loose = geometric_mask(difference, mask, low=0.5, high=2.1)
 
@@ -64,7 +64,7 @@ def test_the_geometric_mask_does_not_depend_on_the_length_of_a_sequence() -> Non
 
     for difference in (short, long):
         assert (geometric_mask(difference, np.ones_like(difference), low=0.99, high=1.01) == 1.0).all()
-    assert not masked_sequence(long, np.ones_like(long), low=0.5, high=2.0).any()
+    assert not mask_sequence(long, np.ones_like(long), low=0.5, high=2.0).any()
 
 
 def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_its_ratio_to_the_sampler() -> None:

@@ -114,7 +114,7 @@ BOUNDS = {"low": 0.5, "high": 2.0}
 
 
 def test_truncated_importance_sampling_bounds_the_weight_from_above_only():
-    weights = corrections.truncated_token(np.log(RATIOS), np.ones((2, 3)), **BOUNDS)
+    weights = corrections.truncate_token(np.log(RATIOS), np.ones((2, 3)), **BOUNDS)
 
     np.testing.assert_allclose(weights, [[0.4, 1.0, 2.0], [0.5, 1.5, 2.0]])
 
@@ -122,13 +122,13 @@ def test_truncated_importance_sampling_bounds_the_weight_from_above_only():
 def test_truncated_sequence_sampling_weighs_all_tokens_by_the_product():
     mask = np.array([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 
-    weights = corrections.truncated_sequence(np.log(RATIOS), mask, **BOUNDS)
+    weights = corrections.truncate_sequence(np.log(RATIOS), mask, **BOUNDS)
 
     np.testing.assert_allclose(weights, [[1.2] * 3, [0.75] * 3])
 
 
 def test_icepop_drops_tokens_outside_of_its_band():
-    weights = corrections.masked_token(np.log(RATIOS), np.ones((2, 3)), low=0.45, high=1.9)
+    weights = corrections.mask_token(np.log(RATIOS), np.ones((2, 3)), low=0.45, high=1.9)
 
     np.testing.assert_allclose(weights, [[0.0, 1.0, 0.0], [0.5, 1.5, 0.0]])
 

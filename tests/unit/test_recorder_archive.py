@@ -137,5 +137,5 @@ def test_an_archive_has_one_writer(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_an_archive_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no archive"):
+    with pytest.raises(UserError, match="contains no archive"):
         list(read_archive(tmp_path))

@@ -52,7 +52,7 @@ def test_the_learner_says_it_in_its_log_and_that_it_is_over() -> None:
             said.record_step(step(number, success), number * SECOND)
     assert [each["log_level"] for each in logs] == ["warning", "warning", "info"]
     assert "no signal since step 6" in logs[1]["event"] and "learner.max_grad_norm" in logs[1]["advice"]
-    assert logs[2]["event"] == "learning signal present again"
+    assert logs[2]["event"] == "learning signal has returned"
 
 
 def test_a_run_that_solved_its_tasks_is_no_warning() -> None:
@@ -60,7 +60,7 @@ def test_a_run_that_solved_its_tasks_is_no_warning() -> None:
     with structlog.testing.capture_logs() as logs:
         for number in range(1, 20):
             said.record_step(step(number, 1.0), number * SECOND)
-    assert [(each["log_level"], each["event"][:26]) for each in logs] == [("info", "nothing is left to learn s")]
+    assert [(each["log_level"], each["event"][:26]) for each in logs] == [("info", "no more to learn since ste")]
 
 
 def summary(signal: str) -> Summary:

@@ -10,7 +10,7 @@ from fleetbus.core.evaluation_summary import summarise_results
 from fleetbus.core.groups import Group
 from fleetbus.core.success import is_success, success_in
 from fleetbus_schemas import ActionReference, ChatMessage, EpisodeFinished, Image, Text
-from fleetbus_workers.environment.episode.normalization import clipped_values, shown_text
+from fleetbus_workers.environment.episode.normalization import clip_values, format_text
 from fleetbus_workers.learner.batch_metrics import compute_group_metrics
 from fleetbus_workers.replay.compare import first_difference
 
@@ -49,12 +49,12 @@ def test_the_environment_s_word_counts_and_the_reward_where_there_is_none() -> N
 
 def test_what_is_told_beside_an_observation_is_cut_by_whole_entries() -> None:
     info = {"success": np.bool_(True), "text": "x" * 5000, "huge": 1 << 80, "odd": "\ud800", "position": np.arange(2)}
-    assert clipped_values(info, 100) == {"success": True, "position": [0, 1]}
+    assert clip_values(info, 100) == {"success": True, "position": [0, 1]}
 
 
 def test_an_observation_in_words_has_one_for_each_image() -> None:
     picture = Image(object="h", media_type="image/png", width=4, height=3)
-    assert shown_text([ChatMessage(role="user", content=(Text(text="see "), picture))]) == "see [image, 4x3]"
+    assert format_text([ChatMessage(role="user", content=(Text(text="see "), picture))]) == "see [image, 4x3]"
 
 
 def test_a_recording_from_before_is_not_held_against_what_is_told_now() -> None:

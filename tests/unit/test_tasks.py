@@ -97,14 +97,14 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("wrong shape", "3", "holds a number"),
     ("object without tasks", {"task": []}, 'has no "tasks"'),
     ("tasks of the wrong shape", {"tasks": {"a": 1}}, "holds an object"),
-    ("no tasks", {"tasks": []}, "holds no tasks"),
+    ("no tasks", {"tasks": []}, "contains no tasks"),
     ("task that is no object", [ENTRY, "t2"], "task 2 is text"),
     ("no key", [ENTRY, {"prompt": "p"}], "task 2 has no key"),
     ("key that is no text", [{"key": 5, "prompt": "p"}], "task 1 has no key"),
     ("same key twice", [ENTRY, {"key": "t2", "prompt": "p"}, ENTRY], "tasks 1 and 3 have the same key (t1)"),
     ("no prompt", [{"key": "t1"}], "task 1 (t1) has no prompt"),
     ("blank prompt", [{"key": "t1", "prompt": " "}], "task 1 (t1) has no prompt"),
-    ("prompt that is null", [{"key": "t1", "prompt": None}], '"" where the environment says it'),
+    ("prompt that is null", [{"key": "t1", "prompt": None}], '"" if the environment gives it'),
     ("environment that is no text", [ENTRY | {"env_id": 3}], "task 1 (t1): env_id is a number"),
     ("variables that are no JSON", [ENTRY | {"env_variables": "{"}], "task 1 (t1): env_variables is text that is not JSON"),
     ("variables that are a list", [ENTRY | {"env_variables": [1]}], "task 1 (t1): env_variables is a list"),
@@ -131,7 +131,7 @@ def test_a_mistake_gets_one_line_with_file_and_place(tmp_path: Path, content: An
 
 
 def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such file"):
+    with pytest.raises(UserError, match="file not found"):
         load_tasks(tmp_path / "absent.json")
     with pytest.raises(UserError, match="is a folder"):
         load_tasks(tmp_path)

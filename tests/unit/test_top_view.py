@@ -76,7 +76,7 @@ def test_the_server_is_a_line_and_who_does_not_read_another() -> None:
     text = "\n".join(render(fleet(2)))
     assert "nats 2.15.1 up 12d3h22m11s · 612 connections · 123.5 MB of memory" in text
     assert "environment-17-a-long-name has 12.3 MB unread" in text and "quick" not in text
-    assert "inference-9-a-long-name was cut off at 12:34:56" in text
+    assert "inference-9-a-long-name was disconnected at 12:34:56" in text
     assert SLOW_BYTES > 9
 
 
@@ -110,6 +110,6 @@ def test_a_run_that_is_over_is_no_trouble_though_its_server_is_gone() -> None:
     console.print(screen(shown, console))
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
     assert "over, step 0" in text and "it was stopped normally; `fleetbus up` resumes it" in text
-    assert "log 6.5 MB · not served any more" in text and "does not answer" not in text
+    assert "log 6.5 MB · no longer served" in text and "does not answer" not in text
     assert "\x1b[1;31m" not in text, "nothing is red"
     assert "unread" not in text, "what was known of the server is old"

@@ -314,7 +314,7 @@ def test_wrong_settings_are_refused_by_name(folder, choice):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no model"):
+    with pytest.raises(UserError, match="contains no model"):
         TorchTrainer(tmp_path)
 
 

@@ -80,7 +80,7 @@ def test_no_inference_worker_is_named_with_the_last_words_of_the_last_one() -> N
     assert stall.where == "inference" and "1 episodes run and no inference worker is alive (inf is stopped" in stall.reason
 
 
-@pytest.mark.parametrize(("version", "have"), [(3, "the newest that one has is 3"), (-1, "none has any version")])
+@pytest.mark.parametrize(("version", "have"), [(3, "the newest loaded version is 3"), (-1, "none has loaded a version")])
 def test_a_version_that_nobody_loads_is_named(version: int, have: str) -> None:
     run = ScriptedRun()
     run.fleet(in_flight=1)
@@ -121,7 +121,7 @@ def test_a_slow_verifier_is_named_with_the_group_that_waits_for_it() -> None:
     run.finish(10, "e1", "e2", "e3")
     stall = run.only(110)
     assert stall.where == "environment" and stall.seconds == 100
-    assert "0 episodes waiting, 1 running, and none ends (1 in verify)" in stall.reason
+    assert "0 episodes waiting, 1 running, and none completes (1 in verify)" in stall.reason
     assert "group g1 waits for 1 of its 4: e4 on env" in stall.reason
 
 
@@ -132,7 +132,7 @@ def test_a_learner_that_asks_for_nothing_is_told_from_one_that_trains() -> None:
     run.request(0, "e1")
     run.claim(1, "e1")
     run.finish(5, "e1")
-    assert "it has 2 groups, so it trains" in run.only(70).reason
+    assert "it has 2 groups, so it should train" in run.only(70).reason
     run.alive("learner", slots=2, in_flight=1)
     stall = run.only(70)
     assert stall.where == "learner" and "nothing is admitted: it waits for a batch of 2 groups, has 1" in stall.reason
@@ -164,13 +164,13 @@ def test_a_full_log_is_named_before_what_waits_for_it() -> None:
     run.begin()
     run.fleet(in_flight=1)
     run.health.record_usage(720, 1_000, 1, START)
-    assert "it is 72% full, so that new requests wait" in run.only(70).reason
+    assert "it is 72% full: new requests wait" in run.only(70).reason
     run.request(80, "e1")
     run.claim(81, "e1")
     assert run.only(145).where == "environment", "admitted work has its room"
     run.health.record_usage(960, 1_000, 1, START)
     stall = run.only(145)
-    assert stall.where == "log" and "it is 96% full, so that what workers publish is refused" in stall.reason
+    assert stall.where == "log" and "it is 96% full: messages of workers are refused" in stall.reason
 
 
 def test_a_server_that_does_not_answer_is_named_with_since_when() -> None:
@@ -285,7 +285,7 @@ def test_a_run_that_solved_its_tasks_is_no_trouble_and_worth_a_note() -> None:
         add_trained_step(run, step * 10, step, success=1.0)
     assert run.stalls(110) == []
     (note,) = find_notes(run.state, now_ns=int((START + 110) * SECOND))
-    assert note.startswith("nothing is left to learn since step 1") and "harder tasks" in note
+    assert note.startswith("no more to learn since step 1") and "harder tasks" in note
     run.add(120, SUBJECTS.train("default"), TrainingFinished(lineage="a", step=10, version=10))
     assert find_notes(run.state, now_ns=int((START + 300) * SECOND)) == []
 

@@ -1,6 +1,6 @@
 """The pytest plugin that fleetbus installs: servers and buses, recordings and their replay, a scripted policy, virtual time.
 
-It is loaded in every pytest run of whoever has fleetbus installed, so nothing is imported before a fixture is used. All
+It is loaded in every pytest run where fleetbus is installed, so nothing is imported before a fixture is used. All
 fixtures are plain (no event loop): those that need one take a coroutine function or are context managers.
 """
 

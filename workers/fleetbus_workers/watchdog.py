@@ -2,7 +2,7 @@
 
 Silent hangs are what users of such systems complain of most, so every wait that can hold a whole run has a name here. Progress
 is an episode that ended or a step that was trained; a lineage that begins, and a request where nothing was open, start the
-clock anew. Episodes that end without a verdict, one after the other, are progress of which nothing comes: that is said too, as
+clock. Episodes that end without a verdict, one after the other, are progress of which nothing comes: that is said too, as
 are groups of which none is trained, and a policy that has nothing to learn from any more (`fleetbus.core.learning_signal`).
 """
 
@@ -54,9 +54,8 @@ def find_stalls(
     admission: float = ADMISSION_SHARE,
     stall_seconds: float = STALL_SECONDS,
 ) -> list[Stall]:
-    """The causes of a stall, most specific first; empty while the run progresses, is finished, or has not begun. Whether it is
-    over
-    for another reason is asked before (`fleetbus_workers.overview.termination`).
+    """The causes of a stall, most specific first; empty while the run progresses, is finished, or has not begun. Whether it
+    ended for another reason is checked first (`fleetbus_workers.overview.termination`).
 
     ``now`` is monotonic seconds, ``now_ns`` the server's time; ``admission`` the share of the log that requests may fill.
     """
@@ -64,7 +63,7 @@ def find_stalls(
         return []
     if health.problem:
         seconds = max(now - health.problem_since, 0.0)
-        advice = "is nats-server running, and reachable from here?"
+        advice = "check that nats-server is running and reachable"
         return [Stall(where="log", reason=health.problem, seconds=seconds, advice=advice)]
     detector = StallDetector(state, health, now, now_ns, admission)
     unproductive = [
@@ -129,9 +128,9 @@ class StallDetector:
         used = self._health.bytes / self._health.limit_bytes if self._health.limit_bytes else 0.0
         if used < share:
             return []
-        who = "what workers publish is refused" if used >= FULL_SHARE else "new requests wait"
+        who = "messages of workers are refused" if used >= FULL_SHARE else "new requests wait"
         advice = "run `fleetbus recorder --archive DIR`, or raise nats.max_bytes"
-        return [self._stall("log", f"it is {used:.0%} full, so that {who}", advice)]
+        return [self._stall("log", f"it is {used:.0%} full: {who}", advice)]
 
     # Environment workers
 
@@ -150,7 +149,7 @@ class StallDetector:
         if free:
             takers = f"{_pluralize(len(able), 'environment worker')} with {_pluralize(free, 'free slot')}"
             reason = f"{self._open_episodes}, and {takers} take none"
-            return [self._stall("environment", reason, "do they serve the same run.pool? see their logs")]
+            return [self._stall("environment", reason, "check that they serve the same run.pool, and see their logs")]
         return []
 
     def check_stages(self) -> list[Stall]:
@@ -160,13 +159,13 @@ class StallDetector:
         inside = sum(self._stages.values())
         found = []
         if answering or asking:
-            reason = f"{self._open_episodes}; {answering} observations are being answered, and none of them ends"
+            reason = f"{self._open_episodes}; {answering} observations are being answered, and none completes"
             if not answering:
                 reason = f"{self._open_episodes}; {asking} wait for an action that no inference worker is computing"
-            advice = "see their logs: a hung engine, or another run.policy than the episodes ask for?"
+            advice = "see their logs; the engine may hang, or serve another run.policy than the episodes request"
             found.append((max(answering, asking), self._stall("inference", reason, advice)))
         if inside or not found:
-            reason = f"{self._open_episodes}, and none ends{self._format_stages()}{self._describe_oldest_group()}"
+            reason = f"{self._open_episodes}, and none completes{self._format_stages()}{self._describe_oldest_group()}"
             found.append((inside, self._stall("environment", reason, "see `fleetbus sessions`")))
         return [stall for _, stall in sorted(found, key=lambda each: -each[0])]
 
@@ -191,9 +190,9 @@ class StallDetector:
             return [self._stall("inference", reason, "start `fleetbus inference`")]
         newest = max(row.policy_version for row in alive)
         if newest < wanted:
-            have = f"the newest that one has is {newest}" if newest >= 0 else "none has any version"
+            have = f"the newest loaded version is {newest}" if newest >= 0 else "none has loaded a version"
             reason = f"no inference worker has loaded version {wanted} ({have})"
-            return [self._stall("inference", reason, "see why in their logs; is --run-folder shared?")]
+            return [self._stall("inference", reason, "see their logs, and check that --run-folder is shared")]
         return []
 
     # The learner
@@ -206,12 +205,16 @@ class StallDetector:
             return [self._stall("learner", reason, "start `fleetbus learner`; it resumes from its checkpoint")]
         groups, batch = alive[0].in_flight, alive[0].slots
         if groups >= batch > 0:
-            reason = f"nothing waits and nothing runs; it has {groups} groups, so it trains, publishes or stores a checkpoint"
+            reason = f"no episode is open; it has {groups} groups, so it should train, publish or store a checkpoint"
             return [self._stall("learner", reason, "see its log")]
         reason = (
-            f"nothing is admitted: it waits for a batch of {_pluralize(batch, 'group')}, has {groups}, and asks for no episode"
+            f"nothing is admitted: it waits for a batch of {_pluralize(batch, 'group')}, has {groups}, and requests no episode"
         )
-        return [self._stall("learner", reason, "see its log: too few verdicts in the last groups, or a version not stored?")]
+        return [
+            self._stall(
+                "learner", reason, "see its log; recent groups may have too few verdicts, or a version may not be stored"
+            )
+        ]
 
     def check_verdicts(self, now_ns: int, stall_seconds: float) -> list[Stall]:
         """Whether episodes end, and nothing can be learned from any of them."""
@@ -226,7 +229,7 @@ class StallDetector:
         reason = (
             f"none of the {count} episodes since the last step has a verdict: {outcomes}{f' ({classes})' if classes else ''}"
         )
-        advice = f"read one: `fleetbus episodes RUN --outcome {ended.most_common(1)[0][0]}`"
+        advice = f"inspect one: `fleetbus episodes RUN --outcome {ended.most_common(1)[0][0]}`"
         return [Stall(where="environment", reason=reason, seconds=seconds, advice=advice)]
 
     def check_training(self, now_ns: int, stall_seconds: float) -> list[Stall]:
@@ -244,7 +247,9 @@ class StallDetector:
         small = sum(group.graded < 2 for group in groups)
         why = f"{flat} had equal rewards, {small} fewer than two verdicts"
         reason = f"no step was trained, though {_pluralize(ended, 'group')} ended since the last one: {why}"
-        advice = "too few verdicts for learner.min_group_size, or all of them replaced (algorithm.dynamic_sampling)?"
+        advice = (
+            "check learner.min_group_size against the verdicts per group, and algorithm.dynamic_sampling, which replaces groups"
+        )
         return [Stall(where="learner", reason=reason, seconds=seconds, advice=advice)]
 
     # The policy

@@ -45,7 +45,7 @@ CLOCK_SAMPLES = 4
 CLOCK_LIMIT_SECONDS = 1.0
 
 LAG_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
-"""Before a replica of the log is asked again that answered with less than what this connection was told is there. After the
+"""Before a replica of the log is asked again that answered with less than this connection knows to exist. After the
 last one its answer counts: what was there may have been purged."""
 
 

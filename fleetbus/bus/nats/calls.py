@@ -52,7 +52,7 @@ class NatsRequest:
         if len(payload) > self._wire.max_payload:
             raise BusError(f"{self.subject}: an answer of {len(payload)} bytes exceeds {self._wire.max_payload}")
         if self._reply and not self._wire.send_or_drop(publish_command(self._reply, "", payload)):
-            log.debug("nats: no connection; answer on %s not sent", self.subject)
+            log.debug("nats: no connection; dropping the answer on %s", self.subject)
 
 
 class NatsServer:
@@ -114,7 +114,7 @@ async def _subscribe(connection: Connection, subject: str, receiver: NatsServer 
         try:
             await connection.round_trip(_SUBSCRIBE_LIMIT_SECONDS)
         except TimeoutError:
-            log.debug("nats: subscription to %s not confirmed; continuing, repeated after a reconnect", subject)
+            log.debug("nats: subscription to %s not confirmed; repeating it after a reconnect", subject)
         yield
     finally:
         connection.wire.close_route(route)
@@ -125,5 +125,5 @@ async def broadcast(connection: Connection, subject: str, payload: bytes) -> Non
     if len(payload) > connection.wire.max_payload:
         raise BusError(f"{subject}: {len(payload)} bytes exceed the server's limit of {connection.wire.max_payload}")
     if not connection.wire.send_or_drop(publish_command(check_subject(subject), "", payload)):
-        log.debug("nats: no connection; broadcast on %s not sent", subject)
+        log.debug("nats: no connection; dropping the broadcast on %s", subject)
     await anyio.lowlevel.checkpoint()

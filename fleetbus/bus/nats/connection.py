@@ -118,7 +118,7 @@ class Connection:
             raise error
 
     async def on_disconnected(self) -> None:
-        log.debug("nats: connection lost")
+        log.debug("nats: connection lost; reconnecting")
 
     async def on_reconnected(self) -> None:
         self._reconnected = True

@@ -140,7 +140,7 @@ async def _create_stream(api: JetStreamApi, plan: StreamPlan, wanted: dict[str, 
             size //= 2
         else:
             if given:
-                log.warning("the server has less storage left than wanted: %s may grow to %d bytes only", plan.name, size)
+                log.warning("nats: server storage is too small; limiting %s to %d bytes", plan.name, size)
             return True
 
 

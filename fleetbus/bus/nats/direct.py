@@ -111,7 +111,7 @@ async def _get_batch(connection: Connection, stream: str, collector: _Collector)
 
 
 class _Collector:
-    """Takes the messages of batches as they arrive; after a lost answer the next batch goes on behind the last one taken."""
+    """Takes the messages of batches as they arrive; after a lost answer the next batch continues after the last one taken."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject

@@ -112,7 +112,7 @@ class NatsObjectStore:
         except BusClosed:
             raise
         except BusError as error:
-            log.warning("nats: removing the chunks of an incomplete object failed; left in the bucket: %s", error)
+            log.warning("nats: removal of an incomplete object failed; leaving its chunks in the bucket: %s", error)
 
     async def _put_chunks(self, name: str, file: Path, nuid: str) -> tuple[_Meta, bool]:
         """Store the chunks of a file; False if a repeated one landed behind its successors, as after a cut connection."""

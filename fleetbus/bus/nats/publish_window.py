@@ -9,7 +9,7 @@ import anyio
 
 
 class PublishWindow:
-    """A counter with a queue. 1,000 unanswered publishes of one worker make everybody else's 60 times slower."""
+    """A counter with a queue. 1,000 unanswered publishes of one worker make those of all others 60 times slower."""
 
     def __init__(self, places: int, size_bytes: int) -> None:
         self._places = places

@@ -67,7 +67,7 @@ class Publisher:
         self._count = 0
 
     def mark_stream_known(self, subject: str) -> None:
-        """The stream of this subject was heard of: if nobody stores it now, it is electing its leader."""
+        """The stream of this subject was heard of: if there is no leader now, it is electing its leader."""
         self._known.add(_parse_prefix(subject))
 
     async def publish(

@@ -61,7 +61,7 @@ class PullRequests:
     def attach(self, stream: str, consumer: str) -> None:
         """Pull from this consumer on a new inbox; all unused credits are asked for again.
 
-        Does nothing once closed: whoever attaches may have waited for the server while its owner left.
+        Does nothing once closed: the caller may have waited for the server while its owner left.
         """
         self.detach()
         if self._closed:

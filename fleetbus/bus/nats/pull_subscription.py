@@ -51,7 +51,7 @@ class NatsDelivery:
 
     def _send_ack(self, word: bytes) -> None:
         if not self._wire.send_or_drop(publish_command(self._reply, "", word)):
-            log.debug("nats: no connection; %s of %s not sent", word.decode(), self.message.subject)
+            log.debug("nats: no connection; dropping the %s of %s", word.decode(), self.message.subject)
 
 
 class NatsSubscription:
@@ -125,7 +125,7 @@ class NatsSubscription:
         try:
             await self._connection.round_trip(_DRAIN_SECONDS)
         except TimeoutError:
-            log.debug("nats: messages in flight to %s not returned; redelivered after their lease", self._consumer)
+            log.debug("nats: return of messages in flight to %s failed; leaving them to redelivery", self._consumer)
         finally:
             wire.close_route(route)
 

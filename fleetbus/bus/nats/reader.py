@@ -32,7 +32,7 @@ INACTIVE_SECONDS = 60.0
 """The server removes a reader's consumer without pulls for this long."""
 
 MAX_PLACEMENT_TRIES = 16
-"""So often a consumer is made anew that lives on another server than is wanted; of three servers, each is chosen as often."""
+"""So often a consumer is recreated that lives on another server than is wanted; of three servers, each is chosen as often."""
 
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5

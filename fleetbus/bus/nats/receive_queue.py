@@ -1,6 +1,6 @@
 """A queue between the wire and one receiving task: what has arrived is never lost to a cancelled receive.
 
-Filled by plain functions that the wire calls; bounded by whoever fills it (credits, limits). Below it is nothing.
+Filled by plain functions that the wire calls; bounded by its producer (credits, limits). Below it is nothing.
 """
 
 from __future__ import annotations

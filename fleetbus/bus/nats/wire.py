@@ -37,7 +37,7 @@ STALLED_BYTES = 1 << 20
 
 
 class _FlushSignal:
-    """Stands in for the future that nats-py's flusher completes after writing; nobody waits for it."""
+    """Stands in for the future that nats-py's flusher completes after writing; it is never awaited."""
 
     def done(self) -> bool:
         return True
@@ -125,7 +125,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         try:
             await self.close()
         except OSError as error:
-            log.debug("nats: connection broke during close: %s", error)
+            log.debug("nats: connection failed during close; continuing: %s", error)
 
     def force_close(self) -> None:
         """End the connection at once, without waiting for a peer that may never read what is still to be written."""
@@ -176,8 +176,8 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         await super()._connect_to_server(s)
 
     async def _attempt_reconnect(self) -> None:
-        # Whatever was meant for the old connection must not be written to the new one: pull requests on inboxes that nobody
-        # reads any more would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
+        # Whatever was meant for the old connection must not be written to the new one: pull requests on inboxes
+        # without a reader would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
         self._abort()
         self._drop_outgoing()
         for identifier in self._ephemeral:

@@ -129,7 +129,7 @@ class FleetPlatform:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with self._verifier.running(), anyio.create_task_group() as self._group:
+        async with self._verifier.run(), anyio.create_task_group() as self._group:
             yield
             self._group.cancel_scope.cancel()
 

@@ -66,7 +66,7 @@ async def test_an_engine_error_fails_everybody_and_ends_the_lifetime(folder: Pat
     monkeypatch.setattr(sampler._runner, "step", explode)
     async with anyio.create_task_group() as tasks:
         with pytest.raises(EngineFailed, match="out of everything"), anyio.fail_after(50):
-            async with sampler.running():
+            async with sampler.run():
                 for index in range(3):
                     tasks.start_soon(refuse, index)
                 await anyio.sleep_forever()
@@ -74,7 +74,7 @@ async def test_an_engine_error_fails_everybody_and_ends_the_lifetime(folder: Pat
     with pytest.raises(EngineFailed, match="not running"):
         await sampler.generate(ask(SYSTEM))
     monkeypatch.undo()
-    async with sampler.running():
+    async with sampler.run():
         assert len((await sampler.generate(ask(SYSTEM, tokens=3))).ids) == 3
 
 
@@ -114,7 +114,7 @@ async def test_leaving_stops_the_thread_within_one_token_and_fails_what_is_in_fl
 
     async with anyio.create_task_group() as tasks:
         with anyio.fail_after(50):
-            async with slow_down(sampler), sampler.running():
+            async with slow_down(sampler), sampler.run():
                 tasks.start_soon(expect_failure)
                 await wait_sampled(sampler, 3)
     assert len(failed) == 1
@@ -124,7 +124,7 @@ async def test_leaving_stops_the_thread_within_one_token_and_fails_what_is_in_fl
 async def test_an_error_in_the_body_comes_out_as_it_is(folder: Path) -> None:
     sampler = TorchSampler(folder, slots=1)
     with pytest.raises(KeyError, match="mine"):
-        async with sampler.running():
+        async with sampler.run():
             raise KeyError("mine")
 
 

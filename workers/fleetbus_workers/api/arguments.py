@@ -84,7 +84,9 @@ def write_tasks_file(arguments: RunArguments) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"cannot write {file} ({error.strerror}): choose another folder with the argument folder") from error
     except TypeError as error:
-        raise UserError(f"the argument tasks holds what JSON cannot: {error}; use text, numbers, lists and objects") from error
+        raise UserError(
+            f"the argument tasks contains values that JSON cannot represent: {error}; use text, numbers, lists and objects"
+        ) from error
     try:
         yield
     except BaseException:

@@ -33,7 +33,7 @@ class ObjectFactory:
     def __call__(self) -> Environment:
         return self._make()
 
-    def running(self) -> AbstractAsyncContextManager[None]:
+    def run(self) -> AbstractAsyncContextManager[None]:
         return self._running()
 
 
@@ -88,5 +88,5 @@ def _describe_calls(kind: Factory) -> Any:
     try:
         example = kind()
     except Exception as error:  # the caller's code may fail in any way
-        raise UserError(f"environment {describe_object(kind)} cannot be made: {type(error).__name__}: {error}") from error
+        raise UserError(f"environment {describe_object(kind)} cannot be created: {type(error).__name__}: {error}") from error
     return _CallableKind(kind, example)

@@ -141,7 +141,7 @@ def start_missing_roles(
         return
     if live_roles:
         kind = min(missing)
-        raise UserError(f"no {kind} worker of run {configuration.run.name} is heard: start one with `fleetbus {kind}`")
+        raise UserError(f"no {kind} worker of run {configuration.run.name} responds: start one with `fleetbus {kind}`")
     try:
         check_packages(configuration.inference.engine)
     except UserError as error:

@@ -20,7 +20,7 @@ _runs = 0
 
 @contextmanager
 def configure_logs_if_unset(settings: LogSettings) -> Iterator[None]:
-    """Set up structlog for the block if nobody has."""
+    """Set up structlog for the block unless it is set up already."""
     global _runs
     with _lock:
         if not _runs and structlog.is_configured():

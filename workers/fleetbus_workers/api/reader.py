@@ -55,7 +55,7 @@ ROW_TYPES: Mapping[str, type[msgspec.Struct]] = {"episodes": EpisodeRow, "tokens
 
 
 class RunReader:
-    """What a run has written, read anew by every call: each opens what it needs and closes it at its end.
+    """What a run has written, read again by every call: each opens what it needs and closes it at its end.
 
     Iterators stream and block the calling thread. Of a run whose server is stopped its files are served meanwhile. Raises
     `UserError` when the log cannot be read.
@@ -156,7 +156,7 @@ class RunReader:
 
     def _get_rows(self, what: str) -> tuple[Iterable[Row], Columns]:
         if what not in ROW_TYPES:
-            raise UserError(f"there is no table {what!r}: it is one of {', '.join(ROW_TYPES)}")
+            raise UserError(f"unknown table {what!r}: choose one of {', '.join(ROW_TYPES)}")
         if what == "metrics":
             return _build_metric_rows(list(self.metrics()))
         columns = list_columns(ROW_TYPES[what])
@@ -187,7 +187,7 @@ def open_run(
     flags |= {"nats.url": nats_url} if nats_url is not None else {}
     if is_recording(text):
         if not path.is_file():
-            raise UserError(f"there is no recording {text}: `fleetbus record` makes one")
+            raise UserError(f"there is no recording {text}: `fleetbus record` creates one")
     elif path.is_dir() and any((path / name).exists() for name in ("run.json", "config.json", "nats")):
         resolved = path.resolve()
         flags |= {"run.name": resolved.name, "run.folder": str(resolved.parent)}

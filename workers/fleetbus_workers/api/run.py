@@ -152,7 +152,7 @@ class Run:
         temperature: float | None = None,
     ) -> Evaluation:
         """Play held-out tasks with the newest version of the policy, as `fleetbus evaluate` does: ``samples`` episodes of each
-        of ``episodes`` tasks (the run's setting), pass@k for each of ``ks`` (1 and ``samples``). Training goes on meanwhile;
+        of ``episodes`` tasks (the run's setting), pass@k for each of ``ks`` (1 and ``samples``). Training continues meanwhile;
         after its end, workers are started for it in this process. Raises `UserError`."""
         thread = self._thread
         return await run_in_own_loop(

@@ -137,7 +137,7 @@ def _open_servers(folder: Path, settings: InferenceSettings, place: Path, templa
 
     urls = [url.strip() for url in settings.urls.split(",") if url.strip()]
     if any(not url.startswith(("http://", "https://")) for url in urls):
-        raise UserError("inference.urls must be base URLs as http://host:8000, separated by commas")
+        raise UserError("inference.urls must be base URLs such as http://host:8000, separated by commas")
     return OpenAISampler(
         [url.rstrip("/").removesuffix("/v1") for url in urls],
         codec=template,

@@ -35,5 +35,5 @@ async def work(
 
 async def work_with(factory: EnvironmentFactory, bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
     """The same with a factory of the caller's."""
-    async with factory.running():
+    async with factory.run():
         await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)

@@ -38,5 +38,5 @@ async def open_environments(
         store_image=store_image if configuration.environment.images else None,
     )
     factory = build_keyed_factory(specs or configuration.run.environment, make_factory)
-    async with verifier.running(), factory.running():
+    async with verifier.run(), factory.run():
         yield factory

@@ -41,11 +41,11 @@ def check_vision(
     engine, trainer = configuration.inference.engine, configuration.learner.trainer
     if role != "learner" and engine not in ENGINES_WITH_VISION:
         raise UserError(
-            f"the engine {engine} reads text only, and {what}; take {_join_names(ENGINES_WITH_VISION)}, or {instead}"
+            f"the engine {engine} reads text only, and {what}; choose {_join_names(ENGINES_WITH_VISION)}, or {instead}"
         )
     if role != "inference" and trainer not in TRAINERS_WITH_VISION:
         raise UserError(
-            f"the trainer {trainer} reads text only, and {what}; take {_join_names(TRAINERS_WITH_VISION)}, or {instead}"
+            f"the trainer {trainer} reads text only, and {what}; choose {_join_names(TRAINERS_WITH_VISION)}, or {instead}"
         )
     _check_model(configuration, what, instead)
     if not configuration.environment.images:

@@ -30,10 +30,10 @@ SHOWN_IDS = 10
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
 def command(source: str | None, archive: Path | None, deep: bool, as_json: bool, **values: Any) -> int:
-    """Balance the books of a run from its log alone, or from a recording of all of it.
+    """Check from the log alone, or from a complete recording, that every episode of a run is accounted for.
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
-    that was never asked for. Exit status 0: it balances; 1: it does not, with the offending ids.
+    without an observation. Exit status 0: the audit balances; 1: it does not, with the offending ids.
     """
     from fleetbus_workers.run_access.sources import is_recording
 
@@ -79,7 +79,7 @@ async def _audit_file(file: Path, archive: Path | None, deep: bool) -> tuple[str
     from fleetbus.recording.reader import RecordingReader
 
     if archive is not None:
-        raise UserError(f"--archive belongs to a run and not to a recording: leave it out, {file} is audited alone")
+        raise UserError(f"--archive belongs to a run and not to a recording: leave it out to audit {file}")
     reader = RecordingReader(file)
     report = await audit_recording(reader)
     if reader.torn:
@@ -113,11 +113,11 @@ def _print(report: Report, run: str) -> None:
     if report.proven is not None:
         print(f"  {report.proven} trained episodes proven to be what was sampled")
     if books.void:
-        print(f"  {books.void} trained by a lineage that was cut, and counted elsewhere")
+        print(f"  {books.void} trained by an abandoned lineage, and counted elsewhere")
     if report.malformed:
-        print(f"  {report.malformed} entries that are no messages")
+        print(f"  {report.malformed} malformed entries")
     for finding in report.findings:
         ids = " ".join(finding.ids[:SHOWN_IDS]) + (" ..." if finding.count > SHOWN_IDS else "")
         print(f"NOT BALANCED {finding.kind}: {finding.count} {finding.meaning}: {ids} (entry {finding.sequence})")
     if report.balanced:
-        print("the books balance")
+        print("the audit balances")

@@ -15,7 +15,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 @click.group("auth", subcommand_metavar="init")
 def command() -> None:
-    """Keys, certificates and rights on the bus."""
+    """Manage keys, certificates and rights on the bus."""
 
 
 @command.command("init")
@@ -23,10 +23,10 @@ def command() -> None:
 @click.option("--run", "runs", multiple=True, metavar="NAME", help="A run to allow; may be repeated [default]")
 @click.option("--pool", "pools", multiple=True, metavar="NAME", help="A pool of environment workers; may be repeated [default]")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="A policy; may be repeated [default]")
-@click.option("--lanes", type=click.IntRange(1, 1024), default=16, metavar="N", help="As nats.lanes of the runs [16]")
-@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Name or address of the server, besides localhost")
+@click.option("--lanes", type=click.IntRange(1, 1024), default=16, metavar="N", help="The setting nats.lanes of the runs [16]")
+@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Name or address of the server, in addition to localhost")
 @click.option(
-    "--days", type=click.IntRange(1, 36_500), default=825, metavar="N", help="How long the certificates are valid [825]"
+    "--days", type=click.IntRange(1, 36_500), default=825, metavar="N", help="Validity of the certificates in days [825]"
 )
 @click.option("--mounted-at", metavar="PATH", help="Where the server will find DIR, if not here (a volume, for example)")
 @click.option("--route", "routes", multiple=True, metavar="HOST", help="A server of a cluster, or HOST:PORT; may be repeated")
@@ -45,8 +45,8 @@ def init(
 ) -> None:
     """Write into DIR an nkey per run and user, TLS certificates, and nats-server.conf with an account for each.
 
-    Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Keys and certificates that are there
-    stay, the configuration is written anew: to allow further runs, call it again with all of them. With --route for each
+    Users: admin, operator, environment, inference, learner, recorder, gateway, monitor. Existing keys and certificates are
+    kept, the configuration is replaced: to allow further runs, call it again with all of them. With --route for each
     server of a cluster it writes cluster.conf as well. Needs `pip install 'fleetbus[auth]'`.
     """
     from fleetbus.auth.certificates import check_host

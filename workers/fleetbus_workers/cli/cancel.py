@@ -33,7 +33,7 @@ ALL_OVER, NOT_ALL = 0, 1
 def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
     """End episodes as cancelled: by the worker that runs them, or in the log if no worker does. They are never trained.
 
-    Exit status 0: all of them are over now; 1: some are not; 2: some were never requested.
+    Exit status 0: all of them have ended; 1: some have not; 2: some were never requested.
     """
     configuration = load_settings(values).configuration
     wanted = list(dict.fromkeys(validate_name("episode", episode) for episode in episodes))

@@ -24,7 +24,7 @@ _MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
 def command(as_json: bool, nats_http: str, **values: Any) -> int:
     """Check whether `fleetbus up` can work here: packages, nats-server, clocks, cores, memory, disk.
 
-    Exits with 0 if it can (warnings do not count) and with 1 if it cannot. With --nats that server is asked instead of
+    Exits with 0 if it can (warnings do not count) and with 1 if it cannot. With --nats it checks that server instead of
     starting one.
     """
     from fleetbus_workers.cli.diagnosis import diagnose

@@ -30,7 +30,7 @@ DRAINS, HANGS = 0, 1
 def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
     """Let workers finish or release their work, then stop: like SIGTERM, from any machine.
 
-    Exit status 0: all of them drain; 1: some do not answer; 2: some are not there.
+    Exit status 0: all of them drain; 1: some do not answer; 2: some were not found.
     """
     configuration = load_settings(values).configuration
     wanted = list(dict.fromkeys(validate_name("worker", worker) for worker in workers))

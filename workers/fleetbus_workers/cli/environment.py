@@ -46,8 +46,9 @@ def _load_work() -> Work:
 @role_options
 @settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
 def command(**values: Any) -> int:
-    """An environment worker: takes requested episodes, plays them with whatever policy answers, grades them.
+    """Start an environment worker: it plays requested episodes with the published policy and grades them.
 
-    Install with `pip install 'fleetbus[environment]'`; needs no torch. SIGTERM or Ctrl-C: finish or hand back, then exit.
+    Install with `pip install 'fleetbus[environment]'`; needs no torch. SIGTERM or Ctrl-C: finish or return its episodes, then
+    exit.
     """
     return run_role("environment", _load_work, values)

@@ -34,8 +34,8 @@ SHOWN_FAILURES = 5
 @click.option("--min-reward", type=float, metavar="X", help="Only rewards of X or more")
 @click.option("--max-reward", type=float, metavar="X", help="Only rewards of X or less")
 @click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
-@click.option("--limit", type=int, default=SHOWN, show_default=True, help="Most rows; 0: all")
-@click.option("--tokens", is_flag=True, help="Of one episode also token ids, log-probabilities and versions")
+@click.option("--limit", type=int, default=SHOWN, show_default=True, help="Maximum number of rows; 0: all")
+@click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, log-probabilities and versions")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -57,7 +57,7 @@ def command(
 ) -> int:
     """List the episodes of a run or of a recording, newest last; with an EPISODE show its transcript.
 
-    Exit status 0: shown, also if nothing matches; 2: bad input, or no such episode.
+    Exit status 0: success, also if nothing matches; 2: bad input, or unknown episode.
     """
     from fleetbus.recording.episodes import EpisodeRow
     from fleetbus_workers.api.reader import open_configured_run
@@ -100,7 +100,7 @@ def _check_outcome(name: str | None) -> None:
 
     known = ("open", *get_args(Outcome))
     if name is not None and name not in known:
-        raise UserError(f"no outcome {name!r}: it is one of {', '.join(known)}")
+        raise UserError(f"unknown outcome {name!r}: choose one of {', '.join(known)}")
 
 
 def _matches(

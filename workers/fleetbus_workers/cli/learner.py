@@ -85,9 +85,9 @@ async def _train_on_tinker(
     "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "episode", "evaluation", "limits", "log"
 )
 def command(**values: Any) -> int:
-    """The learner: requests episodes, trains on what comes back, publishes the policy, stores checkpoints.
+    """Start the learner: it requests episodes, trains on them, publishes the policy and stores checkpoints.
 
-    Install with `pip install 'fleetbus[torch]'`. It goes on from the run's last checkpoint. One per run: a second one takes
+    Install with `pip install 'fleetbus[torch]'`. It resumes from the run's last checkpoint. One per run: a second one takes
     over from the first. SIGTERM or Ctrl-C: store a checkpoint, then exit. A model too large for one process is sharded over
     several: `torchrun --nproc-per-node N -m -- fleetbus_workers.cli learner ...`.
     """

@@ -48,7 +48,7 @@ CLOSE_SECONDS = 60.0
 def command(run: str | None, port: int, until_finished: bool, **values: Any) -> int:
     """Export the metrics of a run until Ctrl-C: names as in fleetbus/metrics/names.py, a dashboard in docs/grafana/.
 
-    Prometheus asks http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
+    Prometheus scrapes http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
     """
     from fleetbus.errors import UserError
 
@@ -121,7 +121,7 @@ async def _hold_sinks(
         with anyio.move_on_after(CLOSE_SECONDS, shield=True) as closing:
             await anyio.to_thread.run_sync(partial(opening.__exit__, None, None, None), abandon_on_cancel=True)
         if closing.cancelled_caught:
-            print(f"fleetbus: not everything was sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
+            print(f"fleetbus: some metrics were not sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
 
 def _start_exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:

@@ -29,15 +29,15 @@ DEFAULT_PORT = 8450
 @run_argument
 @click.option("--port", type=click.IntRange(0, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any [8450]")
 @click.option(
-    "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; anything but loopback is for all to see"
+    "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; other than loopback, the page has no login"
 )
 @nats_http_option
 @reach_options
 def command(run: str | None, port: int, host: str, nats_http: str, **values: Any) -> int:
     """Serve a web page about a run: workers, curves, groups, episodes token by token, the log.
 
-    Live while the run goes on; of a run that is over, its files are served as long as the page is. Ctrl-C ends it. Needs
-    `pip install 'fleetbus[monitor]'`, and no network besides the run's.
+    The page is live during the run; afterwards it shows the run's files. Ctrl-C ends the server. Needs
+    `pip install 'fleetbus[monitor]'`; the page loads nothing from the internet.
     """
     from fleetbus.errors import UserError
 

@@ -18,24 +18,24 @@ def command() -> None:
 
 @command.command("environment")
 @click.argument("name")
-@click.option("--sync", is_flag=True, help="Ordinary functions, for code that blocks; the worker runs them in threads")
+@click.option("--sync", is_flag=True, help="Write ordinary functions, for blocking code; the worker runs them in threads")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Where to write [.]")
 def environment(name: str, sync: bool, folder: Path) -> int:
     """Write NAME.py (an environment that plays a guessing game), test_NAME.py and NAME_tasks.json.
 
-    NAME is in lower case, as Python modules are. Nothing that exists is overwritten.
+    NAME is in lower case, like a Python module. Existing files are never overwritten.
     """
     from fleetbus.errors import UserError
     from fleetbus_workers.cli.new_environment import build_files
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise UserError(f"{name!r} is no name of a module; use lower-case letters, digits and _, as in my_game")
+        raise UserError(f"{name!r} is not a module name; use lower-case letters, digits and _, as in my_game")
     files = {folder / file: text for file, text in build_files(name, asynchronous=not sync).items()}
     present = [str(path) for path in files if path.exists()]
     if present:
-        raise UserError(f"already there: {', '.join(present)}; choose another name or --folder")
+        raise UserError(f"already exists: {', '.join(present)}; choose another name or --folder")
     if importlib.util.find_spec(name):
-        raise UserError(f"Python has a module {name} already, which yours would hide; choose another name")
+        raise UserError(f"Python already has a module {name}, which yours would hide; choose another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():

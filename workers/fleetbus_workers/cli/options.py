@@ -44,7 +44,7 @@ class NumberRange(click.FloatRange):
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         number = super().convert(value, parameter, context)
-        return number if math.isfinite(number) else self.fail(f"{value} is no finite number", parameter, context)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number", parameter, context)
 
 
 SECONDS = NumberRange(0, min_open=True)

@@ -35,22 +35,20 @@ OBJECT_SECONDS = 30.0
 @click.command("record")
 @click.argument("source", required=False, metavar="[RUN|FILE]")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write (.fbrec)")
-@click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C or SIGTERM")
+@click.option("--follow", is_flag=True, help="Keep recording new entries until Ctrl-C or SIGTERM")
 @click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be given several times")
-@click.option("--weights", is_flag=True, help="Put the published weights files that still exist into the file, too")
-@click.option(
-    "--objects/--no-objects", default=True, show_default=True, help="Put the images that messages refer to into the file, too"
-)
+@click.option("--weights", is_flag=True, help="Include the published weights files that still exist")
+@click.option("--objects/--no-objects", default=True, show_default=True, help="Include the images that messages refer to")
 @click.option(
     "--max-objects",
     type=click.IntRange(0),
     default=256,
     show_default=True,
     metavar="MIB",
-    help="Most MiB of objects; those first mentioned come first",
+    help="Maximum size of all objects in MiB; earlier ones take precedence",
 )
-@click.option("--keep-secrets", is_flag=True, help="Do not redact; the file then holds whatever the log holds")
-@click.option("--force", is_flag=True, help="Replace the output file if there is one")
+@click.option("--keep-secrets", is_flag=True, help="Do not redact secrets")
+@click.option("--force", is_flag=True, help="Replace an existing output file")
 @archive_option("; without a server it is recorded alone")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
 @reach_options
@@ -59,16 +57,16 @@ def command(
 ) -> int:
     """Export the log of a run, or part of a recording, as one self-describing file.
 
-    API keys, passwords and the like are replaced by [redacted]; an object in which one can be read is left out, but nobody
-    looks at pictures. `fleetbus episodes FILE` shows what is in it, `fleetbus replay
-    FILE` plays it against a worker. Exit status 0: written; 2: bad input, and nothing was written.
+    API keys, passwords and other secrets are replaced by [redacted]; objects that contain one as text are left out, but the
+    content of images is not checked. `fleetbus episodes FILE` shows the content, `fleetbus replay FILE` plays it against a
+    worker. Exit status 0: written; 2: bad input, nothing was written.
     """
     from fleetbus.errors import UserError
     from fleetbus_workers.run_access.sources import is_recording
 
     choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets", "objects", "max_objects")}
     if follow and is_recording(source):
-        raise UserError("--follow needs a run that is reachable, not a file")
+        raise UserError("--follow needs a reachable run, not a file")
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     if follow:
@@ -117,7 +115,7 @@ async def _record(
         if follow and entries_of.bus is None:
             raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
         if entries_of.file is not None and _is_same_file(entries_of.file, output):
-            raise UserError(f"{output} is the recording that is read: give another --output")
+            raise UserError(f"{output} is the recording being read: give another --output")
         header = _build_header(entries_of, configuration, episodes, redactor is not None)
         with create_recording(output, header, overwrite=overwrite) as writer:
             export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
@@ -235,7 +233,7 @@ async def _follow(export: Export, source: Source, writer: RecordingWriter, start
 
     async with anyio.create_task_group() as group:
         group.start_soon(stop_on_signal)
-        click.echo("following; Ctrl-C ends it", err=True)
+        click.echo("recording new entries; Ctrl-C stops", err=True)
         await export.follow(source.bus, source.subjects, stop, start=start, progress=_build_progress_callback(writer))
         group.cancel_scope.cancel()
 

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     required=True,
-    help="Folder for the archive of this run; made if it is not there, continued if it is",
+    help="Folder of this run's archive; created if missing, continued if it exists",
 )
 @role_options
 @settings_options("run", "nats", "limits", "log")
 def command(archive: Path, **values: Any) -> int:
-    """Archives a run's log and keeps it below its limit: removes observations and actions that the archive holds and no worker
-    needs any more. Requests, claims, results and training entries stay.
+    """Start a recorder: it archives a run's log and keeps the log below its limit by removing archived observations and actions
+    that no worker needs any more. Requests, claims, results and training entries stay.
 
-    One per run. SIGTERM or Ctrl-C: archive what the log holds by then, then exit. It goes on where the archive ends.
-    Give it to the learner, too (--learner-archive): resumed at an older checkpoint it needs what was removed since.
+    One per run. SIGTERM or Ctrl-C: archive the rest of the log, then exit. A new recorder continues at the end of the archive.
+    Pass the folder to the learner, too (--learner-archive): to resume from an older checkpoint it needs the removed entries.
     """
 
     def load_work() -> Work:

@@ -31,42 +31,55 @@ LINE_WIDTH = 79
 
 @click.command("replay")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option("--role", type=click.Choice(ROLES), default="environment", show_default=True, help="Which worker is tested")
-@click.option("--speed", default="max", show_default=True, metavar="max|N", help="N times the recorded speed")
+@click.option("--role", type=click.Choice(ROLES), default="environment", show_default=True, help="Worker to test")
+@click.option("--speed", default="max", show_default=True, metavar="max|N", help="Replay at N times the recorded speed")
 @click.option("--environment", metavar="SPEC", help="Environment to play on (default: the recorded one)")
 @click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Model folder (default: the recorded one)")
 @click.option(
     "--weights",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="DIR",
-    help="Folder with the published weights, where the recorded place is gone and the recording has none",
+    help="Folder with the published weights, if the recorded path and the recording lack them",
 )
 @click.option(
-    "--ignore", multiple=True, metavar="TYPE.FIELD", help="A further field that may differ, e.g. EpisodeFinished.error"
+    "--ignore",
+    multiple=True,
+    metavar="TYPE.FIELD",
+    help="An additional field that may differ, such as EpisodeFinished.error; repeatable",
 )
-@click.option("--tolerance", type=float, default=1e-3, show_default=True, help="Of log-probabilities")
-@click.option("--patience", type=float, default=60.0, show_default=True, help="Seconds of silence until a worker hangs")
+@click.option("--tolerance", type=float, default=1e-3, show_default=True, help="Tolerance for log-probabilities")
+@click.option(
+    "--patience",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds without output after which a worker counts as hanging",
+)
 @click.option(
     "--until",
     type=click.Choice(("batches", "weights")),
     default="weights",
     show_default=True,
-    help="Learner: weights trains again; batches compares requests, advantages and batches and needs no model",
+    help="Learner: weights also trains; batches compares requests, advantages and batches only and needs no model",
 )
 @click.option("--distinct", is_flag=True, help="Environment: play episodes with the same task, actions and outcome once")
-@click.option("--sample-again", is_flag=True, help="Inference: sample every token, though a forward pass would show the same")
+@click.option(
+    "--sample-again",
+    is_flag=True,
+    help="Inference: sample every token instead of checking the recorded tokens with a forward pass",
+)
 @click.option(
     "--jobs",
     type=click.IntRange(1, 32),
     metavar="N",
-    help="Processes that share the episodes of environment and inference (default: the CPUs, for big files)",
+    help="Processes that replay episodes in parallel, for environment and inference (default: one per CPU for large files)",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 def command(file: Path, as_json: bool, **values: Any) -> int:
     """Feed one worker its recorded inputs and compare what it publishes, field by field.
 
-    Workers, lanes, places, moments and durations may differ; everything else may not. Exit status 0: it replays as recorded;
-    1: it does not, with the first difference; 2: bad input.
+    Workers, lanes, paths, times and durations may differ; everything else must be equal. Exit status 0: the replay is equal to
+    the recording; 1: it is not, with the first difference; 2: bad input.
     """
     report = anyio.run(partial(_run_replay, file, **values), backend_options={"use_uvloop": os.name != "nt"})
     if as_json:

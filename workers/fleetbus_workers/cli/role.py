@@ -1,7 +1,7 @@
 """One role as one process: connect, work, and stop as requested.
 
 A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A worker that was replaced by
-another exits 0 too, so that whoever keeps workers running does not start it again. A process that `fleetbus up` started also
+another exits 0 too, so that a supervisor does not start it again. A process that `fleetbus up` started also
 ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_death`.
 """
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 def role_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: what every role command takes besides settings."""
-    name = click.option("--name", metavar="NAME", help="Name of this worker, unique in the run (default: made up)")
-    supervised = click.option("--supervised", is_flag=True, hidden=True, help="End when standard input reaches its end")
+    name = click.option("--name", metavar="NAME", help="Name of this worker, unique in the run (default: generated)")
+    supervised = click.option("--supervised", is_flag=True, hidden=True, help="Exit when standard input is closed")
     return name(supervised(function))
 
 

@@ -54,7 +54,7 @@ def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[.
         "--archive",
         type=click.Path(path_type=Path, file_okay=False, exists=True),
         metavar="DIR",
-        help=f"The recorder's archive, for a log that was trimmed{alone}",
+        help=f"The recorder's archive, needed for a trimmed log{alone}",
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def server_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: a server whose runs are meant, and not those of a folder."""
-    url = click.option("--nats", "nats__url", metavar="URL", help="The runs that this server keeps, not those of a folder")
+    url = click.option("--nats", "nats__url", metavar="URL", help="Use the runs on this server instead of a folder")
     auth = click.option(
         "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
     )
@@ -46,7 +46,7 @@ def runs_folder(values: dict[str, Any]) -> Path:
 
 @click.group("runs")
 def command() -> None:
-    """The runs on this machine, or on a NATS server: list them, remove them."""
+    """List or remove the runs on this machine or on a NATS server."""
 
 
 @command.command("list")
@@ -54,9 +54,9 @@ def command() -> None:
 @server_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 def list_runs(as_json: bool, **values: Any) -> int:
-    """List the runs in a folder: whether they run, when they were last written to, how large they are, their results.
+    """List the runs in a folder: whether they are active, when they were last written, their sizes and results.
 
-    With --nats those that a server keeps: whether a worker of theirs is heard, what their logs hold and have reserved.
+    With --nats, list the runs on a server: whether they have live workers, the size of their logs and their reserved storage.
     """
     if values["nats__url"]:
         return _list_on_server(as_json, values)
@@ -67,7 +67,7 @@ def list_runs(as_json: bool, **values: Any) -> int:
 
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
     elif not rows:
-        print(f"no runs in {folder}: `fleetbus up` makes one")
+        print(f"no runs in {folder}: `fleetbus up` creates one")
     else:
         _print(rows)
     return FINISHED
@@ -77,12 +77,12 @@ def list_runs(as_json: bool, **values: Any) -> int:
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
 @folder_options
 @server_options
-@click.option("--yes", is_flag=True, help="Do not ask")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation")
 def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
-    """Remove runs with all their files: log, weights, checkpoints, models. One that is running is refused.
+    """Remove runs with all their files: log, weights, checkpoints, models. An active run is refused.
 
-    With --nats their log, lanes and weights on a server. Exit status 0: removed; 2: one of them is not there or runs, and
-    nothing was removed.
+    With --nats, remove log, lanes and weights on a server. Exit status 0: removed; 2: a run is unknown or active, and nothing
+    was removed.
     """
     from fleetbus.errors import UserError
 
@@ -116,7 +116,7 @@ def _list_on_server(as_json: bool, values: dict[str, Any]) -> int:
 
         print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
     elif not rows:
-        print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` makes one")
+        print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` creates one")
     else:
         print_server_runs(rows)
     return FINISHED

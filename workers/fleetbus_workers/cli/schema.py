@@ -6,9 +6,9 @@ import click
 
 
 @click.command("schema")
-@click.option("--asyncapi", "as_asyncapi", is_flag=True, help="AsyncAPI 3 instead: subjects, roles and messages")
+@click.option("--asyncapi", "as_asyncapi", is_flag=True, help="Print AsyncAPI 3: subjects, roles and messages")
 def command(as_asyncapi: bool) -> None:
-    """Print the JSON Schema of every message, or who sends them where as AsyncAPI 3."""
+    """Print the JSON Schema of every message, or an AsyncAPI 3 document with subjects and senders."""
     import msgspec
 
     if as_asyncapi:

@@ -1,4 +1,4 @@
-"""The runs that a server of one's own keeps: listed and removed, unless their workers still say that they live."""
+"""The runs on a NATS server: listed and removed, unless their workers still say that they live."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def _list(configuration: Configuration) -> list[dict[str, Any]]:
 
     async with _server(configuration) as bus:
         assert isinstance(bus, NatsBus)
-        runs, living = await bus.runs(), await _living(bus)
+        runs, living = await bus.runs(), await _find_live_runs(bus)
     return [msgspec.to_builtins(run) | {"running": run.run in living} for run in runs]
 
 
@@ -53,10 +53,10 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
         for name in names:
             if name not in known:
                 raise UserError(f"there is no run {name} on {configuration.nats.url}: `fleetbus runs list --nats` shows them")
-        living = await _living(bus)
+        living = await _find_live_runs(bus)
         for name in names:
             if name in living:
-                raise UserError(f"run {name} is running: its workers have to stop first")
+                raise UserError(f"run {name} is running: stop its workers first")
         for name in names:
             size = (known[name].bytes + known[name].weights_bytes) / 1e6
             if yes or click.confirm(f"remove run {name} ({size:.1f} MB) from {configuration.nats.url}?", err=True):
@@ -75,7 +75,7 @@ def _server(configuration: Configuration) -> Any:
     )
 
 
-async def _living(bus: Bus) -> set[str]:
+async def _find_live_runs(bus: Bus) -> set[str]:
     """The runs of whose workers a heartbeat was heard."""
     from fleetbus_schemas.subjects import ALL_HEARTBEATS
 

@@ -27,10 +27,10 @@ ROLES = ("environment", "inference")
 @click.command("sessions")
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
-@click.option("--limit", type=int, default=50, show_default=True, help="Most rows; 0: all")
+@click.option("--limit", type=int, default=50, show_default=True, help="Maximum number of rows; 0: all")
 @reach_options
 def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
-    """List the sessions of a run that is going on: which worker holds which episode, at which turn, and since when.
+    """List the sessions of an active run: worker, episode, turn and start time of each.
 
     Oldest first. Exit status 0: listed; 2: the run cannot be reached.
     """

@@ -35,10 +35,10 @@ PROCESSES = 2
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed")
 def command(seed: int | None, seeds: str | None, processes: int, trace: Path | None, as_json: bool) -> int:
-    """Run the real workers as a fleet in one thread, under virtual time, with faults drawn from the seed.
+    """Run the real workers together in one thread, under virtual time, with faults generated from the seed.
 
     Crashes and restarts of every role and of the server, pauses, cut connections, delayed, lost and repeated messages, hanging
-    and failing environments. A hundred episodes take about a second. The same seed gives the same run, event by event.
+    and failing environments. A hundred episodes take about a second. The same seed gives the same events.
     """
     try:
         import trio  # noqa: F401
@@ -116,7 +116,7 @@ def _print_violations(report: Report) -> None:
     for violation in report.violations[:SHOWN_VIOLATIONS]:
         print(f"  at {violation.at:.3f} s: {violation.invariant}: {violation.detail}")
     if report.violations:
-        print(f"  every event of it: fleetbus sim --seed {report.seed} --trace FILE")
+        print(f"  all events: fleetbus sim --seed {report.seed} --trace FILE")
 
 
 def _print_json(report: Report) -> None:

@@ -13,7 +13,7 @@ import click
 @click.command("starter")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option("--seed", default=0, metavar="N", help="Seed of conversations and training [0]")
-@click.option("--vision", is_flag=True, help="Build a small model that sees, for the environment colours")
+@click.option("--vision", is_flag=True, help="Build a small vision model for the environment colours")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON")
 def command(folder: Path | None, seed: int, vision: bool, as_json: bool) -> None:
     """Print the path of the starter policy that comes with fleetbus, or build a new one into FOLDER.

@@ -21,7 +21,7 @@ LOCATION = click.argument("location", metavar="LOCATION")
 
 @click.group("tasks")
 def command() -> None:
-    """Tasks files: validate them, split them into training and held-out tasks.
+    """Validate tasks files, or split them into training and held-out tasks.
 
     LOCATION is a tasks file or a folder of them: a path, https://..., s3://..., with @VERSION at its end if there are several,
     as in data@v0.2 or s3://bucket/{version}/openenv/all_tool_use.json@v0.2.
@@ -30,7 +30,9 @@ def command() -> None:
 
 @command.command("validate")
 @LOCATION
-@click.option("--environment", "specs", multiple=True, metavar="[KEY=]SPEC", help="Also check that these serve every task")
+@click.option(
+    "--environment", "specs", multiple=True, metavar="[KEY=]SPEC", help="Also check that these environments serve every task"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON")
 def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     """Read every task and report all errors with file and position. Exit status 0: valid; 2: errors found.
@@ -55,30 +57,31 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
 @command.command("split")
 @LOCATION
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Folder to write to [.]")
-@click.option("--format", "formats", type=click.Choice(["json", "parquet", "both"]), default="json", help="Files [json]")
+@click.option("--format", "formats", type=click.Choice(["json", "parquet", "both"]), default="json", help="File format [json]")
 @click.option("--eval-ratio", type=NumberRange(0, 1), default=0.10, help="Held-out share of each environment [0.1]")
-@click.option("--max-eval", type=click.IntRange(min=0), default=30, help="Most held-out tasks per environment [30]")
-@click.option("--min-eval", type=click.IntRange(min=0), default=1, help="Fewest held-out tasks per environment [1]")
-@click.option("--all-or-none", is_flag=True, help="An environment whose share is below --min-eval gives none instead")
-@click.option("--hold-out", multiple=True, metavar="[MODALITY:]ENV", help="Environment to hold out whole; repeatable")
+@click.option("--max-eval", type=click.IntRange(min=0), default=30, help="Maximum of held-out tasks per environment [30]")
+@click.option("--min-eval", type=click.IntRange(min=0), default=1, help="Minimum of held-out tasks per environment [1]")
+@click.option("--all-or-none", is_flag=True, help="Hold out nothing of an environment whose share is below --min-eval")
+@click.option("--hold-out", multiple=True, metavar="[MODALITY:]ENV", help="Environment to hold out completely; repeatable")
 @click.option(
-    "--max-eval-total", type=click.IntRange(min=0), help="Most held-out tasks of all environments together [no limit]"
+    "--max-eval-total", type=click.IntRange(min=0), help="Maximum of held-out tasks of all environments together [no limit]"
 )
 @click.option(
     "--max-env-share",
     type=NumberRange(0, 1, min_open=True),
     default=1.0,
-    help="Most of the training tasks from one environment [1.0]",
+    help="Maximum share of training tasks from one environment [1.0]",
 )
 @click.option("--modality", type=click.Choice(["tool_use", "computer_use", "browser_use", "all"]), default="all")
 @click.option("--env", "environments", multiple=True, metavar="ENV", help="Only tasks of this environment; repeatable")
 @click.option("--difficulty", "difficulties", multiple=True, type=int, help="Only tasks of this difficulty; repeatable")
-@click.option("--max-tasks", type=click.IntRange(min=1), help="Only the first so many tasks that are left")
+@click.option("--max-tasks", type=click.IntRange(min=1), help="Use at most N of the selected tasks")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
 def split(location: str, output: Path, formats: str, as_json: bool, **choices: Any) -> int:
-    """Write train and validation tasks, held out per environment by the hash of their keys: the same task, the same side.
+    """Write train and validation tasks, held out per environment by a hash of the task key.
 
-    Fleet's data preparation: --eval-ratio 0.2 --max-eval 20 --min-eval 5 --all-or-none --max-eval-total 96 --max-env-share 0.2.
+    A task is always on the same side. To split as Fleet's data preparation does: --eval-ratio 0.2 --max-eval 20 --min-eval 5
+    --all-or-none --max-eval-total 96 --max-env-share 0.2.
     """
     from fleetbus.core.splits import split_tasks
     from fleetbus.datasets import redact_location

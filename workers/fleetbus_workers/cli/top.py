@@ -30,16 +30,18 @@ FIRST_LOOK_SECONDS = 2.5
 
 @click.command("top")
 @run_argument
-@click.option("--once", is_flag=True, help="Show one picture and end")
+@click.option("--once", is_flag=True, help="Print the table once and exit")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON, one line per second (with --once: one)")
-@click.option("--stall", type=SECONDS, default=60.0, show_default=True, metavar="SECONDS", help="Say what is stuck after this")
+@click.option(
+    "--stall", type=SECONDS, default=60.0, show_default=True, metavar="SECONDS", help="Report work as stalled after this time"
+)
 @nats_http_option
 @reach_options
 def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http: str, **values: Any) -> int:
-    """Live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
+    """Show a live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
 
-    Works at 80 columns and over SSH. Ctrl-C ends it. With --once the exit status says more: 0: it works or is over; 1: it is
-    stuck, and where; 2: bad input.
+    Works at 80 columns and over SSH. Ctrl-C ends it. With --once the exit status is 0: the run works or has ended; 1: it is
+    stalled, with the reason; 2: bad input.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
     address = build_address_resolver(configuration, nats_http)
@@ -98,7 +100,7 @@ async def _watch(
 
 
 async def _show_once(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
-    """After a look at all of the log as of now, and long enough to hear of every worker."""
+    """After reading the log up to now, and long enough to hear of every worker."""
     await anyio.sleep(FIRST_LOOK_SECONDS)
     shown = await look()
     while shown["is_behind"]:

@@ -33,32 +33,40 @@ if TYPE_CHECKING:
 @click.command("trace")
 @click.argument("source", required=False, metavar="[RUN|FILE]")
 @click.option(
-    "--otlp", metavar="URL", default="", help="An OTLP/HTTP receiver, http://127.0.0.1:4318 say (Collector, Jaeger, Tempo)"
+    "--otlp", metavar="URL", default="", help="OTLP/HTTP receiver, e.g. http://127.0.0.1:4318 (Collector, Jaeger, Tempo)"
 )
 @click.option(
     "--jsonl", type=click.Path(path_type=Path, dir_okay=False), help="Append OTLP JSON lines, which the Collector reads"
 )
-@click.option("--follow", is_flag=True, help="Go on while the run does, until Ctrl-C")
+@click.option("--follow", is_flag=True, help="Export new traces until Ctrl-C")
 @click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be repeated")
 @click.option(
-    "--session", "sessions", multiple=True, metavar="NAME", help="Only this step-wise session; may be repeated, and mixed"
+    "--session",
+    "sessions",
+    multiple=True,
+    metavar="NAME",
+    help="Only this step-wise session; may be repeated and combined with --episode",
 )
 @click.option(
     "--sample", type=click.FloatRange(0, 1), default=1.0, metavar="SHARE", help="Share of the traces, by their id [1]"
 )
 @click.option(
-    "--after", type=click.IntRange(0), default=0, metavar="SEQUENCE", help="Go on after the last_sequence of an earlier run"
+    "--after",
+    type=click.IntRange(0),
+    default=0,
+    metavar="SEQUENCE",
+    help="Continue after the last_sequence of an earlier export",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
 @archive_option()
 @reach_options
 def command(source: str | None, as_json: bool, **values: Any) -> int:
-    """Export a trace per episode: queue, turns, generation, tools, verification, training, with their places in the log.
+    """Export a trace per episode: queue, turns, generation, tools, verification, training, with their positions in the log.
 
     Step-wise sessions (gateways, clients) have one each: opening, resets, steps, verification, take-overs.
-    Traces are made from the log alone: live, afterwards, or from a recording. Ids of traces and spans follow from the run and
-    the episode or session, so that exporting again adds nothing. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS.
-    --otlp needs `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that takes nothing.
+    Traces are built from the log alone: live, afterwards, or from a recording. Ids of traces and spans are derived from the run
+    and the episode or session, so exporting again adds no duplicates. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS.
+    --otlp needs `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that accepts nothing.
     """
     from fleetbus_workers.run_access.sources import is_recording
 
@@ -78,10 +86,10 @@ def _check_options(source: str | None, chosen: dict[str, Any]) -> None:
     from fleetbus_workers.run_access.sources import is_recording
 
     if not chosen["otlp"] and chosen["jsonl"] is None:
-        raise UserError("nowhere to write to: give --otlp URL or --jsonl FILE")
+        raise UserError("no output: give --otlp URL or --jsonl FILE")
     if chosen["follow"] and (is_recording(source) or chosen["archive"] or chosen["episodes"] or chosen["sessions"]):
         raise UserError(
-            "--follow goes with a run and all of its episodes: leave out the recording, --archive, --episode or --session"
+            "--follow works only with a run and all of its episodes: leave out the recording, --archive, --episode or --session"
         )
 
 
@@ -177,7 +185,7 @@ def _print(written: TraceSummary, as_json: bool) -> None:
     open_ones = f", {written.open} still open" if written.open else ""
     print(
         f"run {written.run}: {written.episodes} episodes{open_ones}{_format_sessions(written)}, {written.spans} spans, "
-        f"the log up to {written.last_sequence} (--after {written.last_sequence} goes on from here)"
+        f"the log up to {written.last_sequence} (--after {written.last_sequence} continues from here)"
     )
 
 

@@ -20,10 +20,10 @@ from fleetbus_workers.cli.options import SettingsCommand, load_settings, setting
     "limits", "container", "fleet", "log",
 )  # fmt: skip
 def command(json_summary: Path | None, fresh: bool, **values: Any) -> int:
-    """Everything on this machine: a NATS server, environment and inference workers, and the learner.
+    """Train on this machine: start a NATS server, environment and inference workers, and the learner.
 
-    Trains the starter policy on the warehouse tasks, or yours: --model PATH --tasks FILE --environment SPEC. Ctrl-C
-    stops in order; the same command again goes on from there. A finished run's model folder is what from_pretrained loads.
+    Trains the starter policy on the warehouse tasks, or yours: --model PATH --tasks FILE --environment SPEC. Ctrl-C stops the
+    run cleanly; the same command resumes it. transformers' from_pretrained loads the model folder of a finished run.
     """
     from fleetbus_workers.up.command import run_up
 

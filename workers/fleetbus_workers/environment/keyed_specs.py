@@ -49,7 +49,7 @@ def check_tasks_are_served(specs: Mapping[str, str], tasks: Iterable[Task]) -> N
         )
         raise UserError(
             f"no environment for the key {', '.join(map(repr, keys))} ({len(unserved)} tasks: {shown}): add "
-            f"--environment {keys[0] or 'KEY'}=SPEC, or a plain --environment SPEC for all that are not named"
+            f"--environment {keys[0] or 'KEY'}=SPEC, or a plain --environment SPEC for all other keys"
         )
 
 
@@ -80,8 +80,8 @@ class KeyedEnvironments:
         return self.for_task(Task(key="", env=DEFAULT))
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             for factory in self._factories.values():
-                await stack.enter_async_context(factory.running())
+                await stack.enter_async_context(factory.run())
             yield

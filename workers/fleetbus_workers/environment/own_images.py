@@ -1,4 +1,4 @@
-"""Images of a class of one's own: given with `Start` and `Step` as the class has them, place_images where ``<image>`` stands.
+"""Images of your own environment classes: given with `Start` and `Step` as the class has them, placed where ``<image>`` stands.
 
 Above it are the session and its exchange, which know images as references alone; below it one environment of a class.
 """
@@ -41,7 +41,10 @@ class ImageStoringFactory:
             return observed
         if self._store_image is None and not self._has_warned:
             self._has_warned = True
-            log.warning("images_not_shown", reason="a word stands for each image: turn environment.images on")
+            log.warning(
+                "environment.images is off; replacing images by a placeholder",
+                reason="a word stands for each image: turn environment.images on",
+            )
         pictures = [await anyio.to_thread.run_sync(encode_image_file, image) for image in observed.images]
         return msgspec.structs.replace(
             observed, messages=await place_images(observed.messages, pictures, self._store_image), images=()
@@ -49,7 +52,7 @@ class ImageStoringFactory:
 
 
 class ImageStoringEnvironment:
-    """One episode; calls go on as they are."""
+    """One episode; calls are passed on unchanged."""
 
     def __init__(self, inner: Environment, factory: ImageStoringFactory) -> None:
         self.replayable = inner.replayable

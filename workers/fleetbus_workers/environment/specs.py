@@ -30,11 +30,11 @@ PYTHON_OBJECT = "python-object"
 
 
 class EnvironmentFactory(Protocol):
-    """Makes the environment of an episode. `running` is entered around all of them: it holds what outlives an episode."""
+    """Makes the environment of an episode. `run` is entered around all of them: it holds what outlives an episode."""
 
     def __call__(self) -> Environment: ...
 
-    def running(self) -> AbstractAsyncContextManager[None]: ...
+    def run(self) -> AbstractAsyncContextManager[None]: ...
 
 
 @asynccontextmanager
@@ -47,10 +47,10 @@ class Factory:
     """A factory from its parts."""
 
     def __init__(
-        self, make: Callable[[], Environment], running: Callable[[], AbstractAsyncContextManager[None]] = _hold_nothing
+        self, make: Callable[[], Environment], run: Callable[[], AbstractAsyncContextManager[None]] = _hold_nothing
     ) -> None:
         self._make = make
-        self.running = running
+        self.run = run
 
     def __call__(self) -> Environment:
         return self._make()
@@ -116,12 +116,12 @@ class Adapter(NamedTuple):
 
 def _build_host(module: Any, context: AdapterContext) -> EnvironmentFactory:
     host = module.build_server_host(context.spec, context.form, context.rest, context.build_factory, context.settings)
-    return Factory(host, host.running)
+    return Factory(host, host.run)
 
 
 def _store_images(factory: EnvironmentFactory, context: AdapterContext) -> EnvironmentFactory:
     """The same for classes that give images in `Start` and `Step`."""
-    return Factory(ImageStoringFactory(factory, context.store_image), factory.running)
+    return Factory(ImageStoringFactory(factory, context.store_image), factory.run)
 
 
 ADAPTERS = (

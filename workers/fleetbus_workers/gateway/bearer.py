@@ -1,4 +1,4 @@
-"""A token that clients have to send: names of sessions are chosen by clients, and no secret. Health is told to everybody."""
+"""A token that clients have to send: names of sessions are chosen by clients, and not secret. Health needs no token."""
 
 from __future__ import annotations
 

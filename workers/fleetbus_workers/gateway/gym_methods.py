@@ -27,7 +27,7 @@ from fleetbus_workers.gateway.images import PNG, LoadImage, render_messages
 METHODS = ("system_prompt", "reset", "step", "close")
 FAILED = "Environment Error"
 FAILURES = frozenset({"env_failed", "timeout", "lost"})
-"""Ends after which the client's session goes on with its next reset, in an environment of its own."""
+"""Ends after which the client's session continues with its next reset, in an environment of its own."""
 
 
 class CallRefused(Exception):
@@ -92,7 +92,7 @@ class GymCalls:
         return self._format.mime
 
     async def connect(self, request: Request) -> Answer:
-        """A session of one's own per call; its name comes from the call's key, so a repetition finds the same one."""
+        """A separate session per call; its name comes from the call's key, so a repetition finds the same one."""
         config = request.fields.get("env_config") or {}
         if not isinstance(config, dict):
             raise CallRefused(400, "env_config must be an object")
@@ -149,7 +149,7 @@ class GymCalls:
     async def _reset(self, session: str, key: str, seed: int | None) -> Answer:
         answer = await self._execute(session, "reset", key, seed=seed)
         if answer.end in FAILURES and answer.refusal:
-            answer = await self._begun_anew(session, key, seed)
+            answer = await self._reset_in_new_environment(session, key, seed)
         if answer.end is not None:
             return Answer(_build_failure(answer))
         text, images = await render_messages(
@@ -160,20 +160,20 @@ class GymCalls:
     async def _step(self, session: str, key: str, action: str) -> Answer:
         answer = await self._execute(session, "step", key, text=action)
         if answer.refusal == "conflict":
-            answer = await self._ended_before(session, answer)
-            return await self._observed(answer, reward=0.0, info=_info(answer))
+            answer = await self._repeat_last_answer(session, answer)
+            return await self._build_step_answer(answer, reward=0.0, info=_info(answer))
         if answer.end is not None:
             return Answer(_build_failure(answer) | {"reward": 0.0, "done": True})
         reward, info = answer.reward or 0.0, _info(answer)
         if answer.terminated or answer.truncated:
             reward += await self._unpaid(session, key, info)
-        return await self._observed(answer, reward=reward, info=info)
+        return await self._build_step_answer(answer, reward=reward, info=info)
 
-    async def _observed(self, answer: SessionAnswer, *, reward: float, info: dict[str, Any]) -> Answer:
+    async def _build_step_answer(self, answer: SessionAnswer, *, reward: float, info: dict[str, Any]) -> Answer:
         text, images = await render_messages(answer.messages, self._load, self._format)
         return Answer({"obs": text, "reward": reward, "done": answer.terminated or answer.truncated, "info": info}, images)
 
-    async def _ended_before(self, session: str, refused: SessionAnswer) -> SessionAnswer:
+    async def _repeat_last_answer(self, session: str, refused: SessionAnswer) -> SessionAnswer:
         """The last answer of an episode that is over: a step after it shows the end again, and nothing is executed. The
         protocol's clients repeat what is refused for minutes. Raises `CallRefused` for any other conflict."""
         records = [each for each in (await self._journal(session)).records if each.call.call in ("reset", "step")]
@@ -182,7 +182,7 @@ class GymCalls:
             raise CallRefused(400, refused.error)
         return last
 
-    async def _begun_anew(self, session: str, key: str, seed: int | None) -> SessionAnswer:
+    async def _reset_in_new_environment(self, session: str, key: str, seed: int | None) -> SessionAnswer:
         """The reset of a session whose environment failed: in an environment of its own, under the next name on the bus."""
         journal = await self._journal(session)
         assert journal.claim is not None, "what was never opened has not failed"
@@ -215,7 +215,8 @@ class GymCalls:
         return await read_session_journal(self._client.bus, self._client.subjects, self._name(session))
 
     def _name(self, session: str) -> str:
-        """What the session is called on the bus: with each environment of it that failed and was followed by another, anew."""
+        """What the session is called on the bus: with each environment of it that failed and was followed by another, a new
+        name."""
         failed = len(self._failed_journals.get(session, ()))
         return f"{session}-{failed}" if failed else session
 
@@ -246,7 +247,7 @@ class GymCalls:
         return answer
 
     async def _is_followed(self, session: str) -> bool:
-        """Whether another gateway went on with this session after its environment had failed; then so does this one."""
+        """Whether another gateway continued this session after its environment had failed; then so does this one."""
         following = f"{session}-{len(self._failed_journals.get(session, ())) + 1}"
         if await self._client.bus.last(self._client.subjects.session(following)) is None:
             return False

@@ -53,7 +53,7 @@ log = structlog.get_logger()
 class OpenEnvSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``capacity_timeout``: seconds a reset waits for a slot; ``max_sessions``: most named sessions, which are closed after
     ``session_timeout`` seconds without a call, or ``resume_timeout`` after their connection broke off; ``idle_timeout``:
-    seconds without a frame until a socket that has no environment is closed (its client connects anew with its next call);
+    seconds without a frame until a socket that has no environment is closed (its client reconnects with its next call);
     ``token``: what clients have to send as ``Authorization: Bearer``, empty for nothing."""
 
     capacity_timeout: float = 30.0
@@ -153,7 +153,7 @@ class OpenEnvGateway:
             await _refuse(socket, code, f"Server at capacity: {error}" if code == "CAPACITY_REACHED" else str(error))
         except (SessionUnavailable, BusError) as error:  # the log is away: the client may come again
             await _refuse(socket, "EXECUTION_ERROR", str(error))
-        if socket.application_state is WebSocketState.CONNECTED:  # another connection goes on with this session
+        if socket.application_state is WebSocketState.CONNECTED:  # another connection continues this session
             await _close(socket, 1001)
 
     async def _handle_frames(self, socket: WebSocket, episode: OpenEnvEpisode) -> bool:
@@ -178,7 +178,7 @@ class OpenEnvGateway:
             await socket.send_text(write_json(answer))
 
     async def _receive(self, socket: WebSocket, episode: OpenEnvEpisode) -> Any:
-        """The next event; None when nothing came for too long from one who has no environment to think about."""
+        """The next event; None when nothing came for too long from a client without an environment."""
         if episode.is_active:
             return await socket.receive()
         with anyio.move_on_after(self._settings.idle_timeout):

@@ -1,7 +1,7 @@
 """One session of the OpenEnv gateway: the protocol's calls as calls to sessions on the bus, and the answers as observations.
 
 A session has a name, and each environment it uses in turn is a session on the bus, ``<name>-0``, ``<name>-1``, ... What it was
-doing is read from their journals, so that any gateway can go on with it. Every tool call is a step, however it comes.
+doing is read from their journals, so that any gateway can continue it. Every tool call is a step, however it comes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OpenEnvEpisode:
         return self._is_live
 
     async def attach(self) -> bool:
-        """Go on where another gateway, or connection, stopped; False if this name was never used."""
+        """Continue where another gateway, or connection, stopped; False if this name was never used."""
         async with self._lock:
             await self._load_journals()
         return self._number >= 0

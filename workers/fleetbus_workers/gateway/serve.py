@@ -9,7 +9,7 @@ import anyio
 import uvicorn
 
 from fleetbus_workers.serving.connections import Bounds, build_bounded_protocol
-from fleetbus_workers.serving.ending import ending_quietly
+from fleetbus_workers.serving.ending import answer_cancelled_calls
 from fleetbus_workers.serving.listeners import SignalFreeServer
 from fleetbus_workers.serving.web_sockets import build_bounded_socket
 
@@ -29,7 +29,7 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
     in use, a further one gets a 503."""
     protocol = build_bounded_protocol(bounds)
     configuration = uvicorn.Config(
-        ending_quietly(application),
+        answer_cancelled_calls(application),
         log_config=None,
         access_log=False,
         lifespan="on",

@@ -35,7 +35,7 @@ def check_image_model(model: Any, processor: ImageProcessor, folder: Path) -> No
     own = process_prompt["input_ids"][0].tolist()
     ids, shown = expand_image_tokens([processor.image_token_id] * 2, processor.image_token_id, seen)
     if ids != own:
-        raise UserError(f"{folder}: its processor makes other tokens of two images together than of each alone")
+        raise UserError(f"{folder}: its processor makes different tokens of two images together than of each alone")
     with torch.no_grad():
         try:
             codes = encode_image_ids(np.array(ids, np.int64), list(zip(shown, seen, strict=True)))
@@ -44,7 +44,7 @@ def check_image_model(model: Any, processor: ImageProcessor, folder: Path) -> No
             )
         except (ImageMismatch, AttributeError, TypeError) as error:
             raise UserError(
-                f"{folder}: {type(model).__name__} takes images otherwise than in the place of {processor.image_token}: {error}"
+                f"{folder}: {type(model).__name__} does not take images in place of {processor.image_token}: {error}"
             ) from error
         expected = model(
             **{name: value.to(model.device) for name, value in process_prompt.items()}, use_cache=False
@@ -53,8 +53,8 @@ def check_image_model(model: Any, processor: ImageProcessor, folder: Path) -> No
     difference = (found - expected).abs().max() / expected.abs().max()
     if not difference <= TOLERANCE.get(model.dtype, 1e-4):
         raise UserError(
-            f"{folder}: {type(model).__name__} does more with images than put embeddings in the place of tokens, which is all "
-            "that can be done here; take a model of the kind of LLaVA or Idefics3"
+            f"{folder}: {type(model).__name__} does more with images than replace tokens by their embeddings, which is all "
+            "that is supported; choose a model such as LLaVA or Idefics3"
         )
 
 

@@ -84,7 +84,7 @@ class ImageProcessor:
         self._cache_bytes, self._bytes = cache_bytes, 0
         self._lock = threading.Lock()
 
-    def known(self, name: str) -> ProcessedImage | None:
+    def look_up(self, name: str) -> ProcessedImage | None:
         """What was made of an image before, if it is still kept; never blocks for long."""
         return self._cache.get(name)
 
@@ -136,7 +136,9 @@ def _open_processor(folder: Path) -> Any:
     except (OSError, ValueError, ImportError, TypeError, KeyError) as error:
         raise UserError(f"{folder}: its image processor cannot be loaded: {_first_line(error)}") from error
     if getattr(processor, "image_processor", None) is None or not getattr(processor, "image_token", None):
-        raise UserError(f"{folder}: {type(processor).__name__} processes no images in text; does the folder lack a file?")
+        raise UserError(
+            f"{folder}: {type(processor).__name__} does not process images within text; check the folder for missing files"
+        )
     return processor
 
 

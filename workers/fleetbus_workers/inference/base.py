@@ -79,7 +79,7 @@ class Sampler(Protocol):
     version: int
     """The version that new tokens come from."""
 
-    def running(self) -> AbstractAsyncContextManager[None]:
+    def run(self) -> AbstractAsyncContextManager[None]:
         """The engine's lifetime: enter before the first call; leaving stops it and fails what is in flight."""
 
     async def generate(self, request: GenerationRequest) -> Generation:

@@ -3,7 +3,7 @@
 Above it is the inference worker; below are transformers and tokenizers, imported only here and only when a folder is opened.
 What an assistant's turn is followed by is read from the template itself: a small conversation with the new messages at its
 end is rendered, and everything after the assistant's words is the delta. The words themselves are always the sampled ids, so
-the history is exact: a template that drops earlier reasoning when it renders a history anew, or that opens a thought only for
+the history is exact: a template that drops earlier reasoning when it renders a history again, or that opens a thought only for
 the turn to come, does not change what was sampled and what it was sampled after. See docs/decisions/0061.
 """
 
@@ -23,7 +23,7 @@ MAX_CACHED_DELTAS = 512
 """Rendered and tokenised texts kept per template: groups share their prompts, episodes many of their observations."""
 
 MAX_CACHED_CHARACTERS = 8192
-"""Longer texts are tokenised anew each time, which bounds the memory of the cache."""
+"""Longer texts are tokenised again each time, which bounds the memory of the cache."""
 
 _ANSWER = "Fleetbusanswer"
 _THOUGHT = "Fleetbusthought"
@@ -37,7 +37,7 @@ class ChatTemplate:
     zero-width space, so that no observation can end a turn or begin one.
 
     ``drops_reasoning`` says that the template leaves earlier reasoning out; with ``reasoning`` "refuse" such a model is
-    refused, with "keep" the history keeps what was sampled. ``thinking`` is told to templates that ask for
+    refused, with "keep" the history keeps what was sampled. ``thinking`` is passed to templates that use
     ``enable_thinking``. ``turn_end`` is the id that ends an assistant's turn."""
 
     stop_ids: frozenset[int]
@@ -63,7 +63,7 @@ class ChatTemplate:
         self.drops_reasoning = self._detect_dropped_reasoning()
         if self.drops_reasoning and reasoning == "refuse":
             raise UserError(
-                f"{folder}: the chat template drops earlier reasoning, which histories here keep: allow that with "
+                f"{folder}: the chat template drops earlier reasoning, but the history keeps it: allow this with "
                 "--inference-reasoning keep, or put a chat_template.jinja that keeps it into the folder"
             )
         self._cached_ids = lru_cache(MAX_CACHED_DELTAS)(self._encode_ids)
@@ -113,7 +113,7 @@ class ChatTemplate:
         """What the template writes after an assistant's words when ``messages`` follow, up to the assistant's next words."""
         _, found, following = self._render([*_BASE, *messages]).partition(_ANSWER)
         if not found:
-            raise UserError(f"{self._folder}: the chat template does not repeat what the assistant said")
+            raise UserError(f"{self._folder}: the chat template does not repeat the assistant's text")
         return following
 
     def _convert_message(self, message: ChatMessage) -> dict[str, Any]:

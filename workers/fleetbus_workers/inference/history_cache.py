@@ -35,7 +35,7 @@ class StaleObservation(Exception):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """All token ids of an episode so far, and the images that they show. Whoever took it may extend ``ids``: it is no longer
+    """All token ids of an episode so far, and the images that they show. The caller may extend ``ids``: it is no longer
     kept."""
 
     digest: bytes

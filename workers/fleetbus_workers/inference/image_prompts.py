@@ -49,7 +49,7 @@ class ImagePrompts:
         )
 
     async def _process_image(self, name: str) -> ProcessedImage:
-        if (known := self._processor.known(name)) is not None:
+        if (known := self._processor.look_up(name)) is not None:
             return known
         data = await self._reader.read(name)
         return await anyio.to_thread.run_sync(self._processor.see, name, data, limiter=self._room)

@@ -1,7 +1,7 @@
 """One Observation becomes one Action: history, template delta, sampling, a stored answer (delivery rules 4, 5, 9).
 
-The Action expects the sequence that its Observation carries, so the server stores one per turn, whoever answers first. The
-Observation is acked only when an Action for its turn stands in the log, or when nobody waits for one any more.
+The Action expects the sequence that its Observation carries, so the server stores one per turn, that of the first to answer.
+The Observation is acked only when an Action for its turn stands in the log, or when no worker waits for one any more.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ObservationHandler:
             observation = decode(Observation, message.payload, subject=message.subject)
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
-            log.error("malformed observation; ignoring it", reason=str(malformed))
+            log.error("observation is malformed; ignoring it", reason=str(malformed))
             await delivery.ack()
             return
         turn = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
@@ -159,7 +159,7 @@ class ObservationHandler:
                 return not await self._store_action(observation, msgspec.structs.replace(action, observation_sequence=sequence))
             except StaleObservation as stale:
                 self._counters["stale"] += 1
-                log.info("stale observation; dropping it", reason=str(stale))
+                log.info("observation is stale; dropping it", reason=str(stale))
         if scope.cancelled_caught:
             self._counters["expired"] += 1
         return False

@@ -24,7 +24,7 @@ class StubSampler:
     version = 0
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         await anyio.lowlevel.checkpoint()
         yield
 

@@ -61,7 +61,7 @@ class TinkerSampler:
                 raise UserError(f"the Tinker service {self._settings.url} did not answer in {OPEN_SECONDS:.0f} s") from None
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """Between entering and leaving, turns can be sampled."""
         await self.open()
         try:
@@ -130,7 +130,7 @@ class TinkerSampler:
                 path = msgspec.json.decode(content, type=SamplerPath).sampler
             except (OSError, msgspec.DecodeError) as error:
                 raise WeightsRejected(
-                    f"{policy.uri} is no version of a Tinker service ({format_error(error)}): set learner.trainer = tinker"
+                    f"{policy.uri} is not a version of a Tinker service ({format_error(error)}): set learner.trainer = tinker"
                 ) from error
             try:
                 with anyio.fail_after(LOAD_SECONDS):

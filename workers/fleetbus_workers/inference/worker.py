@@ -97,7 +97,7 @@ class InferenceWorker:
             busy_with=lambda: self._handler.turns,
         )
         async with (
-            self._sampler.running(),
+            self._sampler.run(),
             run_lifecycle(lifecycle, bus, self._lane, slots=self._slot_count),
             anyio.create_task_group() as group,
         ):

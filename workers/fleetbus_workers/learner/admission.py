@@ -54,7 +54,7 @@ class Admission:
         members: defaultdict[str, set[int]] = defaultdict(set)
         settled: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for sequence, request in requests:
-            if not self._pool.requested(request.episode_id, sequence):
+            if not self._pool.register_request(request.episode_id, sequence):
                 settled[request.group_id][request.sample_index] = request.episode_id
                 continue
             self._pool.admit(request.group_id, request.group_size, version=request.policy_version)
@@ -65,7 +65,7 @@ class Admission:
             self.next_group = max(self.next_group, parse_group_number(group_id) + 1)
             missing = set(range(self._pool.size(group_id))) - indices - settled[group_id].keys()
             for episode_id in settled[group_id].values():
-                self._pool.settled_before(episode_id, group_id)
+                self._pool.record_settlement(episode_id, group_id)
             await self._request_group(group_id, sorted(missing))
 
     async def run(self, drain: anyio.Event) -> None:
@@ -127,9 +127,9 @@ class Admission:
             sequence, result = await self._requests.publish(request)
             if sequence < self._floor and parse_group_number(group_id) < self._first_new_group:
                 self._requests.mark_answered(request.episode_id)
-                self._pool.settled_before(request.episode_id, group_id)
+                self._pool.record_settlement(request.episode_id, group_id)
                 return
-            self._pool.requested(request.episode_id, sequence)
+            self._pool.register_request(request.episode_id, sequence)
             if result is not None:
                 self._pool.add_result(result)
 

@@ -54,4 +54,4 @@ class Trainer(Protocol):
         """Write optimizer, schedule and random states for a checkpoint; weights not included."""
 
     def restore(self, weights: Path, state: Path) -> None:
-        """Go on from a checkpoint's weights and what `save_state` wrote beside them."""
+        """Continue from a checkpoint's weights and what `save_state` wrote beside them."""

@@ -1,6 +1,6 @@
 """Which checkpoint a lineage begins at: the newest that counts, or the one that a person names. Below are their files.
 
-A run that has a checkpoint never begins anew by itself: one that cannot be read is waited for, and a person decides.
+A run that has a checkpoint never starts over by itself: it waits for a checkpoint that cannot be read, and a person decides.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def choose_checkpoint(
     parent = lineages[-1].lineage if lineages else ""
     counting = [entry for entry in stored if is_surviving(surviving, entry.lineage, entry.step)]
     if restart and any(started.restart == restart for started in lineages):
-        log.info("learner.restart_from was followed before: write it as STEP/2 to do it again", restart_from=restart)
+        log.info("learner.restart_from was applied before; ignoring it, STEP/2 applies it again", restart_from=restart)
     elif restart:
         return await _choose_ordered(restart, parent, counting, stored, folder, runtime)
     if not counting:
@@ -100,14 +100,14 @@ async def _find_newest_readable(
         try:
             return await _open_checkpoint(entry, folder, runtime)
         except CheckpointDamaged as damaged:
-            log.warning("checkpoint passed over", path=entry.file, reason=str(damaged))
+            log.warning("checkpoint is damaged; trying an older one", path=entry.file, reason=str(damaged))
             reason = reason or f"{entry.file} is damaged: {damaged}"
         except OSError as error:
             reason = reason or f"{entry.file} cannot be read ({error.strerror or error})"
             break
     there = _format_steps([entry for entry in entries if _locate(entry, folder).joinpath(INDEX).is_file()])
     raise CheckpointUnread(
-        f"the checkpoint of step {entries[-1].step}: {reason}; mount or restore it, or say where to go on: "
+        f"the checkpoint of step {entries[-1].step}: {reason}; mount or restore it, or choose where to resume: "
         f"--restart-from {' | '.join(filter(None, (there, START)))}"
     )
 

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """From where a learner can go on. ``floor`` and ``settled`` are those of `fleetbus.core.ledger.Ledger`;
+    """From where a learner can resume. ``floor`` and ``settled`` are those of `fleetbus.core.ledger.Ledger`;
     ``next_group`` is the number of the first group that was never admitted."""
 
     lineage: str
@@ -96,7 +96,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     try:
         return open_checkpoint(path)
     except (OSError, CheckpointDamaged) as error:
-        log.warning("checkpoint unusable; skipping it", path=str(path), reason=str(error))
+        log.warning("checkpoint is unusable; skipping it", path=str(path), reason=str(error))
         return None
 
 
@@ -111,7 +111,7 @@ def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], b
     whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
     counting = [each for each in whole if not is_voided(f"l{each[0]}", each[1])]
     if not counting or not _is_there(counting[-1][2]):
-        log.error("no checkpoint is removed: the newest cannot be read", folder=str(folder))
+        log.error("newest checkpoint is unreadable; keeping all checkpoints", folder=str(folder))
         return
     reached = counting[-1][1]
     kept = {path for _, _, path in counting[-keep:]}
@@ -121,7 +121,7 @@ def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], b
             shutil.rmtree(path, ignore_errors=True)
 
 
-def written_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
+def list_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
     """Of everything in a folder of checkpoints the number of its lineage, its step, and whether it was finished; in order."""
     if not folder.is_dir():
         return []

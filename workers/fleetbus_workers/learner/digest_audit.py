@@ -84,7 +84,7 @@ class DigestAudit:
     def count_steps(self) -> None:
         """From now on it is known which steps count, and by which rules each episode was trained."""
         for subject, training in self._training.items():
-            for step in training.counted(Findings()):
+            for step in training.list_settlements(Findings()):
                 plan = self._plans[subject, step.lineage]
                 self._steps[step.sequence] = plan
                 self._plan_of |= dict.fromkeys(step.episodes, plan)

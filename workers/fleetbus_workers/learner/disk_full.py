@@ -31,7 +31,7 @@ async def retry_while_disk_full(runtime: Runtime, function: Callable[..., Any], 
         except OSError as error:
             if error.errno not in FULL_ERRNOS:
                 raise
-            log.error("disk full; waiting for free space", reason=str(error))
+            log.error("disk is full; waiting for free space", reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
 
 

@@ -1,4 +1,5 @@
-"""Held-out tasks played on demand, beside a learner or without one: asked for as ``eval`` episodes, which nobody trains on."""
+"""Held-out tasks played on demand, beside a learner or without one: asked for as ``eval`` episodes, which are never trained
+on."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ async def play(
     """One result for each of ``samples`` episodes of every task, in no order. ``name`` is in no other evaluation's episode ids.
 
     ``pinned``: no other version may answer; episodes that one would answer end ``lost``. Every episode ends by its deadline.
-    ``on_progress`` hears how many are done of how many. Once a deadline passes before anybody took the episode up, no more are
-    asked
+    ``on_progress`` is called with the numbers done and in all. Once a deadline passes before a worker took the episode up, no
+    more are asked
     for, and their results are missing.
     """
     subjects = Subjects(configuration.run.name)

@@ -26,7 +26,7 @@ async def read_images(
 ) -> dict[str, tuple[PlacedImage, ...]]:
     """By episode the images of its history, their places counted from its beginning. An episode that lacks one leaves its
     group, with the reason."""
-    shown = {episode: images for episode, played in actions.items() if (images := shown_images(played))}
+    shown = {episode: images for episode, played in actions.items() if (images := list_images(played))}
     found: dict[str, tuple[PlacedImage, ...]] = {}
     if not shown:
         return found
@@ -47,7 +47,7 @@ async def read_images(
     return found
 
 
-def shown_images(actions: Sequence[Action]) -> list[ShownImage]:
+def list_images(actions: Sequence[Action]) -> list[ShownImage]:
     """The images of the turns of one episode, their places counted from its beginning."""
     images: list[ShownImage] = []
     length = 0
@@ -70,11 +70,11 @@ async def _load_images(reader: ImageReader | None, shown: Sequence[ShownImage]) 
                 ]
             ), ""
         except ImageFailed as failed:
-            log.error("image unavailable; excluding the episode", reason=str(failed))
+            log.error("image is unavailable; excluding the episode", reason=str(failed))
             return (), failed.error_class
         except ImageNotFetched as unread:
             log.warning(
-                "image read failed; retrying" if left else "image unavailable; excluding the episode", reason=str(unread)
+                "image read failed; retrying" if left else "image is unavailable; excluding the episode", reason=str(unread)
             )
             if left:
                 await anyio.sleep(PAUSE_SECONDS)

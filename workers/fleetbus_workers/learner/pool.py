@@ -89,11 +89,11 @@ class GroupPool:
         self._group_of[episode_id] = group_id
         self._ledger.register_pending(episode_id)
 
-    def requested(self, episode_id: str, sequence: int) -> bool:
+    def register_request(self, episode_id: str, sequence: int) -> bool:
         """The episode's request stands at this position of the log; False if it is settled or known already."""
         return self._ledger.register(episode_id, sequence)
 
-    def settled_before(self, episode_id: str, group_id: str) -> None:
+    def record_settlement(self, episode_id: str, group_id: str) -> None:
         """An episode of an admitted group was settled by an earlier lineage: no batch can use the others, which are excluded
         once their results are there."""
         group = self._groups[group_id]

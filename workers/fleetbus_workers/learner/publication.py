@@ -131,7 +131,7 @@ class Publication:
             if self._objects is not None and manifest and manifest not in self._manifests.values():
                 await self._objects.remove(manifest)
         except (BusError, OSError) as error:
-            log.warning("old weights not removed; leaving them in the store", file=file.name, reason=str(error))
+            log.warning("removal of old weights failed; leaving them in the store", file=file.name, reason=str(error))
 
 
 def prune_versions(folder: Path, keep: int) -> list[Path]:

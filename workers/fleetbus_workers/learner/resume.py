@@ -32,7 +32,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
-from fleetbus_workers.learner.checkpoints import Checkpoint, written_checkpoints
+from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints
 
 CHECK_SECONDS = 5.0
 """How often a learner looks for a checkpoint that it cannot read."""
@@ -131,14 +131,18 @@ async def find_resume_point(
     """
     runtime, lineages = runtime or Runtime(), book.lineages
     choice = await choose_checkpoint(lineages, book.checkpoints, folder=folder, restart=restart, runtime=runtime)
-    written = await runtime.offload(written_checkpoints, folder) if folder is not None else []
+    written = await runtime.offload(list_checkpoints, folder) if folder is not None else []
     lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
     if lost:
-        log.error("the log went back in time: it has lost what these checkpoints hold", checkpoints=lost, reached=book.reached)
+        log.error(
+            "log has lost entries that these checkpoints cover; leaving the checkpoints unused",
+            checkpoints=lost,
+            reached=book.reached,
+        )
     if lost and choice.checkpoint is None and not choice.restart:
         raise UserError(
-            f"the log knows of no checkpoint, and {folder} holds {', '.join(lost)}: it was lost, or is that of another run; "
-            f"to begin anew, say --restart-from {START}"
+            f"the log names no checkpoint, but {folder} contains {', '.join(lost)}: the log was lost, or is another run's; "
+            f"to start over, use --restart-from {START}"
         )
     name = f"l{max([book.newest_lineage, *(number for number, _, _ in written)]) + 1}"
     next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
@@ -165,14 +169,14 @@ async def wait_for_resume_point(
     while not drain.is_set():
         book = await read_book(bus, subjects, configuration.run.policy)
         if book.finished_step >= settings.steps and book.has_followed(settings.restart_from):
-            log.info("training is finished already", step=book.finished_step)
+            log.info("training has already finished", step=book.finished_step)
             return None
         try:
             return await find_resume_point(book, folder=folder, restart=settings.restart_from, runtime=runtime)
         except CheckpointUnread as unread:
             if anyio.current_time() >= give_up_at:
                 raise
-            log.error("training waits for a checkpoint", reason=str(unread))
+            log.error("checkpoint is unreadable; waiting for it", reason=str(unread))
         with anyio.move_on_after(CHECK_SECONDS):
             await drain.wait()
     return None
@@ -197,7 +201,7 @@ async def read_requests_from_floor(
 ) -> list[tuple[int, EpisodeRequested]]:
     """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
 
-    Anybody may ask for an episode; what no lineage asked for is no group of ours.
+    Any client may request an episode; what no lineage requested is not one of its groups.
     """
     entries = [entry async for entry in bus.scan([subjects.tasks(pool)], start=resume_point.floor)]
     found = [(entry.sequence, request) for entry, request in decode_entries(EpisodeRequested, entries)]

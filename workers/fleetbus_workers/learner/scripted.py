@@ -13,7 +13,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 
 
 class ScriptedTrainer:
-    """Its only weight is the number of updates, so a restored trainer can be told from a fresh one."""
+    """Its only weight is the number of updates, so a restored trainer can be distinguished from a fresh one."""
 
     def __init__(self) -> None:
         self.updates = 0

@@ -25,7 +25,7 @@ class SignalLog:
             return
         self._logged_kind = kind
         if found is None:
-            log.info("learning signal present again", step=step.step)
+            log.info("learning signal has returned", step=step.step)
         elif found.kind == "solved":
             log.info(found.reason, advice=found.advice)
         else:

@@ -108,7 +108,7 @@ class TinkerTrainer:
         try:
             stored = msgspec.json.decode(state.read_bytes(), type=StatePath)
         except msgspec.DecodeError as error:
-            raise UserError(f"{state} is no checkpoint of a Tinker service: {error}") from error
+            raise UserError(f"{state} is not a checkpoint of a Tinker service: {error}") from error
         try:
             self._model.load_state_with_optimizer(stored.state).result(timeout=CALL_SECONDS)
         except (tinker.NotFoundError, tinker.BadRequestError, tinker.RequestFailedError) as error:
@@ -126,7 +126,7 @@ class TinkerTrainer:
                 self._training_client = self._client.create_lora_training_client(base_model=base_model, rank=rank)
             except (tinker.TinkerError, ValueError) as error:
                 raise UserError(
-                    f"the Tinker service makes no adapter of rank {rank} on {base_model}: {format_error(error)}"
+                    f"the Tinker service cannot create an adapter of rank {rank} on {base_model}: {format_error(error)}"
                 ) from error
         return self._training_client
 
@@ -167,7 +167,7 @@ def _split_evenly(sequences: Sequence[TrainingSequence], parts: int) -> list[Seq
 
 
 def _write_atomically(file: Path, content: msgspec.Struct) -> None:
-    """All of it or nothing, as whoever opens ``file`` sees it."""
+    """All of it or nothing, as a reader of ``file`` sees it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     temporary.write_bytes(msgspec.json.encode(content))

@@ -220,7 +220,8 @@ class Learner:
         log.info("training finished", model=str(self._folder.model))
 
     async def _read_remaining_results(self) -> None:
-        """Enter every result that stands in the log by now: whoever begins at the last step may not have read any yet."""
+        """Enter every result that stands in the log by now: a learner that starts at the last step may not have read any
+        yet."""
         async for stored in self._bus.scan([self._subjects.episodes], start=self._ledger.floor):
             entry = decode_episode_entry(stored)
             if isinstance(entry, EpisodeFinished) and entry.split == "train":

@@ -51,7 +51,7 @@ def serve_metrics(exposition: Exposition, host: str, port: int) -> Iterator[int]
     except OSError as error:
         raise UserError(f"port {port} on {host} cannot be served: {error.strerror}: choose another --port") from error
     except UnicodeError as error:
-        raise UserError(f"--host {host} can be no host: give an address of this machine") from error
+        raise UserError(f"--host {host} is not a valid host: give an address of this machine") from error
     try:
         yield int(server.server_address[1])
     finally:

@@ -36,7 +36,7 @@ MAX_ROWS = 1000
 READ_SECONDS = 20.0
 MAX_TOKENS_SHOWN = 20_000
 
-NOT_SERVED = "the run is over, and its log is not served any more: start `fleetbus monitor` again to read it from its files"
+NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:",

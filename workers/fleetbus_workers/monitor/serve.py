@@ -37,7 +37,7 @@ async def serve(
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
     is who
-    makes the run go on, as far as it is known."""
+    drives the run, as far as it is known."""
     subjects = Subjects(configuration.run.name)
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))

@@ -40,5 +40,5 @@ def load_token_decoder(model: Path) -> TokenDecoder:
     try:
         return TokenDecoder(Tokenizer.from_file(str(file)))
     except Exception as error:  # tokenizers has no narrower one
-        log.warning("tokenizer not readable; showing token ids only", tokenizer=str(file), reason=str(error))
+        log.warning("tokenizer is unreadable; showing token ids only", tokenizer=str(file), reason=str(error))
         return TokenDecoder()

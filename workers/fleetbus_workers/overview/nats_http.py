@@ -1,8 +1,8 @@
 """Monitoring data of a NATS server over HTTP: ``/varz``, ``/connz`` and ``/jsz``, asked when their address is known.
 
 The endpoints are off unless the server was started with them (``-m 8222``); a server of `fleetbus up` always has them, on
-loopback. Nothing here is ever an error: what is not told is unknown, and `NatsServer.problem` says in one line why.
-Fields as of nats-server 2.15 (docs.nats.io/running-a-nats-service/nats_admin/monitoring).
+loopback. Nothing here is ever an error: what the server does not report is unknown, and `NatsServer.problem` says in one line
+why. Fields as of nats-server 2.15 (docs.nats.io/running-a-nats-service/nats_admin/monitoring).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def parse_monitoring_address(url: str) -> str:
     except ValueError:
         is_address = False
     if url and not is_address:
-        raise UserError(f"--nats-http {strip_credentials(url)} is no HTTP address: http://127.0.0.1:8222 would be one")
+        raise UserError(f"--nats-http {strip_credentials(url)} is not an HTTP address such as http://127.0.0.1:8222")
     return url.rstrip("/")
 
 
@@ -140,9 +140,9 @@ def _fetch(url: str, endpoint: str) -> dict[str, Any]:
         reason = getattr(error, "reason", error)
         raise _EndpointUnavailable(getattr(reason, "strerror", None) or str(reason) or "no answer") from error
     except ValueError as error:
-        raise _EndpointUnavailable("what answers there is no nats-server") from error
+        raise _EndpointUnavailable("the endpoint is not a nats-server") from error
     if not isinstance(content, dict):
-        raise _EndpointUnavailable("what answers there is no nats-server")
+        raise _EndpointUnavailable("the endpoint is not a nats-server")
     return content
 
 

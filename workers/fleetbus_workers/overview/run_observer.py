@@ -25,7 +25,7 @@ RESUME_SECONDS = 120.0
 """For the learner of a run that `up` resumes to come back, before its absence is trouble."""
 
 ALIVE = ("working", "draining", "starting")
-"""Workers in these states may make a run go on."""
+"""Workers in these states may continue a run."""
 
 FIRST_ENTRY_SECONDS = 10.0
 """In a log that has entries the first one comes within this, or none of them is of interest."""
@@ -60,7 +60,7 @@ class LogHealth:
 
 
 class RunObserver:
-    """One run, watched. ``driver`` is what is known here of who makes it go on."""
+    """One run, watched. ``driver`` is what is known here of the process that drives it."""
 
     def __init__(self, bus: Bus, subjects: Subjects, state: RunState, driver: Driver | None = None) -> None:
         self._bus = bus
@@ -86,7 +86,7 @@ class RunObserver:
         return not self._has_caught_up
 
     def find_termination(self, now: float) -> Termination | None:
-        """How the run ended, None while it goes on or is not known well enough."""
+        """How the run ended, None while it continues or is not known well enough."""
         state, progress = self.state, self.state.progress
         if self.is_behind(now):
             return None
@@ -145,7 +145,7 @@ class RunObserver:
             message = decode_any(READ_TYPES, entry.payload, subject=entry.subject)
         except MalformedMessage as malformed:
             self.state.malformed += 1
-            log.warning("malformed entry; ignored", sequence=entry.sequence, reason=malformed.reason)
+            log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
             return
         self.state.apply(entry, message, anyio.current_time(), self._bus.now_ns())
 

@@ -79,7 +79,7 @@ class RunState:
         self.malformed = 0
         self.checkpoint = 0
         self.history = 0
-        """Counts the times that the curves lost points: whoever has drawn them draws them again."""
+        """Counts the times that the curves lost points: a view has to draw them again."""
         self._claimed: set[str] = set()
 
     # Folding

@@ -27,7 +27,7 @@ def _return_unknown() -> bool | None:
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):
     """What keeps a run going. ``is_driving`` says whether an `up` on this machine does so now, None if others may be;
-    ``command`` is what resumes the run here, empty for a run whose workers are started one by one."""
+    ``command`` is the command that resumes the run here, empty for a run whose workers are started separately."""
 
     is_driving: Callable[[], bool | None] = _return_unknown
     command: str = ""
@@ -78,7 +78,7 @@ def detect_termination(
     int,
     now_ns: int,
 ) -> Termination | None:  # fmt: skip
-    """The ending of a run, None while it goes on or may go on by itself.
+    """How a run ended; None while it continues or may continue by itself.
 
     ``is_silent`` is a server that does not answer; ``last_time_ns`` the time of the newest entry that was read. A learner that
     said goodbye may be started again by an `up` that drives the run; one that said none may only be out of reach.

@@ -40,7 +40,8 @@ class LogTrimmer:
         self._ages: deque[tuple[int, int]] = deque()
         self._old_sequence = 0
         self._unread: deque[tuple[StreamEntry, Message]] = deque()
-        """Results of the last window: whoever asked for an episode that no learner trains may be about to read its Actions."""
+        """Results of the last window: the client that requested an episode outside of training may be about to read its
+        Actions."""
         self.last_entered = 0
         self.trimmed = 0
 

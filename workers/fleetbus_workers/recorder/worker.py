@@ -1,6 +1,6 @@
 """The recorder: follows the log into an archive, and keeps the log below its limit by removing what the archive holds.
 
-Above it is the command line; below are the bus and the archive's files. One recorder per run works at a time. It goes on
+Above it is the command line; below are the bus and the archive's files. One recorder per run works at a time. It continues
 where the archive ends; of what is archived it reads again only what decides about trimming, which is never trimmed itself.
 """
 
@@ -180,7 +180,7 @@ async def _claim_lane(bus: Bus, subjects: Subjects, name: str, runtime: Runtime)
             wait_seconds=LEASE_SECONDS + 5,
         )
     except NoLaneFree as taken:
-        raise UserError(f"run {subjects.run} has a recorder already: stop it before you start another") from taken
+        raise UserError(f"run {subjects.run} already has a recorder: stop it before you start another") from taken
 
 
 async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: ArchiveWriter, runtime: Runtime) -> None:

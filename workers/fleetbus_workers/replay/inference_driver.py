@@ -91,7 +91,7 @@ class InferenceDriver(Driver):
     async def drive(self) -> None:
         versions = list(self._read_versions())
         if not versions:
-            raise UserError("the recording has no published version of the policy: nothing can be sampled")
+            raise UserError("the recording contains no published version of the policy, so nothing can be sampled")
         turns = sum(len(episode.turns) for episode in self._episodes)
         self.context.progress.expect(turns)
         for entry, published in versions:
@@ -206,7 +206,7 @@ class InferenceDriver(Driver):
         self.store(subject, observation, turn.observation_entry)
 
     def _check(self, episode: RecordedEpisode, action: Action, subject: str) -> bool:
-        """Compare the answer to the episode's next turn; True if the episode goes on."""
+        """Compare the answer to the episode's next turn; True if the episode continues."""
         turn = episode.turns[self._next_turn[episode.episode_id]]
         assert turn.action is not None
         replayed = msgspec.structs.replace(action, attempt=turn.action.attempt)

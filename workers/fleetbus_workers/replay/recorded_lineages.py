@@ -86,7 +86,7 @@ def read_lineages(recording: Recording) -> list[Lineage]:
             known = found.setdefault(message.lineage, Lineage(name=message.lineage, started=message, sequence=at, fence=at))
             known.fence = at
         elif not found:
-            raise UserError(f"{recording.path} does not hold the beginning of the training: record the whole run")
+            raise UserError(f"{recording.path} does not contain the beginning of the training: record the whole run")
         lineage = found.get(getattr(message, "lineage", ""))
         if lineage is None:
             continue
@@ -95,7 +95,7 @@ def read_lineages(recording: Recording) -> list[Lineage]:
         else:
             lineage.published.setdefault(key_of(entry.subject, message), (entry, message))
     if not found:
-        raise UserError(f"{recording.path} holds nothing that a learner published: record the whole run, without --episode")
+        raise UserError(f"{recording.path} contains no messages of a learner: record the whole run, without --episode")
     return [*found.values()]
 
 

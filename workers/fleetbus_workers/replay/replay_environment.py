@@ -43,7 +43,7 @@ class MemoryObjects:
 
     async def get(self, name: str, file: Path) -> None:
         if name not in self._contents:
-            raise ObjectMissing(f"the recording holds no object {name}")
+            raise ObjectMissing(f"the recording contains no object {name}")
         await anyio.Path(file).write_bytes(self._contents[name])
 
     async def remove(self, name: str) -> None:

@@ -50,7 +50,7 @@ async def replay_recording(source: Recording | Path, replay: Replay, progress: P
 async def replay_here(recording: Recording, replay: Replay, progress: Progress) -> Report:
     """Replay a recording in this process; raises `UserError` when it cannot be replayed."""
     if not recording.entries:
-        raise UserError(f"{recording.path} has no entries: there is nothing to replay")
+        raise UserError(f"{recording.path} contains no entries to replay")
     context = ReplayContext(recording, replay, progress=progress)
     roles = {"environment": _replay_environment, "inference": _replay_inference, "learner": _replay_learner}
     with suppress_logs(), tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
@@ -119,5 +119,5 @@ def find_model(configuration: Configuration, options: Replay) -> Path:
     disable_progress_bar()
     folder = options.model or find_model_folder(configuration.run)
     if not folder.is_dir():
-        raise UserError(f"the model folder {folder} is not there: give another with --model")
+        raise UserError(f"model folder {folder} not found: give another with --model")
     return folder

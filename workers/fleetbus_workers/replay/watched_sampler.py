@@ -16,7 +16,7 @@ class WatchedSampler:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self.running = sampler.running
+        self.run = sampler.run
         self.forget = sampler.forget
         self.rejected = ""
         self._settled = anyio.Event()

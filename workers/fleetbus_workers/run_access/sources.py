@@ -72,8 +72,8 @@ def find_monitor_address(configuration: Configuration) -> str:
 
 
 def resolve_nats_http(configuration: Configuration, given: str) -> str | None:
-    """The address of the server's monitoring: the one that was given, or that of `up`; empty if nobody knows it, None for a
-    run that nobody serves. Raises `UserError` for what is no address."""
+    """The address of the server's monitoring: the one that was given, or that of `up`; empty if it is unknown, None for a
+    run that is not served. Raises `UserError` for what is no address."""
     from fleetbus_workers.overview.nats_http import parse_monitoring_address
 
     known = parse_monitoring_address(given) or find_monitor_address(configuration)

@@ -1,6 +1,6 @@
 """Requests that are cut off when their server stops: answered in a line, instead of a traceback for each.
 
-A server that is told to stop lets what runs finish, within limits; what is still there then is cancelled. Whoever asked repeats
+A server that stops lets running calls finish, within limits; what is still there then is cancelled. The client repeats
 the request under its key at another gateway, and joins what still runs. Above it is uvicorn, below it an application.
 """
 
@@ -24,7 +24,7 @@ HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(B
 log = structlog.get_logger()
 
 
-def ending_quietly(application: Application) -> Application:
+def answer_cancelled_calls(application: Application) -> Application:
     """The application; a request that is cancelled gets a 503 if nothing of its answer went out, and a line in the log."""
 
     async def run(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -41,7 +41,7 @@ def ending_quietly(application: Application) -> Application:
         try:
             await application(scope, receive, noted)
         except anyio.get_cancelled_exc_class():
-            log.warning("call cut off: the server stops", path=scope.get("path", ""))
+            log.warning("server is stopping; aborting the call", path=scope.get("path", ""))
             if scope["type"] == "http" and not begun:
                 with anyio.move_on_after(LAST_WORDS_SECONDS, shield=True):
                     await send({"type": "http.response.start", "status": 503, "headers": HEADERS})

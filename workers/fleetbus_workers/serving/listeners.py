@@ -29,7 +29,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "that is not a valid host name"
-        raise UserError(f"--host {host} is no address of this machine: {reason}") from error
+        raise UserError(f"--host {host} is not an address of this machine: {reason}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)

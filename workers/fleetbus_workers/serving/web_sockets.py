@@ -1,7 +1,8 @@
 """Ends WebSockets whose clients are gone or stop reading: uvicorn's protocol with the limit on sending that it has not.
 
-uvicorn closes such a connection politely, which waits for ever where bytes are left that nobody takes: the application would
-never hear of it, and its session would keep its slot. Beside it is `fleetbus_workers.serving.connections`, for HTTP.
+uvicorn closes such a connection politely, which waits for ever where bytes are left that the client never reads: the
+application would never hear of it, and its session would keep its slot. Beside it is `fleetbus_workers.serving.connections`,
+for HTTP.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Deployment:
         return isinstance(error, UserError) and "server is down" in str(error)
 
     def _order_restart(self) -> bool:
-        """An operator reads that no checkpoint can be read, and has the training begun anew; False if none was spoiled."""
+        """An operator reads that no checkpoint can be read, and restarts the training; False if none was spoiled."""
         spoiled = [each for each in self._observer.disturbances if each.kind == "spoil_checkpoint"]
         learner = msgspec.structs.replace(self._configuration.learner, restart_from=f"{START}/{len(spoiled)}")
         self._configuration = msgspec.structs.replace(self._configuration, learner=learner)

@@ -25,7 +25,7 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disturbance(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault that touched one worker, or everybody, from ``start`` to ``stop`` (seconds)."""
+    """A fault that touched one worker, or all, from ``start`` to ``stop`` (seconds)."""
 
     kind: str
     worker: str
@@ -79,11 +79,11 @@ class Observer:
         self.trace("disturb", kind, subject)
 
     def was_disturbed(self, worker: str, *, since: float) -> bool:
-        """True if something touched this worker, or everybody, at or after ``since``."""
+        """True if something touched this worker, or all, at or after ``since``."""
         return any(each.stop >= since and each.worker in (worker, ALL_WORKERS) for each in self.disturbances)
 
     def disturbed_until(self, worker: str) -> float:
-        """When the last disturbance of this worker, or of everybody, ended; 0 if there was none."""
+        """When the last disturbance of this worker, or of all, ended; 0 if there was none."""
         return max((each.stop for each in self.disturbances if each.worker in (worker, ALL_WORKERS)), default=0.0)
 
     def disturbances_since(self, since: float) -> int:

@@ -85,7 +85,7 @@ class FaultOracle:
             or self._observer.message_faults(episode, since=since, kind="delivery_repeated", subject="task")
             or self._observer.message_faults(episode, since=since, kind="ack_lost", subject="task") >= POISON_TRIES
         )
-        self._observer.require(bool(excused), "nobody takes over from a healthy worker", f"{episode} from {before.worker}")
+        self._observer.require(bool(excused), "no worker takes over from a healthy one", f"{episode} from {before.worker}")
 
     def check_result(self, record: EpisodeRecord, result: EpisodeFinished, at: float) -> None:
         environment_record = self.environment_record.get((result.episode_id, result.attempt))
@@ -189,9 +189,9 @@ class FaultOracle:
         elif kind == "task":
             self._observer.require(record.result is not None, "a request is acked after its result", f"{episode} by {worker}")
         elif kind == "obs":
-            self._acked_observation(worker, message, record)
+            self._enter_ack(worker, message, record)
 
-    def _acked_observation(self, worker: str, message: StreamEntry, record: EpisodeRecord) -> None:
+    def _enter_ack(self, worker: str, message: StreamEntry, record: EpisodeRecord) -> None:
         """An observation that can no more be answered may be acked, too: the server would refuse its action."""
         observation = decode(Observation, message.payload, subject=message.subject)
         answered = (observation.attempt, observation.turn) in record.turns

@@ -23,7 +23,7 @@ def run_seeds(seeds: Sequence[int], *, processes: int) -> Iterator[Report]:
 
 
 def run_safely(seed: int) -> Report:
-    """The seed's report, even when the simulation itself fails: the other seeds go on."""
+    """The seed's report, even when the simulation itself fails: the other seeds continue."""
     try:
         return run_seed(seed)
     except Exception as error:  # the boundary between one seed and the next

@@ -1,7 +1,7 @@
 """One worker's bus as its process sees it: the in-memory one, behind a gate that stops when the process is stopped.
 
-A stopped process neither hears nor says anything until it goes on, while the server's clocks run; what was on its way waits.
-Every use is traced, and the `BusObserver` above is told of what only the wire can see: acks, heartbeats, payloads.
+A stopped process neither hears nor says anything until it continues, while the server's clocks run; what was on its way waits.
+Every use is traced, and the `BusObserver` above observes what only the wire can see: acks, heartbeats, payloads.
 """
 
 from __future__ import annotations

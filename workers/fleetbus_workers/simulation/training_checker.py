@@ -96,7 +96,7 @@ class TrainingChecker:
 
     def _order(self, lineage: str) -> int:
         """Lineages begin on ``train.<name>``, one after the other; that a later one has begun there while an earlier one's
-        entry is on its way to ``policy.<name>`` is nobody's fault, and the later one's own entry follows it."""
+        entry is on its way to ``policy.<name>`` is not a fault, and the later one's own entry follows it."""
         return self._lineages.index(lineage) if lineage in self._lineages else -1
 
     def on_train(self, entry: StreamEntry) -> None:

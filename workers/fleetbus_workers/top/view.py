@@ -146,14 +146,14 @@ def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
     oldest = [f"oldest open {format_duration(numbers['oldest_open_seconds'])}"] if numbers["oldest_open_seconds"] else []
     finished, running, waiting = (numbers[name] for name in ("finished_episodes", "running", "waiting"))
     if is_over:
-        left = f"{running:,} cut short, {waiting:,} not begun"
+        left = f"{running:,} cut short, {waiting:,} not started"
         return [f"episodes {finished:,} finished", *([left] if running or waiting else [])]
     return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
 
 
 def _format_log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[str]:
     if log["problem"]:
-        return [f"log {format_bytes(log['bytes'])}", "not served any more"] if is_over else [f"log: {log['problem']}"]
+        return [f"log {format_bytes(log['bytes'])}", "no longer served"] if is_over else [f"log: {log['problem']}"]
     share = f" of {format_bytes(log['limit_bytes'])}" if log["limit_bytes"] else ""
     parts = [f"log {format_bytes(log['bytes'])}{share}", f"{log['entries_per_second']:.0f} entries/s"]
     if server.consumers:
@@ -182,7 +182,7 @@ def _render_server(server: ServerView) -> list[RenderableType]:
         parts.append(f"slow consumers {server.slow_consumers}")
     unread = [each for each in server.clients if each.pending_bytes >= SLOW_BYTES]
     slow = [f"{each.worker} has {format_bytes(each.pending_bytes)} unread" for each in unread[:SHOWN_SLOW]]
-    slow += [f"{each.worker} was cut off at {each.at[11:19]}" for each in server.cut[-SHOWN_SLOW:]]
+    slow += [f"{each.worker} was disconnected at {each.at[11:19]}" for each in server.cut[-SHOWN_SLOW:]]
     lines: list[RenderableType] = [_Row(parts)] if parts else []
     return lines + ([_Row(slow, "yellow")] if slow else [])
 

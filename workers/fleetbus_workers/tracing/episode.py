@@ -151,7 +151,7 @@ class EpisodeTrace(Trace):
         self._sequence = sequence
         return self._span(name, path, ROOT, start_ns, end_ns, role="learner", worker=worker, about=about, links=(link,))
 
-    # How it is told
+    # Building the trace
 
     def _finish_attempt(
         self, entry: StreamEntry, last: Sequence[tuple[str, int]], begins: int, result: EpisodeFinished

@@ -89,7 +89,7 @@ def resolve_endpoint(url: str) -> str:
     """The address that spans are posted to: a base URL gets the protocol's path, as `OTEL_EXPORTER_OTLP_ENDPOINT` would."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"--otlp {strip_credentials(url)} is no URL of a receiver: http://127.0.0.1:4318 would be one")
+        raise UserError(f"--otlp {strip_credentials(url)} is not the URL of a receiver such as http://127.0.0.1:4318")
     return url if parts.path.endswith(PATH) else url.rstrip("/") + PATH
 
 

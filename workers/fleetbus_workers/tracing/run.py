@@ -70,7 +70,7 @@ class Tracing:
                     while len(self._batch) < BATCH_SPANS:
                         self._add(await reader.receive())
                 await self._write_with_retry()
-        with anyio.CancelScope(shield=True):  # what is left: the sinks have time limits of their own
+        with anyio.CancelScope(shield=True):  # the remaining spans: the sinks have time limits of their own
             await self._write()
 
     def _add(self, entry: StreamEntry) -> None:
@@ -87,7 +87,7 @@ class Tracing:
             except SpansRefused as refused:
                 if not self.written.spans:
                     raise
-                log.warning("spans refused; retrying", reason=str(refused), waiting=len(self._batch))
+                log.warning("receiver refused spans; retrying", reason=str(refused), waiting=len(self._batch))
                 await anyio.sleep(RETRY_SECONDS)
 
     async def _write(self) -> None:

@@ -68,7 +68,7 @@ class SessionTrace(Trace):
         yield from self._build_restore_span(self._seen_ns if end.end == "orphaned" else entry.time_ns)
         yield from self._finish(entry, end.end, end.error_class, end.error, end.worker or self._claim.worker)
 
-    # How it is told
+    # Building the trace
 
     def _count_record(self, record: SessionRecorded) -> None:
         kind, answer = record.call.call, record.answer

@@ -67,13 +67,15 @@ def check_engine(configuration: Configuration) -> None:
 
     inference = configuration.inference
     if inference.purpose != "train":
-        raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` by itself")
+        raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` separately")
     if inference.engine == "openai" and not inference.urls:
         raise UserError("inference.engine = openai needs inference.urls: base URLs of servers, separated by commas")
     if (inference.engine == "tinker") != (configuration.learner.trainer == "tinker"):
-        raise UserError("weights of a Tinker service stay there: set both inference.engine and learner.trainer to tinker")
+        raise UserError(
+            "the weights of a Tinker service stay on the service: set both inference.engine and learner.trainer to tinker"
+        )
     if inference.engine == "tinker" and configuration.weights.full_every != 1:
-        raise UserError("versions of a Tinker service are names, which have no differences: leave out weights.full_every")
+        raise UserError("a Tinker service publishes names, not weights: leave out weights.full_every")
     check_services(configuration)
     if not inference.python:
         check_packages(inference.engine)

@@ -44,7 +44,7 @@ def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> 
         before = msgspec.json.decode(file.read_bytes(), type=Identity)
     except msgspec.DecodeError as error:
         raise UserError(
-            f"{file} does not say what the run is ({error}): restore it, or remove it if you know that the run is the same, "
+            f"{file} cannot be read ({error}): restore it, or remove it if the arguments are those of the run, "
             "or give a new name with --run"
         ) from error
     for key in Identity.__struct_fields__:
@@ -53,7 +53,7 @@ def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> 
             origin = given.get(f"run.{key}", "the defaults")
             raise UserError(
                 f"this run was started with {key} {_format_value(key, was)}, not {_format_value(key, wanted)} ({origin}): "
-                "leave that out to resume it, or give a new name with --run"
+                "leave it out to resume the run, or give a new name with --run"
             )
 
 

@@ -20,7 +20,7 @@ def lock_run(file: Path, run: str) -> Iterator[None]:
         except BlockingIOError:
             holder.seek(0)
             owner = holder.read().strip() or "another process"
-            raise UserError(f"run {run} is being trained already (process {owner}): stop it, or choose another --run") from None
+            raise UserError(f"run {run} is already being trained (process {owner}): stop it, or choose another --run") from None
         holder.truncate(0)
         holder.write(str(os.getpid()))
         holder.flush()

@@ -229,7 +229,7 @@ class Run:
                 await follower.finish()
         except (TimeoutError, BusError) as error:
             log.warning(
-                "summary incomplete; continuing without the last entries",
+                "summary is incomplete; continuing without the last entries",
                 reason=str(error) or f"no answer within {seconds:g} s",
             )
 

@@ -77,7 +77,7 @@ async def _restart_after_full_disk(server: NatsServerProcess) -> None:
         if FULL not in text:
             continue
         if shutil.disk_usage(server.store).free < ROOM_BYTES:
-            print("the disk of nats-server is full: free some space", flush=True)  # noqa: T201
+            print("disk of nats-server is full; waiting for free space", flush=True)  # noqa: T201
             continue
         print("disk space is available again; restarting nats-server", flush=True)  # noqa: T201
         server.terminate()

@@ -49,7 +49,7 @@ def format_finished_report(
 
 
 def _format_next_commands(summary: Summary, folder: RunFolder) -> list[str]:
-    return [f"  {'go on' if at == 0 else '':8} {way}" for at, way in enumerate(_list_next_commands(summary, folder))]
+    return [f"  {'continue' if at == 0 else '':8} {way}" for at, way in enumerate(_list_next_commands(summary, folder))]
 
 
 def _format_locations(folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:

@@ -159,6 +159,6 @@ class Supervisor:
         return True
 
     def _record_failure(self, failure: WorkerUnrecoverable) -> None:
-        """The others go on until `stop`, so that they can finish or hand back in order."""
+        """The others continue until `stop`, so that they can finish or hand back in order."""
         self.failure = self.failure or failure
         self.over.set()

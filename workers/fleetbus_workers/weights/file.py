@@ -41,7 +41,7 @@ def unique_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
     """Write ``tensors`` to ``file`` as safetensors and return the manifest, one entry per tensor written, in their order.
 
-    Tied tensors are written once, under their first name. Whoever opens ``file`` finds the old content, nothing, or all of
+    Tied tensors are written once, under their first name. A reader of ``file`` finds the old content, nothing, or all of
     it: a temporary file in the same folder is written, synced and renamed. Raises `OSError`.
     """
     from safetensors import SafetensorError

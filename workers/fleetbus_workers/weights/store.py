@@ -102,7 +102,7 @@ def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> Weigh
             raise UserError("weights.store = nats needs a NATS server; this bus stores no objects")
         return BusStore(objects, weights_bucket(run))
     if "://" not in store:
-        raise UserError(f"weights.store = {store}: it takes folder, nats, or a URL as s3://bucket/path")
+        raise UserError(f"weights.store = {store}: use folder, nats, or a URL such as s3://bucket/path")
     return FsspecStore(store, public_url)
 
 

@@ -151,7 +151,7 @@ class Attempts:
             running.scope.cancel()
 
     async def handle_request(self, delivery: Delivery) -> None:
-        """Look before working: a result, a session of one's own, or else an attempt to be run here."""
+        """Look before working: a result, an own session, or else an attempt to be run here."""
         message = delivery.message
         try:
             request = decode(EpisodeRequested, message.payload, subject=message.subject)
@@ -324,7 +324,7 @@ class Attempts:
         location: str = "",
         traceback: str = "",
     ) -> None:
-        """A result without an attempt of one's own: it expects the last entry that was read."""
+        """A result without an own attempt: it expects the last entry that was read."""
         result = build_result_without_attempt(
             running.request,
             running.sequence,

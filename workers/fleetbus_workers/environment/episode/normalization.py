@@ -13,7 +13,8 @@ from fleetbus_schemas import ChatMessage, Text
 _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 INFO_BYTES = 2048
-"""Of what an environment tells beside its observation, in results: they are kept as long as the log, and read by everybody."""
+"""Limits of what an environment returns beside its observation, in results: these are stored as long as the log, and read by
+many."""
 
 CLIP_NOTICE = "\n[cut: {left} more bytes]"
 
@@ -40,7 +41,7 @@ def to_plain_values(value: Any) -> Any:
     return str(value)
 
 
-def clipped_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
+def clip_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """What `to_plain_values` makes of ``values``, without the entries that do not fit into ``limit`` bytes, the largest first,
     and
     those that cannot travel."""
@@ -59,7 +60,7 @@ def clipped_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
     return {name: plain[name] for name in plain if name in sizes}
 
 
-def shown_text(messages: Sequence[ChatMessage]) -> str:
+def format_text(messages: Sequence[ChatMessage]) -> str:
     """The text of messages, with a word for each image."""
     texts = []
     for message in messages:
@@ -68,7 +69,7 @@ def shown_text(messages: Sequence[ChatMessage]) -> str:
     return "\n".join(texts)
 
 
-def clipped_text(text: str, limit: int) -> str:
+def clip_text(text: str, limit: int) -> str:
     """Text beyond ``limit`` bytes is cut, and says so."""
     data = text.encode("utf-8", "replace")
     if len(data) <= limit:
@@ -85,5 +86,5 @@ def clip_messages(messages: Sequence[ChatMessage], limit: int) -> tuple[ChatMess
 def _clip(message: ChatMessage, limit: int) -> ChatMessage:
     if not isinstance(message.content, str):
         return message
-    text = clipped_text(message.content, limit)
+    text = clip_text(message.content, limit)
     return message if text is message.content else msgspec.structs.replace(message, content=text)

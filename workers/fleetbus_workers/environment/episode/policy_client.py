@@ -28,7 +28,8 @@ MAX_CHECK_INTERVAL_SECONDS = 10.0
 """Checks of a late Action are at most this far apart."""
 
 CHECKS_OF_QUEUE = 4
-"""Before this many checks nobody asks whether an observation for any worker still waits: it costs the server two answers."""
+"""Before this many checks it is not checked whether an observation for any worker still waits: it costs the server two
+answers."""
 
 log = structlog.get_logger()
 
@@ -167,7 +168,7 @@ class PolicyClient:
         return checks >= CHECKS_OF_QUEUE and await self._is_gone(observation)
 
     async def _is_gone(self, observation: Observation) -> bool:
-        """Acked without an answer, or no longer in the log: nobody will be given this observation any more."""
+        """Acked without an answer, or no longer in the log: no worker will be given this observation any more."""
         subject = self._subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
         stored = await self._bus.last(subject)
         if stored is None or stored.sequence < self._observation_sequence:

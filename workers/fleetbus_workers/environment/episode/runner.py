@@ -24,9 +24,9 @@ from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.normalization import (
     INFO_BYTES,
     clip_messages,
-    clipped_text,
-    clipped_values,
-    shown_text,
+    clip_text,
+    clip_values,
+    format_text,
 )
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
@@ -259,7 +259,7 @@ class EpisodeRunner:
     def _build_result(self, conclusion: Conclusion) -> EpisodeFinished:
         request = self._request
         mask = loss_mask(self._turns)
-        info = clipped_values(self._last.info, INFO_BYTES)
+        info = clip_values(self._last.info, INFO_BYTES)
         versions = {span.version for turn in self._turns for span in turn.action.versions}
         return EpisodeFinished(
             episode_id=request.episode_id,
@@ -287,7 +287,7 @@ class EpisodeRunner:
             policy_versions=tuple(sorted(versions)),
             success=success_in(info),
             info=info,
-            last_observation=to_printable(clipped_text(shown_text(self._last.messages), LAST_OBSERVATION_BYTES)),
+            last_observation=to_printable(clip_text(format_text(self._last.messages), LAST_OBSERVATION_BYTES)),
             error_location=conclusion.location,
             traceback=conclusion.traceback,
             note=conclusion.note,

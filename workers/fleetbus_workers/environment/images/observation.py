@@ -71,11 +71,11 @@ def _image_of_array(value: Any) -> Pillow.Image:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or not array.size:
-        raise ValueError(f"an image of the type {type(value).__name__} and the shape {array.shape} is no picture")
+        raise ValueError(f"an image of type {type(value).__name__} and shape {array.shape} is not supported")
     if array.dtype.kind == "f" and array.min() >= 0 and array.max() <= 1:
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
-        raise ValueError(f"an array of {array.dtype} is no picture: give uint8, or floats from 0 to 1")
+        raise ValueError(f"an image of {array.dtype} is not supported: give uint8, or floats from 0 to 1")
     return Pillow.fromarray(array)
 
 

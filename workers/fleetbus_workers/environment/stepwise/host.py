@@ -63,7 +63,8 @@ class SessionHost:
         return tuple(self._sessions)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; then every environment is closed, and sessions may go on elsewhere. Started: calls arrive."""
+        """Serve until cancelled; then every environment is closed, and sessions may continue elsewhere. Started: calls
+        arrive."""
         context = self._context
         sweep = OrphanSweep(
             context.bus, context.subjects, worker=context.worker, limits=context.limits, release=partial(release_held, context)
@@ -248,7 +249,7 @@ class SessionHost:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             now = anyio.current_time()
             for session, stepwise_session in list(self._sessions.items()):
-                if end := stepwise_session.expired(now):
+                if end := stepwise_session.check_expiry(now):
                     group.start_soon(self._expire, session, stepwise_session, end)
 
     async def _expire(self, session: str, stepwise_session: StepwiseSession, end: SessionEnd) -> None:

@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 class OrphanSweep:
     """Follows the journals of a run; ``open`` holds the last sequence and time of each session that has not ended. ``release``
-    is told of each journal that got its tombstone here: its environment may hold something elsewhere."""
+    is called with each journal that got its tombstone here: its environment may hold something elsewhere."""
 
     def __init__(
         self,

@@ -72,11 +72,11 @@ class StepwiseSession:
 
     @property
     def is_restorable(self) -> bool:
-        """True if another worker could go on with it: nothing was done that cannot be done again."""
+        """True if another worker could continue it: nothing was done that cannot be done again."""
         environment = self._environment
         return environment is None or environment.replayable or self._turn < 0
 
-    def expired(self, now: float) -> SessionEnd | None:
+    def check_expiry(self, now: float) -> SessionEnd | None:
         """Whether its time is up; never during a call."""
         if self._pending or self.is_over:
             return None
@@ -130,7 +130,7 @@ class StepwiseSession:
         await self._store(entry)
 
     async def leave(self) -> None:
-        """Close the environment and store nothing: the session may go on elsewhere."""
+        """Close the environment and store nothing: the session may continue elsewhere."""
         self._is_closed = True
         await self._close_environment()
 
@@ -204,7 +204,7 @@ class StepwiseSession:
                     verdict = validate_return(Verdict, await environment.verify(), "verify", environment)
                     reward = verdict.reward
                     if reward is not None and not math.isfinite(reward):
-                        return self._build_answer(call, reason=f"the verdict is {reward}, which is no grade")
+                        return self._build_answer(call, reason=f"the verdict is {reward}, which is not a valid reward")
                     unpaid = None if reward is None else unpaid_reward(reward, self._rewards)
                     return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
 
@@ -303,7 +303,7 @@ async def release_held(context: WorkerContext, journal: Journal) -> None:
             if isinstance(environment, HoldsElsewhere):
                 await environment.release(journal.claim.task, held)
     except Exception as error:  # an environment may fail in any way
-        log.warning("what a dead worker held is not released", session=journal.claim.session, reason=str(error))
+        log.warning("release of a dead worker's resources failed; continuing", session=journal.claim.session, reason=str(error))
 
 
 class LogUnavailable(Exception):

@@ -25,7 +25,7 @@ CONTROL_SECONDS = 300.0
 """For loading new weights; large ones take minutes from a slow disk."""
 
 RESUME_SECONDS = 30.0
-"""For letting a server go on, whatever else is ended."""
+"""For letting a server continue, whatever else is ended."""
 
 HEALTH_SECONDS = 5.0
 
@@ -126,8 +126,8 @@ class ModelServer:
         return str(self._decode_json(response).get("weight_version")) if response.status_code == 200 else None
 
     async def load_weights(self, folder: Path, label: str) -> None:
-        """Swap to the weights in a folder that the server reads too: pause, load, label, go on. Raises `ServerFailed`; then
-        the server must be given good weights before it is asked for tokens again. Cancelled, it goes on all the same: others
+        """Swap to the weights in a folder that the server reads too: pause, load, label, continue. Raises `ServerFailed`; then
+        the server must be given good weights before it is asked for tokens again. Cancelled, it continues all the same: others
         may be served by it."""
         try:
             await self._post_control("/pause?mode=keep&clear_cache=false", {})

@@ -48,9 +48,9 @@ class Codec(Protocol):
 class OpenAISampler:
     """`Sampler` for servers at ``urls``; their weights count as version ``version`` until others are loaded.
 
-    ``purpose`` ``train`` wants token ids, log-probabilities and servers that append_chunk new weights from ``place``, a folder
+    ``purpose`` ``train`` wants token ids, log-probabilities and servers that load new weights from ``place``, a folder
     that
-    they read too; ``evaluate`` takes what there is. `running` raises `UserError` when a server cannot serve the purpose or
+    they read too; ``evaluate`` takes what there is. `run` raises `UserError` when a server cannot serve the purpose or
     when none answers.
     """
 
@@ -98,7 +98,7 @@ class OpenAISampler:
         return self._stats | {"turns_stayed": float(self._pool.sticky_turns), "turns_moved": float(self._pool.moved_turns)}
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """Ask every server what it can do, then watch their health until the end; connections are closed on leaving."""
         try:
             await self.probe()
@@ -137,7 +137,7 @@ class OpenAISampler:
             return answer.build_generation()
 
     async def load(self, policy: PolicyPublished) -> None:
-        """Interrupt what is being streamed, swap every server, let it go on. Raises `WeightsRejected`; then the old version
+        """Interrupt what is being streamed, swap every server, let it continue. Raises `WeightsRejected`; then the old version
         answers on, on the servers that could be given it back."""
         if self._weights is None:
             self._relabel(policy)
@@ -261,12 +261,12 @@ class OpenAISampler:
             return
         if not server.dialect.returns_tokens:
             raise UserError(
-                f"{server.url} answers with text alone, and training needs token ids and log-probabilities: "
+                f"{server.url} returns text only, and training needs token ids and log-probabilities: "
                 "use it with --inference-purpose evaluate, or a server with return_token_ids (vLLM)"
             )
         if not server.state.takes_weights:
             raise UserError(
-                f"{server.url} takes no new weights: start vLLM with VLLM_SERVER_DEV_MODE=1, or use it with "
+                f"{server.url} does not accept new weights: start vLLM with VLLM_SERVER_DEV_MODE=1, or use it with "
                 "--inference-purpose evaluate"
             )
 

@@ -1,7 +1,7 @@
 """One step of a model over all active rows: the seam between the engine and the two ways of running a model.
 
 Every row feeds exactly one token and gets the logits that follow it. A row that joins brings all but the last token of what
-is not cached as ``extra`` tokens, which only leave keys and values behind: nobody asks for their logits.
+is not cached as ``extra`` tokens, which only leave keys and values behind: their logits are not needed.
 """
 
 from __future__ import annotations

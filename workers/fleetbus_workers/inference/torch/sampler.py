@@ -47,7 +47,7 @@ class TorchSampler:
     model's positions end, with finish reason ``length``. Keys and values of ``cached_histories`` episodes and
     ``cached_prompts``
     prompts are kept between turns, in at most ``cache_bytes`` and a quarter of it. ``fused`` False forces transformers' own
-    forward call. With ``processor``, that of the folder, the model is encode_images images. Raises `UserError` if the folder
+    forward call. With ``processor``, that of the folder, the model is shown images. Raises `UserError` if the folder
     holds no
     model that can run here.
     """
@@ -95,7 +95,7 @@ class TorchSampler:
         return dict(self._stats)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """The lifetime of the engine's thread. Leaving stops it within one token; if it fails, the body is cancelled and
         `EngineFailed` raised. May be entered again afterwards."""
         wakeup = ThreadWakeup()
@@ -143,7 +143,7 @@ class TorchSampler:
     async def load(self, policy: PolicyPublished) -> None:
         """Read and validate a published version in a worker thread, then swap to it between tokens.
 
-        Turns in mid-generation go on with the keys and values that they have; later turns are computed wholly under the new
+        Turns in mid-generation continue with the keys and values that they have; later turns are computed wholly under the new
         version. Raises `WeightsRejected`, after which nothing has changed, or `EngineFailed`.
         """
         async with self._loading:
@@ -168,7 +168,7 @@ class TorchSampler:
         turn.ids, turn.images = await self._image_encoder.encode_images(turn.ids, turn.request.images)
 
     def _check_ids(self, turn: Turn) -> None:
-        """Ids that the model does not have would fail everybody's step."""
+        """Ids that the model does not have would fail the step of all sequences."""
         if not len(turn.ids) or min(turn.request.ids) < 0 or turn.ids[-1] < 0 or turn.ids.max() >= self._runner.vocabulary:
             raise EngineFailed(f"a history must be of ids below {self._runner.vocabulary}, and not empty")
 
@@ -210,7 +210,7 @@ def _open_model(folder: Path, device: str, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         if has_vision(folder):
-            raise UserError(f"{folder} holds an image-text model: set environment.images = true to train it") from error
+            raise UserError(f"{folder} contains an image-text model: set environment.images = true to train it") from error
         raise UserError(f"{folder}: no causal language model can be loaded: {str(error).splitlines()[0]}") from error
     return model.to(device).eval().requires_grad_(False)
 

@@ -33,7 +33,7 @@ class WeightSwap(EngineOperation):
 
 class Turn(EngineOperation):
     """One request and what has been sampled for it. Touched by the engine's thread alone once it was handed over, except
-    ``abandoned``, which the event loop sets when nobody waits any more."""
+    ``abandoned``, which the event loop sets when the caller no longer waits."""
 
     def __init__(self, request: GenerationRequest, max_model_len: int) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class ImageEncoder:
         self._room = anyio.CapacityLimiter(MAX_CONCURRENT_IMAGES)
 
     async def encode_images(self, ids: Ids, images: Sequence[PlacedImage]) -> tuple[Ids, tuple[ProcessedImage, ...]]:
-        """``ids`` with images encode_image_ids into them, and those images. Raises `RequestRefused`."""
+        """``ids`` with images inserted into them, and those images. Raises `RequestRefused`."""
         try:
             seen = [await self._process_image(image) for image in images]
             return encode_image_ids(ids, list(zip(images, seen, strict=True))), tuple(seen)
@@ -56,7 +56,7 @@ class ImageEncoder:
             raise RequestRefused(str(error)) from error
 
     async def _process_image(self, image: PlacedImage) -> ProcessedImage:
-        if (known := self.processor.known(image.object)) is not None:
+        if (known := self.processor.look_up(image.object)) is not None:
             return known
         return await anyio.to_thread.run_sync(self.processor.see, image.object, image.data, limiter=self._room)
 

@@ -2,7 +2,7 @@
 
 What vLLM does not do is done here: weights are checked before it sees them (it loads half a file without a word), nothing is
 sampled after a load that failed, keys and values are salted by load (its prefix cache outlives a swap), and an engine that
-dies is started again with the weights that were last good, while the requests that it had wait and are sampled anew.
+dies is started again with the weights that were last good, while the requests that it had wait and are sampled again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VllmSampler:
     """`Sampler` for a model folder; its own weights count as version ``version``. Folders of versions are made in ``place``.
     With ``processor``, that of the folder, the model is shown images.
 
-    Making one starts the engine and blocks; `close` ends it if `running` was never entered. Raises `UserError`.
+    Making one starts the engine and blocks; `close` ends it if `run` was never entered. Raises `UserError`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class VllmSampler:
             stop_engine(engine)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """The engine's lifetime. If it dies and cannot be started again, the body is cancelled and the error raised."""
         try:
             await self._engine.update_weight_version(str(self.version))
@@ -193,7 +193,7 @@ class VllmSampler:
     # Weights
 
     async def _swap(self, engine: Any, folder: Path, version: int) -> None:
-        """Pause, load, label, go on."""
+        """Pause, load, label, continue."""
         try:
             with anyio.fail_after(LOAD_SECONDS):
                 await engine.pause_generation(mode="keep", clear_cache=False)
@@ -211,7 +211,7 @@ class VllmSampler:
         await engine.resume_generation()
 
     async def _restore_weights(self, engine: Any) -> None:
-        """After a failed load nothing is sampled before good weights are in: the old ones, or an engine started anew."""
+        """After a failed load nothing is sampled before good weights are in: the old ones, or a restarted engine."""
         try:
             await self._swap(engine, self._folder, self.version)
         except Exception as error:

@@ -48,7 +48,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 def truncate_sequence(sequence: TrainingSequence, limit: int) -> TrainingSequence:
     """The first ``limit`` tokens of a sequence (0: all of it), fewer where that would cut through an image. The prompt stands
-    at the front and is never cut before what was sampled after it; log-probabilities of what is left do not change, because the
+    at the front and is never cut before what was sampled after it; log-probabilities of the rest do not change, because the
     model is causal."""
     if not limit or len(sequence.ids) <= limit:
         return sequence

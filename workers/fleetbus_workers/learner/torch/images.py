@@ -35,7 +35,9 @@ class TrainingImages:
 
     def __init__(self, folder: Path, model: Any, *, processes: int) -> None:
         if processes > 1:
-            raise UserError("images are trained in one process: start the learner without torchrun, or leave out images")
+            raise UserError(
+                "training on images supports one process only: start the learner without torchrun, or leave out images"
+            )
         self._processor = ImageProcessor(folder)
         check_image_model(model, self._processor, folder)
 

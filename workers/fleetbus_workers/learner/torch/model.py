@@ -30,8 +30,8 @@ def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.devic
         model = kind.from_pretrained(folder, dtype=getattr(torch, settings.dtype), local_files_only=True)
     except (OSError, ValueError) as error:
         if not settings.images and has_vision(folder):
-            raise UserError(f"{folder} holds an image-text model: set environment.images = true to train it") from error
-        raise UserError(f"{folder} holds no model that transformers can load: {error}") from error
+            raise UserError(f"{folder} contains an image-text model: set environment.images = true to train it") from error
+        raise UserError(f"{folder} contains no model that transformers can load: {error}") from error
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 
@@ -49,7 +49,7 @@ def add_adapters(model: PreTrainedModel, settings: TrainerSettings) -> None:
     try:
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     except ValueError as error:
-        raise UserError(f"trainer.lora_targets = {targets}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"trainer.lora_target_modules = {targets}: {str(error).splitlines()[0]}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

@@ -159,7 +159,7 @@ class TorchTrainer:
     def save_state(self, file: Path) -> None:
         """See `Trainer.save_state`: the optimizer's, adapters, and the number of updates. No random numbers are drawn.
 
-        One process and several write the same, so a run may go on with another number of them."""
+        One process and several write the same, so a run may continue with another number of them."""
         optimizer = self._optimizer.state_dict()
         optimizer["state"] = {
             index: {
@@ -208,7 +208,7 @@ class TorchTrainer:
         own = {name: parameter.shape for name, parameter in self._model.named_parameters() if ".lora_" in name}
         if {name: tensor.shape for name, tensor in tensors.items()} != own:
             wanted = self.settings.trainer
-            raise UserError(f"{state} holds no adapters of rank {wanted.lora_rank} for {wanted.lora_target_modules}")
+            raise UserError(f"{state} contains no adapters of rank {wanted.lora_rank} for {wanted.lora_target_modules}")
         models.copy_weights(self._model, tensors)
 
     @property

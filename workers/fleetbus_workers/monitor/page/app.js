@@ -3,13 +3,13 @@ import { curves } from "./curves.js";
 import { el, percent } from "./dom.js";
 import { episode } from "./episode.js";
 import { episodes, groups } from "./episodes.js";
-import { fleet } from "./fleet.js";
+import { overview } from "./overview.js";
 
 const main = document.getElementById("main"), live = document.getElementById("live");
 const seen = { overview: null, points: [], evaluations: [] };
 let drawing = 0;
 
-const route = () => { const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?"); const [view, ...rest] = path.split("/"); return { view: view || "fleet", rest: rest.join("/"), query: new URLSearchParams(query) }; };
+const route = () => { const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?"); const [view, ...rest] = path.split("/"); return { view: view || "overview", rest: rest.join("/"), query: new URLSearchParams(query) }; };
 const go = (query, view = route().view) => { const text = query.toString(); location.hash = `#/${view}${text ? `?${text}` : ""}`; };
 
 async function content({ view, rest, query }) {
@@ -18,7 +18,7 @@ async function content({ view, rest, query }) {
     case "groups": return groups(query, go);
     case "episodes": return episodes(query, go);
     case "episode": return episode(decodeURIComponent(rest));
-    default: return seen.overview ? fleet(seen.overview) : [el("p", { class: "empty" }, "waiting for the run")];
+    default: return seen.overview ? overview(seen.overview) : [el("p", { class: "empty" }, "waiting for the run")];
   }
 }
 
@@ -27,7 +27,7 @@ async function draw({ fresh = false } = {}) {
   const mine = ++drawing, now = route();
   for (const link of document.querySelectorAll("nav a")) link.dataset.view === now.view || (now.view === "episode" && link.dataset.view === "episodes") ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   let nodes;
-  try { nodes = await content(now); } catch (error) { nodes = [el("p", { class: "bad", role: "alert" }, `not shown: ${error.message}`)]; }
+  try { nodes = await content(now); } catch (error) { nodes = [el("p", { class: "bad", role: "alert" }, `error: ${error.message}`)]; }
   if (mine !== drawing) return;
   const rows = [...main.querySelectorAll("tr[tabindex]")], at = rows.indexOf(document.activeElement);
   const open = [...main.querySelectorAll("details")].map((each) => each.open);
@@ -54,7 +54,7 @@ function listen() {
     const { ending, log } = seen.overview;
     if (ending) say("over", "over");
     else say(log.problem || reading(seen.overview) || "live", log.problem ? "lost" : "live");
-    if (route().view === "fleet") draw();
+    if (route().view === "overview") draw();
   });
   source.addEventListener("curves", (event) => {
     const { start, points, evaluations } = JSON.parse(event.data);
@@ -64,7 +64,7 @@ function listen() {
     if (view === "curves" && !pointing()) draw();
     else if (["groups", "episodes"].includes(view) && !query.get("offset") && !typing()) draw();
   });
-  source.addEventListener("error", () => say("connection lost, trying again", "lost"));
+  source.addEventListener("error", () => say("connection lost; reconnecting", "lost"));
 }
 
 function theme() {

@@ -13,9 +13,9 @@ export function curves(points, evaluations) {
     ["Episodes trained per second", colored([per("episodes", "episodes/s", (point) => point.episodes)]), { digits: 1 }],
     ["Tokens trained per second", colored([per("tokens", "tokens/s", (point) => point.metrics.tokens)]), { digits: 0 }],
     ["Seconds per step: waiting for a batch, reading it, training", colored([metric("seconds_wait", "wait for batch"), metric("seconds_read", "read"), metric("seconds_train", "train")]), { stacked: true, unit: " s" }],
-    ["Seconds per step, by the clock", colored([{ name: "step", values: rates.map(([point, spent]) => [point.step, spent]) }]), { unit: " s" }],
+    ["Seconds per step, wall-clock time", colored([{ name: "step", values: rates.map(([point, spent]) => [point.step, spent]) }]), { unit: " s" }],
     ["Groups without signal, episodes excluded", colored([metric("groups_without_signal", "flat groups"), { name: "excluded", values: points.map((point) => [point.step, point.excluded]) }]), { digits: 0 }],
-    ["Log-probabilities: sampler against trainer", colored([metric("logprob_difference_max", "largest difference"), metric("ratio_max", "largest ratio")]), { digits: 4 }],
+    ["Log-probabilities: sampler and trainer", colored([metric("logprob_difference_max", "largest difference"), metric("ratio_max", "largest ratio")]), { digits: 4 }],
     ["Gradient norm, loss", colored([metric("grad_norm", "gradient norm"), metric("loss")]), { floor: null, digits: 3 }],
     ["Turns per episode, tool errors", colored([metric("turns"), metric("tool_errors", "tool errors")]), { digits: 1 }],
   ];

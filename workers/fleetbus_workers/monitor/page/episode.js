@@ -25,7 +25,7 @@ function head({ episode, row, task, claims, result, trained_in }) {
 }
 
 function timeline(spans) {
-  if (!spans.length) return section("Timeline", el("p", { class: "empty" }, "nothing has happened yet"));
+  if (!spans.length) return section("Timeline", el("p", { class: "empty" }, "no activity yet"));
   const end = Math.max(...spans.map((span) => span.end), 1e-6);
   const lanes = KINDS.filter((kind) => spans.some((span) => span.kind === kind)).map((kind) => {
     const own = spans.filter((span) => span.kind === kind);
@@ -45,7 +45,7 @@ function transcript({ turns, task }) {
   const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
   const about = tools.length ? el("details", {}, el("summary", {}, `${tools.length} tools`), tools.map((tool) => el("div", { class: "message tool" }, el("h3", {}, tool.name), el("pre", {}, `${tool.description ?? ""}\n${JSON.stringify(tool.parameters ?? {}, null, 1)}`)))) : null;
   const prompt = !turns.length && task?.prompt ? said("user", task.prompt, "task") : null;
-  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: the redder, the less likely the policy thought them. Underlined tokens are masked: prompts and tool results."), about, prompt, parts);
+  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results."), about, prompt, parts);
 }
 
 const textOf = (content) => (typeof content === "string" ? content : (content ?? []).map((part) => part.text || `[${part.type} ${part.object?.slice(0, 12) ?? ""}]`).join("\n"));

@@ -1,4 +1,4 @@
-"""Coding as an environment: the policy writes Python, reads what it printed, and goes on in the same interpreter.
+"""Coding as an environment: the policy writes Python, reads the output, and continues in the same interpreter.
 
 Above it is the session of an environment worker; below it one sandbox per episode and a verifier. Code comes as a call of the
 tool ``python`` or as a fenced block. Whatever the code does is an observation; only a sandbox that cannot be started ends the

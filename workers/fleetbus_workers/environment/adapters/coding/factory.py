@@ -26,13 +26,13 @@ def build_coding_factory(
     limits = SandboxLimits(seconds=seconds, output_bytes=max(2000, observation_bytes // 2))
 
     @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
+    async def run() -> AsyncIterator[None]:
         try:
-            async with watch.running():
+            async with watch.run():
                 yield
         finally:
             for session in tuple(sessions):
-                await session.close()  # its environment should have, and this is what no one forgets
+                await session.close()  # its environment should have; this is the safeguard
 
     def make_session() -> SandboxSession:
         session = SandboxSession(isolation, limits, watch)
@@ -42,4 +42,4 @@ def build_coding_factory(
     def make() -> CodingEnvironment:
         return CodingEnvironment(make_session, grader=grader, prompt=prompt, observation_bytes=observation_bytes)
 
-    return make, running
+    return make, run

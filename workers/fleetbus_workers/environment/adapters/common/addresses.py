@@ -18,6 +18,6 @@ def check_http_address(spec: str, url: str, *, example: str, secret: str) -> Non
         valid = False
     if not valid or any(character.isspace() for character in url):
         shown, address = strip_credentials(spec), strip_credentials(url)
-        raise UserError(f"environment {shown!r}: {address!r} is no address, as in {example}")
+        raise UserError(f"environment {shown!r}: {address!r} is not an address such as {example}")
     if parts.username or parts.password:
         raise UserError(f"the address of {parts.hostname} must not hold a password: set {secret} instead")

@@ -145,7 +145,7 @@ class FleetApi:
     async def execute_verifier(self, body: dict[str, Any], *, seconds: float) -> dict[str, Any]:
         answer = await self._request("POST", "/v1/verifiers/execute", json=body, timeout=seconds)
         if not isinstance(answer, dict):
-            raise FleetRefused("Fleet: a verification was answered with something that is no object")
+            raise FleetRefused("Fleet: the response to a verification is not an object")
         return answer
 
     async def _manage(self, instance: Instance, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:

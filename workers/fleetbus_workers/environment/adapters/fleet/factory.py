@@ -64,7 +64,7 @@ def build_fleet_factory(
             output_chars=output_chars,
         )
 
-    return make, host.running
+    return make, host.run
 
 
 def choose_first_call(task: Task) -> ToolCall | None:

@@ -1,7 +1,7 @@
 """Resources on Fleet that outlive an episode: the client, the instances, their heartbeats and their deletion.
 
 Above it are the connections of episodes; below it the API. An instance is made and deleted in a task of the host, so that a
-cancelled episode leaves none behind: the episode may end, the task goes on and deletes an instance that is no longer used.
+cancelled episode leaves none behind: the episode may end, the task continues and deletes an instance that is no longer used.
 
 Three nets below each other: every instance is deleted when its episode closes; at the end of the worker all that carry its
 label are; a worker that was killed stops their heartbeats, so the platform ends them, at the latest after their time to live,
@@ -78,7 +78,7 @@ class InstanceLease:
 
 
 class FleetHost:
-    """Use it inside `running`."""
+    """Use it inside `run`."""
 
     def __init__(self, *, base_url: str, key: str, run: str, settings: FleetSettings) -> None:
         self.settings = settings
@@ -101,12 +101,12 @@ class FleetHost:
         return {"Authorization": f"Bearer {self._key}"} if is_private else {}
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         headers = {"Authorization": f"Bearer {self._key}", "X-Fleet-SDK-Language": "Python"}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=32)
         async with httpx.AsyncClient(base_url=self._base_url, headers=headers, limits=limits) as client:
             self.api = FleetApi(client, secret=self._key)
-            async with self.connections.running(), anyio.create_task_group() as tasks:
+            async with self.connections.run(), anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 tasks.start_soon(self._sweep)
                 tasks.start_soon(self._send_heartbeats)
@@ -120,7 +120,7 @@ class FleetHost:
     def lease(self, body: dict[str, Any]) -> InstanceLease:
         """An instance made after ``body`` (as ``POST /v1/env/instances`` takes it), under this worker's label."""
         if self._tasks is None:
-            raise RuntimeError("enter the running() of the environment factory before the first episode")
+            raise RuntimeError("enter run() of the environment factory before the first episode")
         lease = InstanceLease()
         self._tasks.start_soon(self._run_lease, lease, body)
         return lease

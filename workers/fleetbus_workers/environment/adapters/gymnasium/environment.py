@@ -34,7 +34,7 @@ from fleetbus_workers.environment.adapters.gymnasium.text import (
     parse_action,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clipped_values
+from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_values
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_png, insert_images
 
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
@@ -128,7 +128,7 @@ class GymnasiumEnvironment:
 
     def _apply_action(self, chosen: Any) -> tuple[float, bool, bool, dict[str, Any], tuple[str, list[EncodedImage]]]:
         observation, reward, terminated, truncated, info = self._require_env().step(chosen)
-        parts = clipped_values(info, INFO_BYTES)
+        parts = clip_values(info, INFO_BYTES)
         return float(reward), bool(terminated), bool(truncated), parts, self._render(observation)
 
     def _render(self, observation: Any) -> tuple[str, list[EncodedImage]]:

@@ -45,14 +45,14 @@ OpenClient = Callable[[Callable[[], None]], AbstractAsyncContextManager[Client]]
 
 
 class ConnectionHost:
-    """The tasks in which connections live; those still open when `running` ends are cut then."""
+    """The tasks in which connections live; those still open when `run` ends are cut then."""
 
     def __init__(self) -> None:
         self.tasks: TaskGroup | None = None
         self.connections: set[ClientConnection] = set()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         async with anyio.create_task_group() as self.tasks:
             try:
                 yield
@@ -99,7 +99,7 @@ class ClientConnection:
     async def open(self) -> None:
         """Connect; raises `EnvironmentFailed` with the end of the server's standard error if that fails."""
         if self._host.tasks is None:
-            raise RuntimeError("enter the running() of the environment factory before the first episode")
+            raise RuntimeError("enter run() of the environment factory before the first episode")
         self._host.connections.add(self)
         self._host.tasks.start_soon(self._run)
         try:

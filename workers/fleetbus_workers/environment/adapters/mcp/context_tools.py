@@ -98,7 +98,7 @@ class ContextTools:
             raise ValueError("no output was cut so far")
         number = _get_number(arguments, "output", len(self._outputs))
         if number not in self._outputs:
-            raise ValueError(f"there is no output {number}: {len(self._outputs)} were cut so far")
+            raise ValueError(f"there is no output {number}: {len(self._outputs)} were truncated so far")
         return self._outputs[number]
 
 

@@ -56,7 +56,7 @@ def _build_in_process_factory(
             return DirectConnection(server, listings, call_seconds=context.call_seconds)
         return ClientConnection(partial(open_server, server), host, call_seconds=context.call_seconds)
 
-    return Factory(partial(McpEnvironment, connect, replayable=replayable, **context.mcp_arguments(style)), host.running)
+    return Factory(partial(McpEnvironment, connect, replayable=replayable, **context.mcp_arguments(style)), host.run)
 
 
 def build_http_factory(context: AdapterContext) -> Factory:
@@ -73,7 +73,7 @@ def build_http_factory(context: AdapterContext) -> Factory:
         }
         return next(iter(connections.values())) if len(connections) == 1 else MergedConnection(connections)
 
-    return Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.running)
+    return Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.run)
 
 
 def build_command_factory(context: AdapterContext) -> Factory:
@@ -95,7 +95,7 @@ def build_command_factory(context: AdapterContext) -> Factory:
     def connect(task: Task) -> Connection:
         return PooledConnection(pool, task) if reset_tool else start_client()
 
-    return Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.running)
+    return Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.run)
 
 
 def _split_command(spec: str, command_line: str) -> Sequence[str]:
@@ -106,7 +106,7 @@ def _split_command(spec: str, command_line: str) -> Sequence[str]:
     if not command:
         raise UserError(f"environment {spec!r} names no command, as in stdio:python -m my_server")
     if shutil.which(command[0]) is None:
-        raise UserError(f"environment {spec!r}: there is no command {command[0]!r}; install it or give its path")
+        raise UserError(f"environment {spec!r}: command {command[0]!r} not found; install it or give its path")
     return command
 
 

@@ -1,7 +1,7 @@
 """A connection to an MCP server over streamable HTTP. Above it are the factories of environments, below it the SDK's client.
 
 HTTP adds ways of dying that are no tool's fault: a gateway that answers for a dead server, a session that the server has
-forgotten because it was started anew, a refused key. Each of them is `ServerGone`, never an error for the policy to read.
+forgotten because the server restarted, a refused key. Each of them is `ServerGone`, never an error for the policy to read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LastResponse:
         if self.status in REFUSALS:
             return f"{REFUSALS[self.status]} (HTTP {self.status})"
         if self.status == 404 and error.error.code == INVALID_REQUEST:
-            return "no longer knows this session: it was started anew"
+            return "no longer knows this session: it was restarted"
         if self.status in ABSENT or self.status >= 502 or not self.is_json:  # listing and calling are methods that it had
             return f"answered HTTP {self.status}"
         return ""

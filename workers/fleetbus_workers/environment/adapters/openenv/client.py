@@ -42,13 +42,13 @@ class UnknownType(OpenEnvError):
 
 
 class ActionRefused(OpenEnvError):
-    """What was sent does not fit the environment's schema; the session goes on."""
+    """What was sent does not fit the environment's schema; the session continues."""
 
     code = "VALIDATION_ERROR"
 
 
 class ExecutionFailed(OpenEnvError):
-    """The environment's own code raised; the session goes on, in whatever state that left it."""
+    """The environment's own code raised; the session continues, in whatever state that left it."""
 
     code = "EXECUTION_ERROR"
 
@@ -134,7 +134,7 @@ class OpenEnvSession:
         try:
             reply = _frame.decode(text)
         except msgspec.DecodeError as error:
-            raise ConnectionLost(self._mark_lost(f"the server sent what is no frame ({error})")) from error
+            raise ConnectionLost(self._mark_lost(f"the server sent a malformed frame ({error})")) from error
         if reply.type == "error":
             raise self._build_error(_parse_object(reply.data))
         if reply.type != expected:

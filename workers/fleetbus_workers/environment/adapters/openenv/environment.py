@@ -52,7 +52,7 @@ def build_openenv_factory(
     """Makes environments on the server at ``url``, and what runs around all of them. Raises `UserError` if that is no URL."""
     server = OpenEnvServer(url)
     make = partial(OpenEnvEnvironment, server, grader=grader, prompt=prompt, observation_bytes=observation_bytes)
-    return make, server.running
+    return make, server.run
 
 
 class OpenEnvEnvironment:
@@ -168,7 +168,7 @@ class OpenEnvEnvironment:
             return self._build_step(
                 format_error(f"the action does not fit: {refused}"), more=more, done=done, calls=1, errors=1
             )
-        reward = self._rewarded(observed.reward)
+        reward = self._compute_step_reward(observed.reward)
         failed = bool(observed.observation.get("error")) if self._is_mcp else False
         truncated = observed.done and observed.metadata.get("truncated") is True
         return self._build_step(
@@ -183,7 +183,7 @@ class OpenEnvEnvironment:
             output=_tool_output(observed.observation, self._observation_bytes) if self._is_mcp else None,
         )
 
-    def _rewarded(self, reward: float | None) -> float:
+    def _compute_step_reward(self, reward: float | None) -> float:
         """The step's own part of the episode's reward; where each reward stands for all so far, what it has beyond the last."""
         before = (
             next((rewards for rewards in reversed(self._rewards) if rewards is not None), 0.0) if self._last_counts else 0.0

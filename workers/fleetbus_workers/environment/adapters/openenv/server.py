@@ -98,11 +98,11 @@ class OpenEnvServer:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise EnvironmentFailed(f"cannot read the action schema at {url}: {error or type(error).__name__}") from error
         if not isinstance(schema, dict):
-            raise EnvironmentFailed(f"the action schema at {url} is no object")
+            raise EnvironmentFailed(f"the action schema at {url} is not an object")
         return schema
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._ping_idle, tasks)
             yield
@@ -124,11 +124,11 @@ def parse_addresses(url: str) -> tuple[str, str]:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise UserError(f"{url!r} is no URL: {error}") from error
+        raise UserError(f"{url!r} is not a URL: {error}") from error
     if parts.scheme not in ("http", "https", "ws", "wss") or not host or parts.query or parts.fragment:
-        raise UserError(f"{url!r} is no address of an OpenEnv server, as in openenv:http://127.0.0.1:8000")
+        raise UserError(f"{url!r} is not the address of an OpenEnv server, as in openenv:http://127.0.0.1:8000")
     if parts.username or parts.password:
-        raise UserError(f"the address of {host} must not hold a password: put a token into {TOKEN_VARIABLE}")
+        raise UserError(f"the address of {host} must not hold a password: set a token in {TOKEN_VARIABLE}")
     secure = parts.scheme in ("https", "wss")
     place = f"[{host}]" if ":" in host else host
     base = f"{place}{f':{port}' if port else ''}{parts.path.rstrip('/').removesuffix('/ws')}"

@@ -38,9 +38,9 @@ class ProcessProvider:
         except ValueError as error:
             raise UserError(f"the command cannot be read: {error}: {command}") from error
         if "{port}" not in command:
-            raise UserError(f"the command must say where its port goes, as in uvicorn module:app --port {{port}}: {command}")
+            raise UserError(f"the command must contain {{port}}, as in uvicorn module:app --port {{port}}: {command}")
         if shutil.which(self._command[0]) is None:
-            raise UserError(f"there is no command {self._command[0]!r}; install it or give its path")
+            raise UserError(f"command {self._command[0]!r} not found; install it or give its path")
         self._variables = variables or {}
         self._running: dict[str, tuple[Process, IO[bytes]]] = {}
 

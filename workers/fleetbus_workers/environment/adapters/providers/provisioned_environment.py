@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ServerHost:
-    """The servers of one worker; use it inside `running`. ``inner`` makes the factory for a server's URL."""
+    """The servers of one worker; use it inside `run`. ``inner`` makes the factory for a server's URL."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ServerHost:
         return ProvisionedEnvironment(self)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """Sweep what a crash left, then serve; at the end every server is stopped."""
         try:
             await self._sweep()
@@ -78,7 +78,7 @@ class ServerHost:
     async def enter(self, task: Task, done: anyio.Event, ended: anyio.Event) -> Environment:
         """An environment on a server of its own, until ``done``; then the server is stopped and ``ended`` set."""
         if self._tasks is None:
-            raise RuntimeError("enter running() before the first episode")
+            raise RuntimeError("enter run() before the first episode")
         result: Environment | Exception = await self._tasks.start(self._serve, task, done, ended)
         if isinstance(result, Exception):
             raise result
@@ -92,7 +92,7 @@ class ServerHost:
         try:
             async with self._start_server(task) as server:
                 factory = self._inner(server.url)
-                async with factory.running():
+                async with factory.run():
                     task_status.started(factory())
                     has_started = True
                     await done.wait()

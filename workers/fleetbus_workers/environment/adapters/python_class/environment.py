@@ -35,7 +35,7 @@ def load_callable(spec: str, path: str) -> Callable[..., Any]:
     """The callable that ``package.module:name`` names, also from the current folder. Raises `UserError` naming ``spec``."""
     module_name, _, name = path.partition(":")
     if not name or not all(part.isidentifier() for part in module_name.split(".")) or not name.isidentifier():
-        raise UserError(f"environment {spec!r} must name a module and what is in it, as in my_package.my_module:name")
+        raise UserError(f"environment {spec!r} must name a module and a name in it, as in my_package.my_module:name")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -54,7 +54,7 @@ def check_class(spec: str, kind: Any) -> None:
     """Raise `UserError` unless ``kind`` looks like an environment."""
     missing = [call for call in (*CALLS, "replayable") if not hasattr(kind, call)]
     if missing:
-        raise UserError(f"environment {spec!r} is no environment: it lacks {', '.join(missing)} (see fleetbus.Environment)")
+        raise UserError(f"environment {spec!r} is not an environment: it lacks {', '.join(missing)} (see fleetbus.Environment)")
 
 
 def parse_device_names(text: str) -> tuple[str, ...]:
@@ -85,12 +85,12 @@ def build_class_factory(
         return ClassEnvironment(kind, limiter[0] if limiter else None, next(device) if device else "")
 
     @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
+    async def run() -> AsyncIterator[None]:
         limiter[:] = [anyio.CapacityLimiter(threads + SPARE_THREADS)]
         await anyio.lowlevel.checkpoint()
         yield
 
-    return make, running
+    return make, run
 
 
 def build_named_class_factory(

@@ -55,7 +55,7 @@ class EnvironmentProcess:
 
     async def _call(self, name: str, argument: Any) -> Any:
         if name not in CALLS:
-            raise ValueError(f"there is no call {name}")
+            raise ValueError(f"unknown call {name}")
         if name == "close" and self._object is None:
             return None
         if name == "open":

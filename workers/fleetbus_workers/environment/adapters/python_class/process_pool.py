@@ -51,7 +51,7 @@ def build_process_pool(spec: str, path: str, settings: EnvironmentSettings) -> P
 
 
 class ProcessPool:
-    """The processes of one worker; use it inside `running`. ``processes`` bounds how many there are."""
+    """The processes of one worker; use it inside `run`. ``processes`` bounds how many there are."""
 
     def __init__(self, spec: str, *, processes: int, devices: Sequence[str] = (), replayable: bool = False) -> None:
         self.replayable = replayable
@@ -64,7 +64,7 @@ class ProcessPool:
         return PooledEnvironment(self)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """The lifetime of the processes; all are ended at its end."""
         self._free = [*self._slots]
         self._limiter = anyio.Semaphore(len(self._slots))
@@ -80,7 +80,7 @@ class ProcessPool:
     async def acquire(self) -> _ProcessSlot:
         """A place with a running process. Raises `EnvironmentFailed` if none can be started."""
         if self._limiter is None:
-            raise RuntimeError("enter running() before the first episode")
+            raise RuntimeError("enter run() before the first episode")
         await self._limiter.acquire()
         slot = next((slot for slot in self._free if slot.is_running), self._free[0])
         self._free.remove(slot)

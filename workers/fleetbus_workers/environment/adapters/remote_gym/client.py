@@ -1,7 +1,7 @@
 """One session on a server of the remote-gym protocol: multipart over HTTP, repeated only where that cannot act twice.
 
 A request that never left, or that a server refused as busy, was not executed and is repeated. One whose answer got lost may
-have been: it is repeated if the method only reads or begins anew, or if the server answers repetitions from memory (same body,
+have been: it is repeated if the method only reads or resets, or if the server answers repetitions from memory (same body,
 same boundary); a step is not. Above it is `remote_gym`; beside it `ServerPool` chooses the server.
 """
 
@@ -69,7 +69,7 @@ class RemoteEnvironmentError(RemoteGymError):
 
 
 class ServerPool:
-    """The HTTP client and the load of all sessions of one worker; enter `running` around them."""
+    """The HTTP client and the load of all sessions of one worker; enter `run` around them."""
 
     def __init__(self, *, draw: Callable[[], float] = random.random) -> None:
         """``busy_queue`` is where episodes wait while all servers are busy: only the first asks again."""
@@ -82,7 +82,7 @@ class ServerPool:
         self.freed = anyio.Event()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_SECONDS)
         async with httpx.AsyncClient(limits=limits) as self._http:
             try:
@@ -93,7 +93,7 @@ class ServerPool:
     @property
     def http(self) -> httpx.AsyncClient:
         if self._http is None:
-            raise RuntimeError("enter the running() of the environment factory before the first episode")
+            raise RuntimeError("enter run() of the environment factory before the first episode")
         return self._http
 
     def choose(self, urls: Sequence[str]) -> str:

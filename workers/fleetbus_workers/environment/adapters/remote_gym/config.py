@@ -55,12 +55,14 @@ def read_config(config: Mapping[str, Any], default_urls: Sequence[str]) -> tuple
     try:
         settings = msgspec.convert(own, RemoteGymConfig)
     except msgspec.ValidationError as error:
-        raise UserError(f"the remote gym's config is wrong: {error}") from error
+        raise UserError(f"the remote gym's config is invalid: {error}") from error
     if not settings.base_urls:
         raise UserError("no remote-gym server: write remote-gym:URL[,URL...], or base_urls in the task's config")
     pauses = (settings.backoff, settings.max_delay, settings.backoff_jitter_min, settings.backoff_jitter_range)
     if settings.timeout <= 0 or settings.failover_after_failures < 1 or min(settings.retries, *pauses) < 0:
-        raise UserError("the remote gym's config is wrong: timeout and failover_after_failures must be positive, none negative")
+        raise UserError(
+            "the remote gym's config is invalid: timeout and failover_after_failures must be positive, none negative"
+        )
     return settings, remote
 
 
@@ -75,11 +77,11 @@ def _check_url(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise UserError(f"{url!r} is no URL: {error}") from error
+        raise UserError(f"{url!r} is not a URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{url!r} is no address of a remote-gym server, as in http://127.0.0.1:8000")
+        raise UserError(f"{url!r} is not the address of a remote-gym server, as in http://127.0.0.1:8000")
     if parts.username or parts.password:
-        raise UserError(f"the address of {parts.hostname} must not hold a password: put the key into {TOKEN_VARIABLE}")
+        raise UserError(f"the address of {parts.hostname} must not hold a password: set the key in {TOKEN_VARIABLE}")
     return url.rstrip("/")
 
 
@@ -89,7 +91,7 @@ def _read_urls(config: Mapping[str, Any]) -> list[str]:
         return parse_urls(given)
     if given:
         if not isinstance(given, list | tuple) or not all(isinstance(url, str) for url in given):
-            raise UserError("base_urls must be a list of URLs, or text with one a line")
+            raise UserError("base_urls must be a list of URLs, or text with one per line")
         return [_check_url(url) for url in given]
     file = config.get("url_file")
     if not file:
@@ -104,5 +106,5 @@ def _read_token(given: Any) -> str:
     if not given:
         return os.environ.get(TOKEN_VARIABLE, "")
     if not isinstance(given, str) or not given.startswith("$"):
-        raise UserError("token must name an environment variable, as in $GYM_API_KEY: a task is kept in the log")
+        raise UserError("token must name an environment variable, as in $GYM_API_KEY: tasks are stored in the log")
     return os.environ.get(given[1:], "")

@@ -39,7 +39,7 @@ def build_remote_gym_factory(
 ) -> tuple[Callable[[], RemoteGymEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
     """Makes environments on these servers, and what runs around all of them. Raises `UserError` for what is no URL."""
     pool, default_urls = ServerPool(), parse_urls(urls)
-    return lambda: RemoteGymEnvironment(pool, default_urls, store_image=store_image), pool.running
+    return lambda: RemoteGymEnvironment(pool, default_urls, store_image=store_image), pool.run
 
 
 class RemoteGymEnvironment:

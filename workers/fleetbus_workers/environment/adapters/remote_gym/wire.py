@@ -104,7 +104,7 @@ def _parts(boundary: str, body: bytes) -> list[tuple[str, str, bytes]]:
         parser.write(body)
         parser.finalize()
     except (MultipartParseError, UnicodeEncodeError) as error:
-        raise WireError(f"the answer is no multipart body: {error}") from error
+        raise WireError(f"the response is not a multipart body: {error}") from error
     return parts
 
 
@@ -114,7 +114,7 @@ def _object(payload: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise WireError(f"the JSON part cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise WireError("the JSON part is no object")
+        raise WireError("the JSON part is not an object")
     return value
 
 

@@ -30,7 +30,7 @@ class WatchedProcess(Protocol):
 
 
 class MemoryWatch:
-    """Ends sandboxes whose processes together use more than their limit; use it inside `running`."""
+    """Ends sandboxes whose processes together use more than their limit; use it inside `run`."""
 
     def __init__(self) -> None:
         self._watched: set[WatchedProcess] = set()
@@ -42,7 +42,7 @@ class MemoryWatch:
         self._watched.discard(sandbox)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
             yield

@@ -221,7 +221,7 @@ class _Interpreter:
         return stdout, stderr
 
     async def exit_code(self) -> int:
-        """How it ended, shortly after its channel did; it is killed if it goes on without one."""
+        """How it ended, shortly after its channel did; it is killed if it continues without one."""
         with anyio.move_on_after(STOP_SECONDS):
             code = await self.process.wait()
             return code if code >= 0 else 128 - code

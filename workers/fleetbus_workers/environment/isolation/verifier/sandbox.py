@@ -56,9 +56,9 @@ class VerifierNotStarted(Exception):
 
 
 class Verifier:
-    """Grades episodes; use it inside `running`. ``limits`` hold for each verification.
+    """Grades episodes; use it inside `run`. ``limits`` hold for each verification.
 
-    ``required``: entering `running` raises `IsolationUnavailable` where the code could see the host's files.
+    ``required``: entering `run` raises `IsolationUnavailable` where the code could see the host's files.
     ``reuse_processes``, for episodes that need no protection from each other: a child gives one verdict after the other.
     Whatever is not a plain verdict there is verified again in a fresh child, and that verdict counts.
     """
@@ -88,7 +88,7 @@ class Verifier:
         self._slots: anyio.CapacityLimiter | None = None
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """The lifetime of the processes; the first verification starts them."""
         if self._required:
             await find_isolation(self._kinds)
@@ -109,7 +109,7 @@ class Verifier:
     ) -> Verdict:
         """The verdict of ``code`` (see `Grader`). Cancelling it kills its process."""
         if not self._running or self._slots is None:
-            raise RuntimeError("enter Verifier.running() before the first verification")
+            raise RuntimeError("enter Verifier.run() before the first verification")
         request = {"code": code, "final_answer": final_answer, "conversation": conversation}
         async with self._slots:
             if self._reuse_processes:
@@ -125,7 +125,7 @@ class Verifier:
         """The verdict of a child that is kept for the next request if it gives one; None if it does not."""
         channel: Channel | None = None
         try:
-            channel = self._idle.pop() if self._idle else await _start_child(await self._running_zygote())
+            channel = self._idle.pop() if self._idle else await _start_child(await self._ensure_zygote())
             verdict = await answer_calls(channel, request, tools)
             if verdict.reward is None:
                 return None
@@ -143,7 +143,7 @@ class Verifier:
         for _ in range(MAX_STARTS):
             zygote: _Zygote | None = None
             try:
-                zygote = await self._running_zygote()
+                zygote = await self._ensure_zygote()
                 return await _verify_in_child(zygote, request, tools)
             except ChannelBroken as broken:
                 return Verdict(reward=None, reason=f"the verifier's process failed: {broken}")
@@ -152,7 +152,7 @@ class Verifier:
                 await self._discard(zygote)
         return Verdict(reward=None, reason="the process that runs verifiers dies as soon as it is started")
 
-    async def _running_zygote(self) -> _Zygote:
+    async def _ensure_zygote(self) -> _Zygote:
         assert self._starting is not None
         async with self._starting:
             zygote = self._zygote

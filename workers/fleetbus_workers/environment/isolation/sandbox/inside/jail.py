@@ -91,7 +91,7 @@ def build_root(description: dict[str, Any]) -> None:
 
 
 def scratch(path: str, size: int) -> None:
-    """An empty folder in memory of ``size`` bytes that everybody may write to."""
+    """An empty folder in memory of ``size`` bytes that every user may write to."""
     os.makedirs(path, exist_ok=True)
     mount("tmpfs", path, "tmpfs", NO_SETUID | NO_DEVICES, f"size={size},mode=1777")
 

@@ -1,22 +1,22 @@
-// The first view: counters, workers, what failed, and how the log stands.
+// The first view: counters, workers, failures, and the state of the log.
 import { bytes, el, number, percent, seconds, section, table } from "./dom.js";
 
 const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
-export function fleet(overview) {
-  const { numbers, workers, log, server, stalls, notes, ending } = overview;
+export function overview(shown) {
+  const { numbers, workers, log, server, stalls, notes, ending } = shown;
   return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
-/** Of a run that is over: since when, how it ended, how to go on. */
+/** For a run that has ended: when and how it ended, and how to resume it. */
 const over = (ending) => ending ? el("section", { "aria-label": "Over" }, el("p", { class: "alarm", role: "status" }, ending.line)) : null;
 
-/** What holds the run, as the watchdog says it; nothing while it progresses. */
+/** Why the run is stalled, in the watchdog's words; nothing while it progresses. */
 const stuck = (stalls) => stalls.length ? el("section", { "aria-label": "Stuck" }, stalls.map((stall) => el("p", { class: "bad alarm", role: "alert" }, stall.line))) : null;
 
-/** What is worth knowing and no trouble: that nothing is left to learn. */
-const worthKnowing = (notes) => notes.length ? el("section", { "aria-label": "Worth knowing" }, notes.map((note) => el("p", { class: "good alarm", role: "status" }, note))) : null;
+/** Notes that need no action, such as that every task is solved. */
+const worthKnowing = (notes) => notes.length ? el("section", { "aria-label": "Notes" }, notes.map((note) => el("p", { class: "good alarm", role: "status" }, note))) : null;
 
 /** Why episodes have no grade: each kind with its count, its place and its first traceback. */
 const failures = (kinds) => kinds.length ? section("Failures", ...kinds.map((kind) => el("div", { class: "failure" }, el("p", { class: "bad" }, kind.line, " · ", el("a", { href: `#/episode/${encodeURIComponent(kind.episode_id)}` }, kind.episode_id)), kind.traceback ? el("details", {}, el("summary", {}, "traceback"), el("pre", {}, kind.traceback)) : null))) : null;
@@ -40,7 +40,7 @@ function cards(numbers, stalls) {
 }
 
 function workerTable(workers) {
-  if (!workers.length) return section("Workers", el("p", { class: "empty" }, "no worker has been heard of yet"));
+  if (!workers.length) return section("Workers", el("p", { class: "empty" }, "no heartbeat received yet"));
   const columns = [
     ["worker", (row) => row.worker],
     ["role", (row) => row.role],
@@ -48,7 +48,7 @@ function workerTable(workers) {
     ["in flight", (row) => (row.role === "learner" ? `${row.in_flight} groups` : row.slots ? el("span", {}, el("span", { class: "bar", role: "img", "aria-label": `${row.in_flight} of ${row.slots}`, style: { display: "inline-block", width: "80px" } }, el("i", { style: { width: `${Math.min(100, (100 * row.in_flight) / row.slots)}%` } })), ` ${row.in_flight}/${row.slots}`) : "")],
     ["version", (row) => (row.policy_version < 0 ? "" : row.policy_version), "number"],
     ["lane", (row) => row.lane],
-    ["last heard", (row) => `${seconds(row.seconds)} ago`, "number"],
+    ["last heartbeat", (row) => `${seconds(row.seconds)} ago`, "number"],
     ["note", (row) => row.note, "wide"],
   ];
   const isLost = (row) => row.state === "silent" || row.state === "failed";
@@ -66,7 +66,7 @@ function outcomes(numbers) {
     ...Object.entries(numbers.errors).map(([name, count]) => ["error class", name, count, "bad"]),
   ];
   if (!rows.length) return section("Outcomes", el("p", { class: "empty" }, "no episode has finished yet"));
-  return section("Outcomes", table("Episodes by outcome, by why they were not trained, by error", [["", (row) => row[0]], ["name", (row) => el("span", { class: row[3] }, row[1].replaceAll("_", " "))], ["episodes", (row) => number(row[2]), "number"]], rows));
+  return section("Outcomes", table("Episodes by outcome, reason for exclusion, and error", [["", (row) => row[0]], ["name", (row) => el("span", { class: row[3] }, row[1].replaceAll("_", " "))], ["episodes", (row) => number(row[2]), "number"]], rows));
 }
 
 function logHealth(log, numbers, ending) {
@@ -76,16 +76,16 @@ function logHealth(log, numbers, ending) {
     ["stored", `${bytes(log.bytes)}${log.limit_bytes ? ` of ${bytes(log.limit_bytes)}` : ", no limit"}`],
     ["entries", number(log.last_sequence)],
     ["entries/s", number(log.entries_per_second, 1)],
-    ["read here up to", number(log.followed)],
+    ["read up to entry", number(log.followed)],
     ["newest entry read", `${seconds(numbers.quiet_seconds)} ago`],
     ["take-overs", number(numbers.takeovers)],
-    ["entries that are no messages", el("span", { class: numbers.malformed ? "bad" : "" }, number(numbers.malformed))],
+    ["malformed entries", el("span", { class: numbers.malformed ? "bad" : "" }, number(numbers.malformed))],
     ["checkpoint at step", numbers.checkpoint || "–"],
   ];
-  return section("Log", log.problem ? (ending ? el("p", { class: "empty" }, "not served any more") : el("p", { class: "bad", role: "alert" }, log.problem)) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+  return section("Log", log.problem ? (ending ? el("p", { class: "empty" }, "no longer served") : el("p", { class: "bad", role: "alert" }, log.problem)) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
 }
 
-/** The server's consumers and connections: how much waits, and who does not read what it asked for. */
+/** The server's consumers and connections: pending messages, and clients that do not read them. */
 function natsServer(server) {
   if (!server.version && !server.hint && !server.consumers.length) return null;
   const facts = [
@@ -96,12 +96,12 @@ function natsServer(server) {
     ["memory", server.memory_bytes === null ? "–" : bytes(server.memory_bytes)],
     ...server.streams.map((stream) => [`stream ${stream.name}`, `${bytes(stream.bytes)}, ${number(stream.entries)} entries`]),
   ];
-  const consumers = [["consumers", (row) => row.kind], ["of them", (row) => number(row.consumers), "number"], ["pending", (row) => number(row.pending), "number"], ["unacked", (row) => number(row.unacked), "number"], ["redelivered", (row) => number(row.redelivered), "number"]];
+  const consumers = [["consumers", (row) => row.kind], ["number", (row) => number(row.consumers), "number"], ["pending", (row) => number(row.pending), "number"], ["unacked", (row) => number(row.unacked), "number"], ["redelivered", (row) => number(row.redelivered), "number"]];
   const clients = [["connection", (row) => row.worker], ["role", (row) => row.role], ["unread", (row) => el("span", { class: row.pending_bytes ? "warn" : "" }, bytes(row.pending_bytes)), "number"], ["received", (row) => number(row.received), "number"], ["sent", (row) => number(row.sent), "number"], ["idle", (row) => row.idle, "number"]];
   return section("NATS server",
     server.hint ? el("p", { class: "empty" }, server.hint) : el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    ...server.cut.map((each) => el("p", { class: "bad" }, `${each.worker} was cut off at ${each.at}: ${each.reason}`)),
+    ...server.cut.map((each) => el("p", { class: "bad" }, `${each.worker} was disconnected at ${each.at}: ${each.reason}`)),
     el("div", { class: "grid" },
-      server.consumers.length ? table("Durable consumers, by what they deliver", consumers, server.consumers) : null,
+      server.consumers.length ? table("Durable consumers by content", consumers, server.consumers) : null,
       server.clients.length ? table(`Connections of the run: ${server.clients.length}, most unread bytes first`, clients, server.clients.slice(0, 100)) : null));
 }
