@@ -188,6 +188,11 @@ def _build_bubblewrap_arguments(
     for path, link in visible_paths:
         yield from ("--symlink", link, path) if link else ("--ro-bind", path, path)
     yield from ("--dev", "/dev", "--perms", "1777", "--size", str(scratch_bytes // 4), "--tmpfs", "/dev/shm")
+    yield from (
+        "--dev-bind",
+        "/dev/full",
+        "/dev/zero",
+    )  # it gives zeros, too, and cannot be mapped as memory that is not counted
     yield from ("--remount-ro", "/dev", "--setenv", "HOME", "/tmp")
     yield from ("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8")
     yield from ("--chdir", "/tmp", "--remount-ro", "/")

@@ -14,7 +14,7 @@ BUSY_SECONDS, IDLE_ROUNDS = 0.1, 10
 """How often sandboxes are looked at while code runs, and every how many rounds of that when none does."""
 
 MAX_PROCESSES = 4096
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_COUNTED = (b"RssAnon", b"RssShmem", b"VmSwap")
 
 
 class WatchedProcess(Protocol):
@@ -69,15 +69,16 @@ class MemoryWatch:
 
 
 def memory_of_tree(process: int) -> int:
-    """Bytes of memory that ``process`` and everything below it have of their own; pages that a fork shares count twice."""
+    """Bytes of memory that ``process`` and everything below it have of their own or share by writing to it (files in memory,
+    too); pages that a fork shares count twice."""
     total, waiting, seen = 0, [process], 0
     while waiting and seen < MAX_PROCESSES:
         current = waiting.pop()
         seen += 1
         try:
-            with open(f"/proc/{current}/statm", "rb") as file:
-                fields = file.read().split()
-            total += (int(fields[1]) - int(fields[2])) * _PAGE
+            with open(f"/proc/{current}/status", "rb") as file:
+                fields = dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)
+            total += sum(int(fields[name].split()[0]) << 10 for name in _COUNTED if name in fields)
             for thread in os.listdir(f"/proc/{current}/task"):
                 with open(f"/proc/{current}/task/{thread}/children", "rb") as file:
                     waiting += map(int, file.read().split())

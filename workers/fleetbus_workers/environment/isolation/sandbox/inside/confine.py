@@ -81,6 +81,12 @@ FORBIDDEN = {
 }
 """System calls that are refused: their numbers on x86_64 and on aarch64."""
 
+MMAP = (9, 222)
+SHARED, WITHOUT_FILE = 1, 0x20
+SETSOCKOPT = (54, 208)
+BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF, and the two that exceed the system's limit."""
+
 CLONE, CLONE3 = (56, 220), (435, 435)
 SOCKET = (41, 198)
 TO_OTHERS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "sigqueue": (129, 138), "tgsigqueue": (297, 240)}
@@ -177,6 +183,13 @@ def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
         return program + load(16) + jump_if(0x15, own_process, 1, 0) + refuse + allow
     for numbers in FORBIDDEN.values():
         program += jump_if(0x15, numbers[column], 0, 1) + refuse
+    # Shared memory without a file stays when its pages are dropped from every process, where no count of a process finds it.
+    program += jump_if(0x15, MMAP[column], 0, 4) + load(40)
+    program += jump_if(0x45, SHARED, 0, 2) + jump_if(0x45, WITHOUT_FILE, 0, 1) + refuse + load(0)
+    program += jump_if(0x15, SETSOCKOPT[column], 0, 2 * len(BUFFER_SIZES) + 2) + load(32)
+    for option in BUFFER_SIZES:
+        program += jump_if(0x15, option, 0, 1) + refuse
+    program += load(0)
     # The flags of clone3 are out of a filter's sight; libraries fall back to clone where there is no clone3.
     program += jump_if(0x15, CLONE3[column], 0, 1) + absent
     program += jump_if(0x15, CLONE[column], 0, 3) + load(16) + jump_if(0x45, NEW_NAMESPACES, 0, 1) + refuse
@@ -192,7 +205,7 @@ def begin_filter(machine: str) -> bytes:
 
 def load(offset: int) -> bytes:
     """Load a word of the system call's data: 0 its number, 4 the architecture, 16 the low half of its first argument, 24 of
-    its second, 32 of its third."""
+    its second, 32 of its third, 40 of its fourth."""
     return struct.pack("=HBBI", 0x20, 0, 0, offset)
 
 

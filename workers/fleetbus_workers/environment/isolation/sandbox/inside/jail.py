@@ -27,7 +27,8 @@ DETACH = 2
 PARENT_DEATH_SIGNAL = 1
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""Devices inside and what they are outside. Both zero and full give zeros; zero could be mapped, as uncounted memory."""
 
 
 def main() -> NoReturn:
@@ -79,8 +80,8 @@ def build_root(description: dict[str, Any]) -> None:
     scratch("/tmp", description["scratch_bytes"])  # first of all, so that a Python or a checkout below /tmp is seen in it
     for path in description["bind"]:
         bind(path)
-    for name in DEVICES:
-        bind(f"/dev/{name}", writable=True)
+    for name, device in DEVICES.items():
+        bind(f"/dev/{name}", writable=True, source=f"/dev/{device}")
     for path, target in description["link"]:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
@@ -96,9 +97,9 @@ def scratch(path: str, size: int) -> None:
     mount("tmpfs", path, "tmpfs", NO_SETUID | NO_DEVICES, f"size={size},mode=1777")
 
 
-def bind(path: str, *, writable: bool = False) -> None:
-    """Show a file or folder of the host at its own path, read-only unless ``writable``."""
-    source = f"/host{path}"
+def bind(path: str, *, writable: bool = False, source: str = "") -> None:
+    """Show a file or folder of the host (``source``, else of the same path) at ``path``, read-only unless ``writable``."""
+    source = f"/host{source or path}"
     if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)
     else:

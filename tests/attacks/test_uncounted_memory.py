@@ -1,0 +1,80 @@
+"""Code in the sandbox uses memory that is not its own by name: shared memory, the device of zeros, buffers of sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+
+from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, SandboxLimits, SandboxSession, find_isolation
+from fleetbus_workers.environment.isolation.sandbox.backends import KINDS
+from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
+from tests.support.processes import children, until
+
+LIMITS = SandboxLimits(
+    seconds=20.0, memory_bytes=1 << 30, total_memory_bytes=64 << 20, processes=12, file_bytes=512 << 20, scratch_bytes=512 << 20
+)
+FILL = """
+import mmap, os, time
+{opened}
+for offset in range(0, 160 << 20, 1 << 20):
+    memory[offset:offset + (1 << 20)] = b"x" * (1 << 20)
+    {dropped}
+time.sleep(15)
+"""
+ANONYMOUS = "memory = mmap.mmap(-1, 160 << 20)"
+ZEROS = "memory = mmap.mmap(os.open('/dev/zero', os.O_RDWR), 160 << 20)"
+FILE = "file = open('/dev/shm/f', 'w+b'); file.truncate(100 << 20); memory = mmap.mmap(file.fileno(), 100 << 20)"
+DROPPED = "memory.madvise(mmap.MADV_DONTNEED)"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Processes belong to workers, and those run on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture(params=KINDS)
+async def session(request: pytest.FixtureRequest) -> AsyncIterator[SandboxSession]:
+    try:
+        isolation = await find_isolation((request.param,))
+    except IsolationUnavailable as unavailable:
+        pytest.skip(f"no {request.param} here: {unavailable}")
+    watch = MemoryWatch()
+    async with watch.running():
+        session = SandboxSession(isolation, LIMITS, watch)
+        yield session
+        await session.close()
+    await until(lambda: not children())
+
+
+@pytest.mark.parametrize(
+    ("opened", "dropped"),
+    [(ANONYMOUS, ""), (ANONYMOUS, DROPPED), (ZEROS, ""), (ZEROS, DROPPED), (FILE, "")],
+    ids=["anonymous", "anonymous, dropped", "device", "device, dropped", "file in memory"],
+)
+async def test_shared_memory_is_counted_or_refused(session: SandboxSession, opened: str, dropped: str) -> None:
+    with anyio.fail_after(50):
+        result = await session.run(FILL.format(opened=opened, dropped=dropped))
+    refused = "PermissionError" in result.stderr or "OSError: [Errno 19]" in result.stderr
+    assert refused or result.ended == "memory", result
+
+
+async def test_buffers_of_sockets_cannot_be_enlarged(session: SandboxSession) -> None:
+    code = "import socket\na, b = socket.socketpair()\na.setsockopt(socket.SOL_SOCKET, socket.{name}, 1 << 20)"
+    for name in ("SO_SNDBUF", "SO_RCVBUF"):
+        with anyio.fail_after(50):
+            assert "PermissionError" in (await session.run(code.format(name=name))).stderr
+
+
+async def test_ordinary_memory_and_the_device_of_zeros_still_work(session: SandboxSession) -> None:
+    code = (
+        "import mmap, multiprocessing, threading\n"
+        "memory = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nmemory[:1] = b'x'\n"
+        "thread = threading.Thread(target=print)\nthread.start()\nthread.join()\n"
+        "print(open('/dev/zero', 'rb').read(4), multiprocessing.Value('i', 7).value)"
+    )
+    with anyio.fail_after(50):
+        result = await session.run(code)
+    assert result.stdout.strip() == repr(bytes(4)) + " 7", result
