@@ -31,7 +31,10 @@ VOLATILE: Mapping[str, frozenset[str]] = {
 """Fields that name a worker, a lane, a place, a moment or a duration: another worker on another day has others. A final ``*``
 stands for any ending."""
 
-ADDED: Mapping[str, frozenset[str]] = {"EpisodeFinished": frozenset({"success", "info", "last_observation"})}
+ADDED: Mapping[str, frozenset[str]] = {
+    "EpisodeFinished": frozenset({"success", "info", "last_observation"}),
+    "StepTrained": frozenset({"digests"}),
+}
 """Fields that earlier workers did not fill: where a recording has none, nothing is compared."""
 
 LOGPROB_TOLERANCE = 1e-3
@@ -105,7 +108,7 @@ class _Comparison:
     def structs(self, path: str, recorded: msgspec.Struct, replayed: msgspec.Struct) -> Found | None:
         for name in _fields(type(recorded)):
             one, other = getattr(recorded, name), getattr(replayed, name)
-            if one != other and not (one in (None, {}, "") and name in ADDED.get(type(recorded).__name__, ())):
+            if one != other and not (one in (None, {}, "", ()) and name in ADDED.get(type(recorded).__name__, ())):
                 found = self.values(f"{path}.{name}" if path else name, one, other)
                 if found is not None:
                     return found
