@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,8 +127,8 @@ async def _record(
             folder = run_folder(configuration.run).weights
             files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder) if weights else 0
             names = export.references.names if objects else {}
-            async with _open_object_source(entries_of) as fetch:
-                added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
+            fetch = _build_object_fetch(entries_of)
+            added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
             writer.flush()
     return {
         "file": str(output),
@@ -146,33 +145,24 @@ async def _record(
     }
 
 
-@asynccontextmanager
-async def _open_object_source(source: Source) -> AsyncIterator[Callable[[str], Awaitable[bytes | None]]]:
+def _build_object_fetch(source: Source) -> Callable[[str], Awaitable[bytes | None]]:
     """A function that reads objects where the entries came from; None for those that are not there, or do not come in time."""
-    import tempfile
-
-    from fleetbus.bus.objects import ObjectMissing
+    from fleetbus.bus.objects import ObjectMissing, get_content
     from fleetbus.errors import BusError
     from fleetbus_workers.weights.store import get_object_store
 
     store = get_object_store(source.bus, source.subjects.run) if source.bus is not None else None
-    with tempfile.TemporaryDirectory(prefix="fleetbus-record-") as place:
-        file = anyio.Path(place) / "object"
 
-        async def fetch(name: str) -> bytes | None:
-            if store is None:
-                return source.objects.get(name)
-            try:
-                with anyio.fail_after(OBJECT_SECONDS):
-                    await store.get(name, Path(file))
-                return await file.read_bytes()
-            except (ObjectMissing, BusError, OSError):  # OSError has TimeoutError below it
-                return None
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await file.unlink(missing_ok=True)
+    async def fetch(name: str) -> bytes | None:
+        if store is None:
+            return source.objects.get(name)
+        try:
+            with anyio.fail_after(OBJECT_SECONDS):
+                return await get_content(store, name)
+        except (ObjectMissing, BusError, OSError):  # OSError has TimeoutError below it
+            return None
 
-        yield fetch
+    return fetch
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

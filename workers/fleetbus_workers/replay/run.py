@@ -22,7 +22,7 @@ from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.log_suppression import suppress_logs
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress
-from fleetbus_workers.replay.replay_environment import WORKER, MemoryObjects
+from fleetbus_workers.replay.replay_environment import WORKER
 from fleetbus_workers.replay.report import Report
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ async def replay_here(recording: Recording, replay: Replay, progress: Progress) 
 
 
 async def _replay_environment(context: ReplayContext, folder: Path) -> None:
+    from fleetbus.bus.memory_objects import MemoryObjectStore
     from fleetbus_workers.assembly.environments import open_environments
     from fleetbus_workers.environment.images.store import build_image_store
     from fleetbus_workers.replay.environment_driver import replay_environment
@@ -67,7 +68,7 @@ async def _replay_environment(context: ReplayContext, folder: Path) -> None:
     if callable(wanted):
         await replay_environment(context, wanted)
         return
-    keep = build_image_store(MemoryObjects({}))
+    keep = build_image_store(MemoryObjectStore({}))
     async with open_environments(context.configuration, specs=wanted or "", store_image=keep, reuse_verifiers=True) as make:
         await replay_environment(context, make)
 

@@ -45,7 +45,7 @@ class WeightsFetcher:
         try:
             file = await self._materialise(published.uri, MAX_DELTA_CHAIN)
             if published.manifest_object and self._objects is not None:
-                published = await get_manifest(self._objects, published, self._folder)
+                published = await get_manifest(self._objects, published)
         except (OSError, ObjectMissing, BusError, UserError, ValueError) as error:
             raise WeightsRejected(f"{published.uri}: {' '.join(str(error).split())}") from error
         return msgspec.structs.replace(published, uri=file.absolute().as_uri())
