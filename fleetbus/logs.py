@@ -18,6 +18,7 @@ import structlog
 
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import LogSettings
+from fleetbus.control_characters import escape_control_characters, escape_in_values
 
 REDACTED = "[redacted]"
 
@@ -45,7 +46,7 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
 
     Colours only on a terminal. Libraries that use `logging` come out in the same format, from warnings up.
     """
-    target = stream or sys.stderr
+    target = _unescape(stream or sys.stderr)
     context, rendering = configure_structlog(settings, target)
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound_values)
@@ -54,7 +55,7 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
 
 def configure_structlog(settings: LogSettings, stream: TextIO | None = None) -> tuple[Processors, Processors]:
     """Our own log lines alone; `logging` stays as it is. Returns the processors before the level, and those that render."""
-    target = stream or sys.stderr
+    target = _unescape(stream or sys.stderr)
     rendering = _build_renderers(settings, colours=target.isatty())
     context: Processors = [structlog.contextvars.merge_contextvars, structlog.processors.TimeStamper(fmt="iso", utc=True)]
     structlog.configure(
@@ -66,13 +67,19 @@ def configure_structlog(settings: LogSettings, stream: TextIO | None = None) -> 
     return context, rendering
 
 
+def _unescape(stream: TextIO) -> TextIO:
+    """The stream below one that escapes: lines have colours, and their text is escaped here."""
+    below: TextIO = getattr(stream, "unescaped", stream)
+    return below
+
+
 def _build_renderers(settings: LogSettings, *, colours: bool) -> Processors:
     """Exceptions become text before secrets are redacted, so that theirs are too; locals are never shown."""
     if settings.format == "json":
         exceptions = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
         return [exceptions, redact_event, structlog.processors.JSONRenderer(default=repr)]
     console = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
-    return [structlog.processors.format_exc_info, redact_event, console]
+    return [structlog.processors.format_exc_info, redact_event, escape_event, console]
 
 
 def _configure_libraries(target: TextIO, context: Processors, rendering: Processors) -> None:
@@ -98,6 +105,15 @@ def bind_log_context(**values: Any) -> Iterator[None]:
 def redact_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """A structlog processor: values of secret keys, credentials in URLs and nkey seeds become ``[redacted]``, at any depth."""
     return {key: _clean(key, value) for key, value in event.items()}
+
+
+def escape_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A structlog processor for lines that a terminal shows: no value can give it commands or look like a line of its own."""
+    tracebacks = {"exception", "stack"}
+    return {
+        key: escape_control_characters(str(value)) if key in tracebacks else escape_in_values(value)
+        for key, value in event.items()
+    }
 
 
 def _clean(key: str, value: Any) -> Any:

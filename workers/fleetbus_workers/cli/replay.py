@@ -33,8 +33,8 @@ LINE_WIDTH = 79
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option("--role", type=click.Choice(ROLES), default="environment", show_default=True, help="Which worker is tested")
 @click.option("--speed", default="max", show_default=True, metavar="max|N", help="N times the recorded speed")
-@click.option("--environment", metavar="SPEC", help="Environment to play on (default: the recorded one)")
-@click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Model folder (default: the recorded one)")
+@click.option("--environment", metavar="SPEC", help="Environment to play on (default: the recorded one, if it ships)")
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Model folder (default: the starter policy)")
 @click.option(
     "--weights",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
@@ -60,6 +60,11 @@ LINE_WIDTH = 79
     type=click.IntRange(1, 32),
     metavar="N",
     help="Processes that share the episodes of environment and inference (default: the CPUs, for big files)",
+)
+@click.option(
+    "--trust-recording",
+    is_flag=True,
+    help="The file is yours: use the environment, engine, model and weights that it names, which may run code and call servers",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 def command(file: Path, as_json: bool, **values: Any) -> int:
@@ -94,6 +99,7 @@ async def _run_replay(
     until: Any,
     sample_again: bool,
     distinct: bool,
+    trust_recording: bool,
 ) -> Report:
     from fleetbus.errors import UserError
     from fleetbus_workers.replay import Replay, replay_recording
@@ -112,6 +118,7 @@ async def _run_replay(
         until=until,
         sample_again=sample_again,
         distinct=distinct,
+        trusted=trust_recording,
     )
     if role == "learner" and jobs is not None and jobs > 1:
         raise UserError("--jobs: a learner needs all episodes in one process: leave it out")
