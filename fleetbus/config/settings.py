@@ -102,6 +102,15 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "required"],
         Meta(description="Verifiers where nothing isolates: graded with what limits there are, or refused"),
     ] = "auto"
+    task_urls: Annotated[
+        str, Meta(description="Servers that a task's config may name, beside those of the spec: URLs, comma separated; *: any")
+    ] = ""
+    task_variables: Annotated[
+        str, Meta(description="Variables whose values a task's config may have sent to its server, comma separated")
+    ] = ""
+    task_modules: Annotated[
+        str, Meta(description="Modules that a task's config may have imported, beside installed plugins; comma separated")
+    ] = ""
     images: Annotated[bool, Meta(description="Show the images of environments, by reference, to a policy that sees")] = False
     context_tools: Annotated[
         bool, Meta(description="Offer tools that search and page through earlier messages and truncated output")

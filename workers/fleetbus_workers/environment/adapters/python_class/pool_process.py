@@ -38,7 +38,7 @@ class EnvironmentProcess:
         try:
             result = _with_pictures(await self._call(request["call"], request.get("argument")))
             return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the class's: the worker's signals are ignored here
             name = type(error).__name__
             return {"error": str(error), "kind": name, "failed": isinstance(error, EnvironmentFailed)}
 
