@@ -102,6 +102,9 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "required"],
         Meta(description="Verifiers where nothing isolates: graded with what limits there are, or refused"),
     ] = "auto"
+    max_abs_reward: Annotated[
+        float, Meta(gt=0, le=1e12, description="Largest reward, either way; an episode with another one is not trained")
+    ] = 1e6
     task_urls: Annotated[
         str, Meta(description="Servers that a task's config may name, beside those of the spec: URLs, comma separated; *: any")
     ] = ""

@@ -17,6 +17,7 @@ import structlog
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.context import format_status_line
 from fleetbus.core.history import Turn, loss_mask
+from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.success import success_in
 from fleetbus_schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, Text, ToolSpec
 from fleetbus_schemas.tokens import count_tokens, pack_mask
@@ -181,8 +182,8 @@ class EpisodeRunner:
             )
             self._count(step)
             self._last = step
-        if not math.isfinite(self._turn_rewards[-1]):
-            raise EpisodeEnded("verifier_unknown", "reward_not_finite", f"turn {self.turn - 1} was rewarded {step.reward}")
+        if problem := find_reward_problem(self._turn_rewards[-1:], self._settings.max_abs_reward):
+            raise EpisodeEnded("verifier_unknown", problem, f"turn {self.turn - 1} was rewarded {self._turn_rewards[-1]:g}")
         return step
 
     def _count(self, step: Step) -> None:
@@ -204,6 +205,8 @@ class EpisodeRunner:
             if conclusion.error:  # nothing was played: that is why there is nothing to grade
                 return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=conclusion.error)
             return Conclusion(outcome="verifier_unknown", error_class="no_verdict", error=reason)
+        if problem := find_reward_problem([reward], self._settings.max_abs_reward):
+            return Conclusion(outcome="verifier_unknown", error_class=problem, error=f"the verdict is {reward:g}")
         return msgspec.structs.replace(conclusion, reward=reward)
 
     async def _close(self) -> None:
@@ -218,6 +221,7 @@ class EpisodeRunner:
         request = self._request
         mask = loss_mask(self._turns)
         info = clipped_values(self._last.info, INFO_BYTES)
+        limit = self._settings.max_abs_reward
         versions = {span.version for turn in self._turns for span in turn.action.versions}
         return EpisodeFinished(
             episode_id=request.episode_id,
@@ -233,7 +237,7 @@ class EpisodeRunner:
             error_class=conclusion.error_class,
             error=conclusion.error,
             reward=conclusion.reward,
-            turn_rewards=tuple(reward if math.isfinite(reward) else 0.0 for reward in self._turn_rewards),
+            turn_rewards=tuple(0.0 if find_reward_problem([reward], limit) else reward for reward in self._turn_rewards),
             turns=len(self._turns),
             actions=tuple(turn.reference for turn in self._turns),
             tokens=len(mask),

@@ -6,7 +6,6 @@ the running one; a call that fails ends the session. The environment is closed i
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any, get_args
 
@@ -15,6 +14,7 @@ import msgspec
 import structlog
 
 from fleetbus.core.journal import Journal, JournalEntry, build_refusal
+from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.core.turn_credit import unpaid_reward
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
@@ -202,7 +202,7 @@ class StepwiseSession:
                 with self._stages.time_limit("verify", self._context.limits.verify):
                     verdict = await self._require_environment().verify()
                     reward = None if verdict.reward is None else to_plain_number(verdict.reward)
-                    if reward is not None and not math.isfinite(reward):
+                    if reward is not None and find_reward_problem([reward], self._context.settings.max_abs_reward):
                         return self._build_answer(call, reason=f"the verdict is {reward}, which is no grade")
                     unpaid = None if reward is None else unpaid_reward(reward, self._rewards)
                     return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
@@ -251,8 +251,8 @@ class StepwiseSession:
             self._turn += 1
             self._is_episode_over = step.terminated or step.truncated
             reward = to_plain_number(step.reward)
-            if not math.isfinite(reward):
-                raise EpisodeEnded("env_failed", "reward_not_finite", f"the step was rewarded {reward}")
+            if problem := find_reward_problem([reward], self._context.settings.max_abs_reward):
+                raise EpisodeEnded("env_failed", problem, f"the step was rewarded {reward}")
             self._rewards.append(reward)
             return self._build_answer(
                 call,
