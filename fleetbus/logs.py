@@ -8,7 +8,6 @@ task. Log calls take an event and keywords, never a formatted sentence.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -19,8 +18,7 @@ import structlog
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import LogSettings
 from fleetbus.control_characters import escape_control_characters, escape_in_values
-
-REDACTED = "[redacted]"
+from fleetbus.secret_formats import REDACTED, redact_formats
 
 SECRET_WORDS = (
     "api_key",
@@ -35,8 +33,6 @@ SECRET_WORDS = (
     "seed",
 )
 """A key that contains one of these, or ends in ``token``, names a secret if its value is text."""
-
-_NKEY_SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
 
 Processors = list[structlog.typing.Processor]
 
@@ -134,4 +130,4 @@ def _is_secret(key: str) -> bool:
 
 
 def _clean_text(text: str) -> str:
-    return _NKEY_SEED.sub(REDACTED, strip_credentials(text) if "://" in text else text)
+    return redact_formats(strip_credentials(text) if "://" in text else text)

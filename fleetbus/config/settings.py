@@ -105,6 +105,10 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     max_abs_reward: Annotated[
         float, Meta(gt=0, le=1e12, description="Largest reward, either way; an episode with another one is not trained")
     ] = 1e6
+    pass_variables: Annotated[
+        str,
+        Meta(description="Variables that process:KIND:COMMAND gets besides PATH and the like, comma separated"),
+    ] = ""
     task_urls: Annotated[
         str, Meta(description="Servers that a task's config may name, beside those of the spec: URLs, comma separated; *: any")
     ] = ""
