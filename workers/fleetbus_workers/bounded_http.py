@@ -16,9 +16,11 @@ MAX_ANSWER_BYTES = 32 << 20
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
-def bound(library: Any, *, max_bytes: int = MAX_ANSWER_BYTES, seconds: float = 0.0) -> dict[str, list[Any]]:
+def bound(
+    library: Any, *, max_bytes: int = MAX_ANSWER_BYTES, max_values: int = MAX_VALUES, seconds: float = 0.0
+) -> dict[str, list[Any]]:
     """Event hooks for a client of ``library`` (httpx or httpx2), with which answers have at most ``max_bytes`` and, as JSON,
-    `MAX_VALUES` values; ``seconds`` is the longest that one may take to arrive, 0: the caller bounds it. Of a stream of events,
+    ``max_values`` values; ``seconds`` is the longest that one may take to arrive, 0: the caller bounds it. Of a stream of events,
     each event is bounded."""
 
     class Bounded(library.AsyncByteStream):  # type: ignore[misc]
@@ -37,8 +39,8 @@ def bound(library: Any, *, max_bytes: int = MAX_ANSWER_BYTES, seconds: float = 0
                 count += len(chunk)
                 if self._is_json:
                     values += count_marks(chunk)
-                if count > max_bytes or values > MAX_VALUES:
-                    limit = f"{max_bytes} bytes" if count > max_bytes else f"{MAX_VALUES} values"
+                if count > max_bytes or values > max_values:
+                    limit = f"{max_bytes} bytes" if count > max_bytes else f"{max_values} values"
                     raise library.ReadError(f"the answer has more than {limit}")
                 if seconds and time.monotonic() - began > seconds:
                     raise library.ReadError(f"the answer takes longer than {seconds:g} s")

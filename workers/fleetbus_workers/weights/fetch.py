@@ -67,6 +67,8 @@ class WeightsFetcher:
         base_uri = await anyio.to_thread.run_sync(read_base_uri, file)
         if base_uri is None:
             raise WeightsRejected(f"{uri}: names no base")
+        if base_uri.rpartition("/")[0] != uri.rpartition("/")[0]:  # what a store holds names no other place to read
+            raise WeightsRejected(f"{uri}: its base {base_uri[:200]!r} lies elsewhere")
         base = await self._materialise(base_uri, depth - 1)
         whole = self._build_path(uri, ".safetensors")
         self._folder.mkdir(parents=True, exist_ok=True)
