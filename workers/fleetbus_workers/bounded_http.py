@@ -1,4 +1,4 @@
-"""Answers of servers that may be bad, bounded while they are read: in bytes, in values, and in time, for every HTTP client.
+"""Answers of servers that may be bad, bounded while they are read: in bytes and in values, for every HTTP client.
 
 `bound` gives the event hooks of an httpx (or httpx2) client, so that no caller has to remember it, and proxies stay in use.
 What exceeds a bound is an error of the transport, as a broken connection is.
@@ -6,7 +6,6 @@ What exceeds a bound is an error of the transport, as a broken connection is.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,12 +15,9 @@ MAX_ANSWER_BYTES = 32 << 20
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
-def bound(
-    library: Any, *, max_bytes: int = MAX_ANSWER_BYTES, max_values: int = MAX_VALUES, seconds: float = 0.0
-) -> dict[str, list[Any]]:
+def bound(library: Any, *, max_bytes: int = MAX_ANSWER_BYTES, max_values: int = MAX_VALUES) -> dict[str, list[Any]]:
     """Event hooks for a client of ``library`` (httpx or httpx2), with which answers have at most ``max_bytes`` and, as JSON,
-    ``max_values`` values; ``seconds`` is the longest that one may take to arrive, 0: the caller bounds it. Of a stream of events,
-    each event is bounded."""
+    ``max_values`` values; of a stream of events, each event. How long an answer may take is the caller's to bound."""
 
     class Bounded(library.AsyncByteStream):  # type: ignore[misc]
         def __init__(self, response: Any) -> None:
@@ -32,7 +28,6 @@ def bound(
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             count = values = 0
-            began = time.monotonic()
             async for chunk in self._stream:
                 if self._is_events and any(end in chunk for end in EVENT_ENDS):
                     count = values = 0
@@ -42,8 +37,6 @@ def bound(
                 if count > max_bytes or values > max_values:
                     limit = f"{max_bytes} bytes" if count > max_bytes else f"{max_values} values"
                     raise library.ReadError(f"the answer has more than {limit}")
-                if seconds and time.monotonic() - began > seconds:
-                    raise library.ReadError(f"the answer takes longer than {seconds:g} s")
                 yield chunk
 
         async def aclose(self) -> None:
