@@ -8,7 +8,6 @@ task. Log calls take an event and keywords, never a formatted sentence.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -18,8 +17,8 @@ import structlog
 
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import LogSettings
-
-REDACTED = "[redacted]"
+from fleetbus.control_characters import escape_control_characters, escape_in_values
+from fleetbus.secret_formats import REDACTED, redact_formats
 
 SECRET_WORDS = (
     "api_key",
@@ -35,8 +34,6 @@ SECRET_WORDS = (
 )
 """A key that contains one of these, or ends in ``token``, names a secret if its value is text."""
 
-_NKEY_SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
-
 Processors = list[structlog.typing.Processor]
 
 
@@ -45,7 +42,7 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
 
     Colours only on a terminal. Libraries that use `logging` come out in the same format, from warnings up.
     """
-    target = stream or sys.stderr
+    target = _unescape(stream or sys.stderr)
     context, rendering = configure_structlog(settings, target)
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound_values)
@@ -54,7 +51,7 @@ def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bou
 
 def configure_structlog(settings: LogSettings, stream: TextIO | None = None) -> tuple[Processors, Processors]:
     """Our own log lines alone; `logging` stays as it is. Returns the processors before the level, and those that render."""
-    target = stream or sys.stderr
+    target = _unescape(stream or sys.stderr)
     rendering = _build_renderers(settings, colours=target.isatty())
     context: Processors = [structlog.contextvars.merge_contextvars, structlog.processors.TimeStamper(fmt="iso", utc=True)]
     structlog.configure(
@@ -66,13 +63,19 @@ def configure_structlog(settings: LogSettings, stream: TextIO | None = None) -> 
     return context, rendering
 
 
+def _unescape(stream: TextIO) -> TextIO:
+    """The stream below one that escapes: lines have colours, and their text is escaped here."""
+    below: TextIO = getattr(stream, "unescaped", stream)
+    return below
+
+
 def _build_renderers(settings: LogSettings, *, colours: bool) -> Processors:
     """Exceptions become text before secrets are redacted, so that theirs are too; locals are never shown."""
     if settings.format == "json":
         exceptions = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
         return [exceptions, redact_event, structlog.processors.JSONRenderer(default=repr)]
     console = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
-    return [structlog.processors.format_exc_info, redact_event, console]
+    return [structlog.processors.format_exc_info, redact_event, escape_event, console]
 
 
 def _configure_libraries(target: TextIO, context: Processors, rendering: Processors) -> None:
@@ -100,6 +103,15 @@ def redact_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) ->
     return {key: _clean(key, value) for key, value in event.items()}
 
 
+def escape_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A structlog processor for lines that a terminal shows: no value can give it commands or look like a line of its own."""
+    tracebacks = {"exception", "stack"}
+    return {
+        key: escape_control_characters(str(value)) if key in tracebacks else escape_in_values(value)
+        for key, value in event.items()
+    }
+
+
 def _clean(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _clean(str(name), item) for name, item in value.items()}
@@ -118,4 +130,4 @@ def _is_secret(key: str) -> bool:
 
 
 def _clean_text(text: str) -> str:
-    return _NKEY_SEED.sub(REDACTED, strip_credentials(text) if "://" in text else text)
+    return redact_formats(strip_credentials(text) if "://" in text else text)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
 
 
@@ -180,3 +181,6 @@ class Bus(Protocol):
         """Send a core message to the current subscribers: not stored, lost when the connection is down."""
 
     def listen(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Listener]: ...
+
+    def objects(self, bucket: str) -> ObjectStore | None:
+        """Large files beside the log; None where nothing stores any, as in memory."""

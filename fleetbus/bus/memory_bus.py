@@ -18,6 +18,7 @@ from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_pull import MemoryReader, MemoryScan, MemorySubscription
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import any_matcher, matcher
+from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
 from fleetbus.errors import BusError, NoResponders, PublishUnanswered, RequestUnanswered
 from fleetbus_schemas import Subjects
@@ -223,6 +224,9 @@ class MemoryBus:
             if all(subject.startswith(pattern[:-1]) for subject in subjects):
                 return self._server.stream(name)
         raise BusError(f"no single stream of this run stores {', '.join(subjects)}")
+
+    def objects(self, bucket: str) -> ObjectStore | None:
+        return None
 
     def _new_id(self) -> str:
         self._count += 1

@@ -118,6 +118,22 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "required"],
         Meta(description="Verifiers without isolation: auto runs them with the available limits, required refuses them"),
     ] = "auto"
+    max_abs_reward: Annotated[
+        float, Meta(gt=0, le=1e12, description="Largest reward, either way; an episode with another one is not trained")
+    ] = 1e6
+    pass_variables: Annotated[
+        str,
+        Meta(description="Variables that process:KIND:COMMAND gets besides PATH and the like, comma separated"),
+    ] = ""
+    task_urls: Annotated[
+        str, Meta(description="Servers that a task's config may name, beside those of the spec: URLs, comma separated; *: any")
+    ] = ""
+    task_variables: Annotated[
+        str, Meta(description="Variables whose values a task's config may have sent to its server, comma separated")
+    ] = ""
+    task_modules: Annotated[
+        str, Meta(description="Modules that a task's config may have imported, beside installed plugins; comma separated")
+    ] = ""
     images: Annotated[bool, Meta(description="Show the images of environments to a vision model")] = False
     context_tools: Annotated[
         bool, Meta(description="Offer tools that search and page through earlier messages and truncated output")

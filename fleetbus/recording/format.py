@@ -12,6 +12,7 @@ every further one the first byte is its kind and the rest is zlib-compressed msg
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Iterator
 from io import BufferedReader
@@ -24,6 +25,7 @@ from fleetbus.archive_format import ArchivedEntry, TornRecord, encode_frame, rea
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus_schemas import MESSAGES
+from fleetbus_schemas.subjects import InvalidName, check_name
 
 FORMAT = 1
 MAGIC = b"fbrecord"
@@ -34,6 +36,18 @@ COMPRESSION_LEVEL = 1
 MAX_FRAME_CONTENT_BYTES = 64 << 20
 """Decompressed content beyond this is damage, or an attack."""
 
+MAX_FRAME_ENTRIES = 1 << 16
+"""Sixty-four times what a writer puts into one frame."""
+
+MAX_EXPANSION = 32
+"""All of a recording, decompressed, has at most so many times the bytes of its file, and `FREE_BYTES`; logs have 5 to 20."""
+
+FREE_BYTES = 64 << 20
+ENTRY_BYTES = 256
+"""What an entry takes in memory besides its content; counted, so that millions of empty ones are not free."""
+
+_TOO_LARGE = f"expands to more than {MAX_EXPANSION} times its size: it is damaged, or made to fill the memory"
+
 OBJECTS = "objects/"
 """Name of an object's file: this and the object's name."""
 
@@ -42,6 +56,10 @@ ENTRIES, FILE, END = b"E", b"F", b"Z"
 
 class RecordingDamaged(UserError):
     """The file is no recording, or its header is not whole."""
+
+
+class RecordingTooLarge(UserError):
+    """The file holds more than a recording of its size can."""
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,32 +141,57 @@ def read_start(file: BufferedReader, path: Path) -> RecordingHeader:
         raise RecordingDamaged(f"{path} has no whole header: nothing of it can be read") from error
     if header.format != FORMAT:
         raise UserError(f"{path} has format {header.format}; this fleetbus reads {FORMAT}: upgrade it")
+    try:
+        check_name("run", header.run)  # it becomes a folder
+    except InvalidName as error:
+        raise RecordingDamaged(f"{path} has a header that no run can have: {error}") from error
     return header
 
 
 def read_parts(file: BufferedReader) -> Iterator[Part]:
-    """The parts from here to the end of the file; raises `TornRecord` where one is not whole."""
+    """The parts from here to the end of the file; raises `TornRecord` where one is not whole, and `RecordingTooLarge` before
+    they take more memory than a file of this size can honestly need."""
+    left = FREE_BYTES + MAX_EXPANSION * os.fstat(file.fileno()).st_size
     while file.peek(1):
         offset = file.tell()
         payload = read_frame(file)
-        yield _decode_part(payload, offset)
+        try:
+            content = _decompress(payload[1:], min(left, MAX_FRAME_CONTENT_BYTES))
+        except zlib.error as error:
+            if left < MAX_FRAME_CONTENT_BYTES:
+                raise RecordingTooLarge(f"{file.name} {_TOO_LARGE}") from error
+            raise TornRecord(offset) from error
+        entries = _count_entries(content) if payload[:1] == ENTRIES else 1
+        left -= len(content) + ENTRY_BYTES * entries
+        if left < 0 or entries > MAX_FRAME_ENTRIES:
+            raise RecordingTooLarge(f"{file.name} {_TOO_LARGE}")
+        yield _decode_part(payload[:1], content, offset)
 
 
-def _decode_part(payload: bytes, offset: int) -> Part:
+def _count_entries(content: bytes) -> int:
+    """How many items the msgpack list has, by its head: known before anything is made of them. 0 for what is no list."""
+    first = content[0] if content else 0
+    if first & 0xF0 == 0x90:
+        return first & 0x0F
+    width = {0xDC: 2, 0xDD: 4}.get(first, 0)
+    return int.from_bytes(content[1 : 1 + width], "big")
+
+
+def _decode_part(kind: bytes, content: bytes, offset: int) -> Part:
     decoders: dict[bytes, Any] = {ENTRIES: _decode_entries, FILE: _decode_file, END: _decode_end}
-    decoder = decoders.get(payload[:1])
+    decoder = decoders.get(kind)
     if decoder is None:
         raise TornRecord(offset)
     try:
-        part: Part = decoder(_decompress(payload[1:]))
-    except (zlib.error, msgspec.DecodeError) as error:
+        part: Part = decoder(content)
+    except msgspec.DecodeError as error:
         raise TornRecord(offset) from error
     return part
 
 
-def _decompress(data: bytes) -> bytes:
+def _decompress(data: bytes, limit: int) -> bytes:
     machine = zlib.decompressobj()
-    content = machine.decompress(data, MAX_FRAME_CONTENT_BYTES)
-    if machine.unconsumed_tail or not machine.eof:
+    content = machine.decompress(data, limit + 1)
+    if len(content) > limit or machine.unconsumed_tail or not machine.eof:
         raise zlib.error("content is not whole, or too long")
     return content

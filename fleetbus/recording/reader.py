@@ -13,6 +13,7 @@ from fleetbus.errors import UserError
 from fleetbus.recording.format import (
     OBJECTS,
     FilePart,
+    RecordingDamaged,
     RecordingEnd,
     RecordingHeader,
     decode_archived_entry,
@@ -58,6 +59,7 @@ class RecordingReader:
         self.torn = ""
         self._growing: dict[str, bytearray] = {}
         self._ended = False
+        self._subjects = Subjects(self.header.run).log.removesuffix(">")
 
     def entries(self) -> Iterator[StreamEntry]:
         """All whole entries in order."""
@@ -67,6 +69,7 @@ class RecordingReader:
             try:
                 for part in read_parts(file):
                     if isinstance(part, list):
+                        self._check_subjects(part)
                         count += len(part)
                         yield from self._entries(part)
                     else:
@@ -75,6 +78,10 @@ class RecordingReader:
                 self.torn = f"{self.path} is damaged at byte {torn.offset}: the {count} entries before are whole"
         if not self._ended and not self.torn:
             self.torn = f"{self.path} has no end: its writer was cut off after {count} entries"
+
+    def _check_subjects(self, part: list[ArchivedEntry]) -> None:
+        if not all(entry.subject.startswith(self._subjects) and entry.subject.count(".") >= 3 for entry in part):
+            raise RecordingDamaged(f"{self.path} has entries that are not of run {self.header.run}")
 
     def _entries(self, part: list[ArchivedEntry]) -> Iterator[StreamEntry]:
         return (decode_archived_entry(entry) for entry in part)

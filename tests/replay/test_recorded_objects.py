@@ -22,7 +22,7 @@ from fleetbus_workers.images.reader import ImageMissing, image_reader
 from fleetbus_workers.inference.base import PromptDelta
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
-from fleetbus_workers.replay.replay_environment import MemoryObjects, ReplayBus
+from fleetbus_workers.replay.replay_environment import ReplayBus
 
 HERE = Path(__file__).parent
 RUN = "pictures"
@@ -158,12 +158,13 @@ class Overlooked:
 
 async def pictures_recorded() -> Recording:
     """Two episodes that show pictures, played by a policy that does not look."""
+    from fleetbus.bus.memory_objects import MemoryObjectStore
     from fleetbus_workers.environment.adapters.colours import build_colours_factory
     from fleetbus_workers.environment.images.store import build_image_store
     from tests.support.small_deployment import Member, build_configuration, small_deployment
 
     bucket: dict[str, bytes] = {}
-    make = build_colours_factory("colours", "2", store_image=build_image_store(MemoryObjects(bucket)))
+    make = build_colours_factory("colours", "2", store_image=build_image_store(MemoryObjectStore(bucket)))
     async with small_deployment(build_configuration()) as fleet:
         fleet.environment("env", make=make)
 

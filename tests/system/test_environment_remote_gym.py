@@ -13,6 +13,7 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Image, Task, Text
+from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.remote_gym.client import (
     RemoteEnvironmentError,
     RequestRefused,
@@ -29,6 +30,7 @@ from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.remote_gym_server import RemoteGymDouble, png, remote_gym_double
 from tests.support.tool_calls import say
 
+ANY_SERVER = TaskPermissions(urls=("*",), variables=("MY_KEY",))
 FAST = {"backoff": 0.01, "max_delay": 0.05, "timeout": 20.0}
 
 
@@ -43,7 +45,7 @@ async def playing(
     pool = pool or ServerPool()
     with anyio.fail_after(50):
         async with pool.run():
-            environment = RemoteGymEnvironment(pool, (), store_image=store_image)
+            environment = RemoteGymEnvironment(pool, (), store_image=store_image, permissions=ANY_SERVER)
             try:
                 await environment.open(task)
                 yield environment, await environment.reset()
@@ -154,7 +156,7 @@ async def test_a_full_server_makes_episodes_wait_and_fails_none() -> None:
     done: list[int] = []
 
     async def play(pool: ServerPool, number: int) -> None:
-        environment = RemoteGymEnvironment(pool, ())
+        environment = RemoteGymEnvironment(pool, (), permissions=ANY_SERVER)
         await environment.open(make_task(double))
         await environment.reset()
         assert (await environment.step(say("up"))).terminated
@@ -230,7 +232,7 @@ async def test_sessions_spread_over_the_servers() -> None:
     async with remote_gym_double(*doubles):
         pool = ServerPool()
         async with pool.run():
-            environments = [RemoteGymEnvironment(pool, ()) for _ in range(9)]
+            environments = [RemoteGymEnvironment(pool, (), permissions=ANY_SERVER) for _ in range(9)]
             for environment in environments:
                 await environment.open(make_task(*doubles))
             assert [len(double.sessions) for double in doubles] == [3, 3, 3]
@@ -244,7 +246,7 @@ async def test_an_episode_moves_on_before_its_first_step_and_not_after_it() -> N
         pool = ServerPool(draw=lambda: 0.5)
         with anyio.fail_after(50):
             async with pool.run():
-                environment = RemoteGymEnvironment(pool, ())
+                environment = RemoteGymEnvironment(pool, (), permissions=ANY_SERVER)
                 await environment.open(make_task(first, second, retries=0))
                 assert len(first.sessions) == 1
                 first.kill()
@@ -296,7 +298,7 @@ def test_the_names_of_the_protocol_s_own_client_are_understood() -> None:
         "log_retries": False,
         "max_steps": 100,
     }
-    config, remote = read_config(given, ())
+    config, remote = read_config(given, (), ANY_SERVER)
     assert (config.base_urls, config.retries, config.failover_after_failures) == (("http://a:1", "http://b:2"), 8, 4)
     assert remote == {"max_steps": 100}
     assert [config.pause(failures, lambda: 0.5) for failures in (1, 2, 3, 50)] == [2, 4, 8, 64]
@@ -312,12 +314,12 @@ def test_the_names_of_the_protocol_s_own_client_are_understood() -> None:
         ({"base_urls": "http://x", "timeout": "long"}, "timeout"),
         ({"base_urls": "http://x", "timeout": 0}, "positive"),
         ({"base_urls": "http://x", "token": "secret"}, "environment variable"),
-        ({"url_file": "/no/such/file"}, "cannot be read"),
+        ({"url_file": "/no/such/file"}, "names no files"),
     ],
 )
 def test_a_bad_config_is_one_line_without_secrets(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_config(config, ())
+        read_config(config, (), ANY_SERVER)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)

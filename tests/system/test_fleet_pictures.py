@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.bus.memory_objects import MemoryObjectStore
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.settings import Configuration, RunSettings
@@ -62,20 +63,16 @@ async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(
 async def test_an_image_is_stored_once_and_a_failure_to_store_it_is_no_reference() -> None:
     stored: list[str] = []
 
-    class Objects:
+    class Objects(MemoryObjectStore):
         fails = False
 
-        async def put(self, name: str, file: Path) -> None:
+        async def put_bytes(self, name: str, content: bytes) -> None:
             if self.fails:
                 raise OSError("no room")
             stored.append(name)
-            assert await anyio.Path(file).read_bytes() == b"picture"
+            assert content == b"picture"
 
-        async def get(self, name: str, file: Path) -> None: ...
-
-        async def remove(self, name: str) -> None: ...
-
-    store_image = build_image_store(objects := Objects())
+    store_image = build_image_store(objects := Objects({}))
     assert await store_image(EncodedImage(data=b"picture")) == await store_image(EncodedImage(data=b"picture"))
     assert len(stored) == 1
     objects.fails = True

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
@@ -73,9 +74,7 @@ async def test_a_manifest_that_fits_no_message_comes_to_the_engine_whole(
     assert (announced.manifest, len(announced.manifest_object)) == ((), 64)
     local = await WeightsFetcher(tmp_path / "copies", get_object_store(bus, RUN)).fetch_local(announced)
     assert [entry.name for entry in local.manifest] == [f"model.layers.{number}.weight" for number in range(TENSORS)]
-    assert not [
-        path for path in (*(tmp_path / "weights").iterdir(), *(tmp_path / "copies").iterdir()) if path.suffix == ".json"
-    ]
+    assert not [path async for path in anyio.Path(tmp_path).rglob("*") if path.suffix == ".json"]
 
 
 async def test_manifests_go_with_their_versions(bus: Bus, publication: Publication, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from fleetbus.leases import Leases
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.learner.checkpoint_choice import Choice
-from fleetbus_workers.learner.checkpoints import read_checkpoint, list_checkpoints
+from fleetbus_workers.learner.checkpoints import list_checkpoints, read_checkpoint
 from fleetbus_workers.simulation.run import Report, run_seed
 
 SEEDS = range(1, 301)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,13 @@ class Shelf:
         if not (self.folder / name).exists():
             raise ObjectMissing(f"object {name} is not in bucket b")
         shutil.copyfile(self.folder / name, file)
+
+    async def put_bytes(self, name: str, content: bytes) -> None:
+        (self.folder / name).write_bytes(content)
+
+    async def get_bytes(self, name: str, *, max_bytes: int) -> bytes:
+        self.asked.append(name)
+        return (self.folder / name).read_bytes()
 
     async def remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
@@ -212,7 +220,7 @@ async def test_whatever_fsspec_writes_is_a_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("store", ["s4://nowhere/x", "somewhere", "nats"])
 def test_a_store_that_does_not_exist_is_refused_by_name(store: str) -> None:
-    bus: Any = object()
+    bus: Any = SimpleNamespace(objects=lambda bucket: None)
 
     with pytest.raises(UserError, match=r"s4|weights\.store"):
         open_store(bus, store, run="r")

@@ -182,7 +182,6 @@ class NatsBus:
         return calls.open_listener(self._connection, subject, limit)
 
     def objects(self, bucket: str) -> ObjectStore:
-        """Large files beside the log; not part of the `Bus` protocol, because the bus in memory has none."""
         return NatsObjectStore(self._connection, self._publisher, bucket)
 
     async def run_clock(self) -> None:

@@ -12,7 +12,9 @@ import hashlib
 import logging
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.declare import declare_bucket
 from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
-from fleetbus.bus.objects import ObjectMissing
+from fleetbus.bus.objects import ObjectMissing, ObjectTooLarge, check_object_name
 from fleetbus.errors import BusClosed, BusError, LogFull, PublishUnanswered
 from fleetbus.task_groups import open_first_error_task_group
 
@@ -67,11 +69,18 @@ class NatsObjectStore:
         self._stream = f"OBJ_{bucket}"
 
     async def put(self, name: str, file: Path) -> None:
+        await self._put(name, partial(_read_blocks, file))
+
+    async def put_bytes(self, name: str, content: bytes) -> None:
+        await self._put(name, partial(_cut_blocks, content))
+
+    async def _put(self, name: str, read: Callable[[], AsyncGenerator[bytes]]) -> None:
+        check_object_name(name)
         await declare_bucket(self._connection.api, self._bucket)
         for _ in range(PUT_TRIES):
             nuid = secrets.token_hex(11)
             try:
-                meta, in_order = await self._put_chunks(name, file, nuid)
+                meta, in_order = await self._put_chunks(name, read, nuid)
                 if in_order:
                     await self._publish(self._meta_subject(name), msgspec.json.encode(meta))
                     return
@@ -84,14 +93,28 @@ class NatsObjectStore:
 
     async def get(self, name: str, file: Path) -> None:
         meta = await self._meta(name)
-        partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        incomplete = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
-            await self._get_chunks(meta, partial)
-            os.replace(partial, file)
+            async with await anyio.open_file(incomplete, "wb") as content:
+                await self._get_chunks(meta, content.write)
+            os.replace(incomplete, file)
         finally:
-            partial.unlink(missing_ok=True)
+            incomplete.unlink(missing_ok=True)
+
+    async def get_bytes(self, name: str, *, max_bytes: int) -> bytes:
+        meta = await self._meta(name)
+        if meta.size > max_bytes:
+            raise ObjectTooLarge(f"object {name} of bucket {self._bucket} has {meta.size} bytes, more than {max_bytes}")
+        blocks: list[bytes] = []
+
+        async def keep(block: bytes) -> None:
+            blocks.append(block)
+
+        await self._get_chunks(meta, keep)
+        return b"".join(blocks)
 
     async def remove(self, name: str) -> None:
+        check_object_name(name)
         try:
             meta = await self._meta(name)
         except ObjectMissing:
@@ -114,12 +137,12 @@ class NatsObjectStore:
         except BusError as error:
             log.warning("nats: removal of an incomplete object failed; leaving its chunks in the bucket: %s", error)
 
-    async def _put_chunks(self, name: str, file: Path, nuid: str) -> tuple[_Meta, bool]:
-        """Store the chunks of a file; False if a repeated one landed behind its successors, as after a cut connection."""
+    async def _put_chunks(self, name: str, read: Callable[[], AsyncGenerator[bytes]], nuid: str) -> tuple[_Meta, bool]:
+        """Store the chunks of an object; False if a repeated one landed behind its successors, as after a cut connection."""
         digest, size = hashlib.sha256(), 0
         sequences: list[int] = []
-        async with await anyio.open_file(file, "rb") as content:
-            while block := await content.read(READ_AT_ONCE_BYTES):
+        async with aclosing(read()) as blocks:
+            async for block in blocks:
                 await anyio.to_thread.run_sync(digest.update, block)
                 size += len(block)
                 sequences += await self._put_block(nuid, block)
@@ -153,17 +176,21 @@ class NatsObjectStore:
                 tasks.start_soon(put, number)
         return sequences
 
-    async def _get_chunks(self, meta: _Meta, file: Path) -> None:
-        """Write the chunks in order; while one batch is written, the next one is on its way."""
+    async def _get_chunks(self, meta: _Meta, write: Callable[[bytes], Awaitable[object]]) -> None:
+        """Write the chunks in order; while one batch is written, the next one is on its way. Never more than the size that the
+        entry names, whatever the bucket holds."""
         digest, size = hashlib.sha256(), 0
         send, receive = anyio.create_memory_object_stream[list[bytes]](1)
-        async with await anyio.open_file(file, "wb") as content, open_first_error_task_group() as tasks, receive:
+        async with open_first_error_task_group() as tasks, receive:
             tasks.start_soon(self._fetch, meta, send)
             async for chunks in receive:
                 block = b"".join(chunks)
                 size += len(block)
+                if size > meta.size:
+                    tasks.cancel_scope.cancel()
+                    break
                 await anyio.to_thread.run_sync(digest.update, block)
-                await content.write(block)
+                await write(block)
         wanted = meta.digest.removeprefix("SHA-256=").rstrip("=")
         if size != meta.size or base64.urlsafe_b64encode(digest.digest()).decode().rstrip("=") != wanted:
             raise ObjectMissing(f"object {meta.name} of bucket {self._bucket}: {size} of {meta.size} bytes, or another digest")
@@ -175,6 +202,7 @@ class NatsObjectStore:
                 await send.send(batch)
 
     async def _meta(self, name: str) -> _Meta:
+        check_object_name(name)
         try:
             stored = await get_last(self._connection, self._stream, self._meta_subject(name))
         except ApiRefused as refused:
@@ -183,7 +211,10 @@ class NatsObjectStore:
             stored = None
         if stored is None:
             raise ObjectMissing(f"object {name} is not in bucket {self._bucket}")
-        return msgspec.json.decode(stored.payload, type=_Meta)
+        try:
+            return msgspec.json.decode(stored.payload, type=_Meta)
+        except msgspec.DecodeError as error:
+            raise ObjectMissing(f"object {name} of bucket {self._bucket}: its entry cannot be read: {error}") from error
 
     async def _publish(self, subject: str, payload: bytes) -> int:
         stored = await self._publisher.publish(subject, payload, message_id=None, expected_last=None, timeout=PUT_LIMIT_SECONDS)
@@ -194,3 +225,14 @@ class NatsObjectStore:
 
     def _chunk_subject(self, nuid: str) -> str:
         return f"$O.{self._bucket}.C.{nuid}"
+
+
+async def _read_blocks(file: Path) -> AsyncGenerator[bytes]:
+    async with await anyio.open_file(file, "rb") as content:
+        while block := await content.read(READ_AT_ONCE_BYTES):
+            yield block
+
+
+async def _cut_blocks(content: bytes) -> AsyncGenerator[bytes]:
+    for start in range(0, len(content), READ_AT_ONCE_BYTES):
+        yield content[start : start + READ_AT_ONCE_BYTES]

@@ -21,8 +21,24 @@ if TYPE_CHECKING:
     from fleetbus.client.sessions import SessionClient
     from fleetbus.config.settings import Configuration
     from fleetbus_workers.gateway.images import LoadImage
+    from fleetbus_workers.serving.browser_guard import GuardSettings
 
     Entered = Callable[[], AbstractAsyncContextManager[SessionClient]]
+
+
+def browser_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the options of `_pop_guard`."""
+    host = click.option("--allow-host", multiple=True, metavar="NAME", help="Answer under this host name, too (of a proxy)")
+    origin = click.option(
+        "--allow-origin", multiple=True, metavar="URL", help="Let pages of this origin call, as https://my.page"
+    )
+    return host(origin(function))
+
+
+def _pop_guard(host: str, values: dict[str, Any]) -> GuardSettings:
+    from fleetbus_workers.serving.browser_guard import build_guard_settings
+
+    return build_guard_settings(host, values.pop("allow_host"), values.pop("allow_origin"))
 
 
 @click.group("gateway")
@@ -50,6 +66,7 @@ def command() -> None:
 @click.option("--image-format", envvar="GYM_IMAGE_FORMAT", default="PNG", show_default=True, help="PNG, JPEG, WEBP, ...")
 @click.option("--image-mime", envvar="GYM_IMAGE_MIME", default="", help="Media type of images (default: that of the format)")
 @click.option("--image-quality", type=click.IntRange(0, 100), default=0, help="For JPEG and WEBP; 0: Pillow's default")
+@browser_options
 @role_options
 @settings_options("run", "nats", "log")
 def gym(host: str, port: int, **values: Any) -> int:
@@ -60,6 +77,7 @@ def gym(host: str, port: int, **values: Any) -> int:
     """
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
+    given["guard"] = _pop_guard(host, values)
     image = [values.pop(f"image_{name}") for name in ("format", "mime", "quality")]
     from fleetbus_workers.serving.listeners import is_loopback
 
@@ -77,6 +95,7 @@ def gym(host: str, port: int, **values: Any) -> int:
 @click.option("--session-timeout", type=SECONDS, default=1800.0, help="Seconds without a call until a named session is closed")
 @click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to reconnect")
 @click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine without OPENENV_TOKEN")
+@browser_options
 @role_options
 @settings_options("run", "nats", "log")
 def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
@@ -88,6 +107,7 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     """
     given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
     given["token"] = os.environ.get("OPENENV_TOKEN", "")
+    given["guard"] = _pop_guard(host, values)
     from fleetbus_workers.serving.listeners import is_loopback
 
     if not is_loopback(host) and not open_to_others and not given["token"]:

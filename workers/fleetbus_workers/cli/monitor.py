@@ -31,9 +31,10 @@ DEFAULT_PORT = 8450
 @click.option(
     "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; other than loopback, the page has no login"
 )
+@click.option("--allow-host", multiple=True, metavar="NAME", help="Answer under this host name, too (of a proxy, for instance)")
 @nats_http_option
 @reach_options
-def command(run: str | None, port: int, host: str, nats_http: str, **values: Any) -> int:
+def command(run: str | None, port: int, host: str, allow_host: tuple[str, ...], nats_http: str, **values: Any) -> int:
     """Serve a web page about a run: workers, curves, groups, episodes token by token, the log.
 
     The page is live during the run; afterwards it shows the run's files. Ctrl-C ends the server. Needs
@@ -51,11 +52,18 @@ def command(run: str | None, port: int, host: str, nats_http: str, **values: Any
     configuration = load_settings({**values, "run__name": run}).configuration
     address = build_address_resolver(configuration, nats_http)
     with bind(host, port) as bound:
-        anyio.run(partial(_serve, configuration, host, bound, address), backend_options={"use_uvloop": os.name != "nt"})
+        work = partial(_serve, configuration, host, bound, address, allow_host)
+        anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
 
 
-async def _serve(configuration: Configuration, host: str, bound: socket.socket, nats_http: Callable[[], str | None]) -> None:
+async def _serve(
+    configuration: Configuration,
+    host: str,
+    bound: socket.socket,
+    nats_http: Callable[[], str | None],
+    allowed_hosts: tuple[str, ...],
+) -> None:
     from fleetbus.logs import configure_logs
     from fleetbus_workers.monitor.serve import serve
 
@@ -75,6 +83,14 @@ async def _serve(configuration: Configuration, host: str, bound: socket.socket, 
         async with open_run(configuration, "monitor", own_server=True) as bus:
             driver = build_driver(configuration)
             await serve(
-                bus, configuration, host=host, bound=bound, stop=stop, on_ready=on_ready, nats_http=nats_http, driver=driver
+                bus,
+                configuration,
+                host=host,
+                bound=bound,
+                stop=stop,
+                on_ready=on_ready,
+                nats_http=nats_http,
+                driver=driver,
+                allowed_hosts=allowed_hosts,
             )
         tasks.cancel_scope.cancel()

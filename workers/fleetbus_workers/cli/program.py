@@ -17,6 +17,7 @@ import click
 
 from fleetbus.errors import is_bad_input, iterate_leaves
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
+from fleetbus_workers.terminal import escape_output
 
 
 class Entry(NamedTuple):
@@ -101,7 +102,12 @@ def program() -> None:
 
 
 def run_program(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code. What it prints holds no control characters of foreign text."""
+    with escape_output():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         result = program.main(args=list(arguments), prog_name="fleetbus", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

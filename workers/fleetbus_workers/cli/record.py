@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 FOLLOWER_NICE = 15
 """Added to the niceness of a process that follows a run, where idle scheduling is not available."""
+
+WEIGHTS_NAME = re.compile(r"l\d{1,9}-v\d{6,12}\.(safetensors|delta)", re.ASCII)
+"""What a learner calls its files."""
 
 OBJECT_SECONDS = 30.0
 """Longest wait for one object of the bucket; what does not arrive is reported as missing."""
@@ -124,10 +127,11 @@ async def _record(
             if follow:
                 await _follow(export, entries_of, writer, last.sequence + 1)
             folder = run_folder(configuration.run).weights
-            files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder) if weights else 0
+            recorded = entries_of.files if entries_of.file is not None else None
+            files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder, recorded) if weights else 0
             names = export.references.names if objects else {}
-            async with _open_object_source(entries_of) as fetch:
-                added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
+            fetch = _build_object_fetch(entries_of)
+            added = await add_objects(writer, names, fetch, limit_bytes=max_objects << 20, redactor=redactor)
             writer.flush()
     return {
         "file": str(output),
@@ -144,33 +148,24 @@ async def _record(
     }
 
 
-@asynccontextmanager
-async def _open_object_source(source: Source) -> AsyncIterator[Callable[[str], Awaitable[bytes | None]]]:
+def _build_object_fetch(source: Source) -> Callable[[str], Awaitable[bytes | None]]:
     """A function that reads objects where the entries came from; None for those that are not there, or do not come in time."""
-    import tempfile
-
-    from fleetbus.bus.objects import ObjectMissing
+    from fleetbus.bus.objects import ObjectMissing, get_content
     from fleetbus.errors import BusError
     from fleetbus_workers.weights.store import get_object_store
 
     store = get_object_store(source.bus, source.subjects.run) if source.bus is not None else None
-    with tempfile.TemporaryDirectory(prefix="fleetbus-record-") as place:
-        file = anyio.Path(place) / "object"
 
-        async def fetch(name: str) -> bytes | None:
-            if store is None:
-                return source.objects.get(name)
-            try:
-                with anyio.fail_after(OBJECT_SECONDS):
-                    await store.get(name, Path(file))
-                return await file.read_bytes()
-            except (ObjectMissing, BusError, OSError):  # OSError has TimeoutError below it
-                return None
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await file.unlink(missing_ok=True)
+    async def fetch(name: str) -> bytes | None:
+        if store is None:
+            return source.objects.get(name)
+        try:
+            with anyio.fail_after(OBJECT_SECONDS):
+                return await get_content(store, name)
+        except (ObjectMissing, BusError, OSError):  # OSError has TimeoutError below it
+            return None
 
-        yield fetch
+    return fetch
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
@@ -251,14 +246,21 @@ def _build_progress_callback(writer: RecordingWriter) -> Callable[[int], None]:
     return show
 
 
-def _add_weights(writer: RecordingWriter, uris: list[str], folder: Path) -> int:
-    """Files where they were published, or else in the run's folder on this machine; returns how many were found."""
+def _add_weights(writer: RecordingWriter, uris: list[str], folder: Path, recorded: dict[str, bytes] | None) -> int:
+    """Files of these versions; returns how many were found. Of a recording that is read, those in it: the files that it names
+    are another machine's, or any of this user's. Of a log, those that are called as weights are, never through a link."""
     from urllib.parse import unquote, urlsplit
 
     added = 0
-    for uri in uris:
+    for uri in dict.fromkeys(uris):
         published = Path(unquote(urlsplit(uri).path))
-        found = next((path for path in (published, folder / published.name) if path.is_file()), None)
+        if recorded is not None:
+            if published.name in recorded:
+                writer.add_content(published.name, recorded[published.name])
+                added += 1
+            continue
+        places = (published, folder / published.name) if WEIGHTS_NAME.fullmatch(published.name) else ()
+        found = next((path for path in places if path.is_file() and not path.is_symlink()), None)
         if found is not None:
             writer.add_file(found.name, found)
             added += 1

@@ -33,8 +33,10 @@ LINE_WIDTH = 79
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option("--role", type=click.Choice(ROLES), default="environment", show_default=True, help="Worker to test")
 @click.option("--speed", default="max", show_default=True, metavar="max|N", help="Replay at N times the recorded speed")
-@click.option("--environment", metavar="SPEC", help="Environment to play on (default: the recorded one)")
-@click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Model folder (default: the recorded one)")
+@click.option(
+    "--environment", metavar="SPEC", help="Environment to play on (default: the recorded one, if it ships with fleetbus)"
+)
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), help="Model folder (default: the starter policy)")
 @click.option(
     "--weights",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
@@ -74,6 +76,11 @@ LINE_WIDTH = 79
     metavar="N",
     help="Processes that replay episodes in parallel, for environment and inference (default: one per CPU for large files)",
 )
+@click.option(
+    "--trust-recording",
+    is_flag=True,
+    help="The file is yours: use the environment, engine, model and weights that it names, which may run code and call servers",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 def command(file: Path, as_json: bool, **values: Any) -> int:
     """Feed one worker its recorded inputs and compare what it publishes, field by field.
@@ -107,6 +114,7 @@ async def _run_replay(
     until: Any,
     sample_again: bool,
     distinct: bool,
+    trust_recording: bool,
 ) -> Report:
     from fleetbus.errors import UserError
     from fleetbus_workers.replay import Replay, replay_recording
@@ -125,6 +133,7 @@ async def _run_replay(
         until=until,
         sample_again=sample_again,
         distinct=distinct,
+        trusted=trust_recording,
     )
     if role == "learner" and jobs is not None and jobs > 1:
         raise UserError("--jobs: a learner needs all episodes in one process: leave it out")

@@ -181,8 +181,9 @@ def _read_stat(folder: str | Path, name: str, field: str) -> Any:
 def _print(rows: list[dict[str, Any]]) -> None:
     import datetime
 
-    from rich.console import Console
     from rich.table import Table
+
+    from fleetbus_workers.terminal import open_console
 
     table = Table("run", "state", "changed", box=None, header_style="bold", pad_edge=False)
     for name in ("size", "steps", "held out"):
@@ -194,7 +195,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         success = "" if before is None or after is None else f"{before:.0%} → {after:.0%}"
         steps = "" if row["steps"] is None else str(row["steps"])
         table.add_row(row["run"], state, changed, f"{row['bytes'] / 1e6:.1f} MB", steps, success)
-    console = Console(highlight=False, markup=False)
+    console = open_console(highlight=False, markup=False)
     console.print(table)
     for row in rows:
         if row["signal"] and not row["running"]:

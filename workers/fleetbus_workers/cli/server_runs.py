@@ -89,8 +89,9 @@ async def _find_live_runs(bus: Bus) -> set[str]:
 
 
 def print_server_runs(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from fleetbus_workers.terminal import open_console
 
     table = Table("run", "state", "changed", box=None, header_style="bold", pad_edge=False)
     for name in ("entries", "log", "reserved", "weights"):
@@ -99,4 +100,4 @@ def print_server_runs(rows: list[dict[str, Any]]) -> None:
         sizes = (f"{row[name] / 1e6:.1f} MB" for name in ("bytes", "reserved_bytes", "weights_bytes"))
         changed = row["changed"][:16].replace("T", " ")
         table.add_row(row["run"], "running" if row["running"] else "stopped", changed, str(row["entries"]), *sizes)
-    Console(highlight=False, markup=False).print(table)
+    open_console(highlight=False, markup=False).print(table)

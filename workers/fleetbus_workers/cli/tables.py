@@ -14,7 +14,7 @@ UNBROKEN_WIDTH = 10_000
 
 def print_table(table: Table) -> None:
     """Print it."""
-    from rich.console import Console
+    from fleetbus_workers.terminal import open_console
 
     width = None if sys.stdout.isatty() else UNBROKEN_WIDTH
-    Console(highlight=False, markup=False, width=width).print(table)
+    open_console(highlight=False, markup=False, width=width).print(table)

@@ -117,9 +117,10 @@ async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) ->
             _print(await look(), as_json)
     from rich.live import Live
 
+    from fleetbus_workers.terminal import open_console
     from fleetbus_workers.top.view import screen
 
-    with Live("", auto_refresh=False, screen=True) as live:
+    with Live("", console=open_console(), auto_refresh=False, screen=True) as live:
         while True:
             live.update(screen(await look(), live.console), refresh=True)
             await anyio.sleep(DRAW_SECONDS)
@@ -131,8 +132,7 @@ def _print(shown: dict[str, Any], as_json: bool) -> None:
 
         print(msgspec.json.encode(shown).decode(), flush=True)
         return
-    from rich.console import Console
-
+    from fleetbus_workers.terminal import open_console
     from fleetbus_workers.top.view import screen
 
-    Console().print(screen(shown))
+    open_console().print(screen(shown))

@@ -16,6 +16,7 @@ import anyio
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, read_permissions
 from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.environment.own_images import ImageStoringFactory
 
@@ -72,6 +73,10 @@ class AdapterContext:
     @property
     def call_seconds(self) -> float:
         return self.settings.limits.tool_call
+
+    @property
+    def permissions(self) -> TaskPermissions:
+        return read_permissions(self.settings.environment)
 
     def grading_arguments(self, style: PromptStyle) -> dict[str, Any]:
         """What every environment with tools and a verifier is made with."""
@@ -161,12 +166,16 @@ ADAPTERS = (
     Adapter(
         "remote-gym[:URL[,URL...]]", "remote_gym.environment", "remote-gym",
         "servers of the remote-gym protocol (multipart over HTTP)",
-        lambda remote, context: Factory(*remote.build_remote_gym_factory(context.rest, store_image=context.store_image)),
+        lambda remote, context: Factory(
+            *remote.build_remote_gym_factory(context.rest, store_image=context.store_image, permissions=context.permissions)
+        ),
     ),
     Adapter(
         "gym[:ID]", "gymnasium.environment", "gym", "any registered Gymnasium environment",
         lambda gym, context: Factory(
-            gym.build_gymnasium_factory(context.spec, context.rest, store_image=context.store_image)
+            gym.build_gymnasium_factory(
+                context.spec, context.rest, store_image=context.store_image, permissions=context.permissions
+            )
         ),
     ),
     Adapter(

@@ -13,6 +13,7 @@ import anyio
 import msgspec
 import structlog
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -23,9 +24,11 @@ from fleetbus.errors import BusError
 from fleetbus_workers.gateway.gym_methods import Answer, CallRefused, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request, WireError, read_request, write_answer
 from fleetbus_workers.gateway.request_body import MAX_BYTES, BodyRefused, read_body
+from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
 
 SERVICE = "gym-env-service"
 SWEEP_SECONDS = 5.0
+CONTENT_TYPES = ("multipart/", "application/json")
 
 log = structlog.get_logger()
 
@@ -42,6 +45,7 @@ class GymSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = MAX_BYTES
     call_seconds: float = 110.0
     """Below the 120 s that clients of the protocol wait."""
+    guard: GuardSettings = GuardSettings()
 
 
 class GymGateway:
@@ -50,6 +54,7 @@ class GymGateway:
     def __init__(self, open_calls: Callable[[], AbstractAsyncContextManager[GymCalls]], settings: GymSettings) -> None:
         self._open_calls = open_calls
         self._settings = settings
+        self._guard = msgspec.structs.replace(settings.guard, content_types=CONTENT_TYPES)
         self._admission = anyio.Semaphore(settings.max_inflight) if settings.max_inflight else None
         self._calls: GymCalls | None = None
 
@@ -62,6 +67,7 @@ class GymGateway:
                 Route("/call", self._call, methods=["POST"]),
             ],
             lifespan=self._lifespan,
+            middleware=[Middleware(BrowserGuard, settings=self._guard)],
         )
 
     @asynccontextmanager

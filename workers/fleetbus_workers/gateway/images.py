@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 from PIL import Image as Pillow
 
-from fleetbus.bus.objects import ObjectMissing, ObjectStore
+from fleetbus.bus.objects import ObjectMissing, ObjectStore, get_content
 from fleetbus_schemas import ChatMessage, Image
 from fleetbus_schemas.chat import Text
 from fleetbus_workers.environment.images.observation import EncodedImage
@@ -53,14 +51,7 @@ def build_image_loader(objects: ObjectStore) -> LoadImage:
     """Images of a run's object bucket."""
 
     async def load(image: Image) -> bytes:
-        folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory)
-        try:
-            file = Path(folder.name) / image.object
-            await objects.get(image.object, file)
-            return await anyio.Path(file).read_bytes()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(folder.cleanup)
+        return await get_content(objects, image.object)
 
     return load
 

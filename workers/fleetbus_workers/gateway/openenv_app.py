@@ -43,6 +43,7 @@ from fleetbus_workers.gateway.openenv_rpc import (
 )
 from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions, close_episode
 from fleetbus_workers.gateway.request_body import BodyRefused, read_body
+from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
 
 MAX_NAME_CHARACTERS = 100
 """Room for the number of an environment in the names of sessions on the bus."""
@@ -63,6 +64,7 @@ class OpenEnvSettings(msgspec.Struct, frozen=True, kw_only=True):
     session_timeout: float = 1800.0
     resume_timeout: float = 60.0
     token: str = ""
+    guard: GuardSettings = GuardSettings()
 
 
 class OpenEnvGateway:
@@ -97,8 +99,11 @@ class OpenEnvGateway:
             WebSocketRoute("/ws", self._serve),
         ]
         mounted = Mount("/sessions/{session}", routes=[*routes, *build_metadata_routes()])
-        known = [Middleware(Guarded, token=self._settings.token)] if self._settings.token else []
-        return Starlette(routes=[*routes, mounted, *build_metadata_routes()], lifespan=self._lifespan, middleware=known)
+        guard = msgspec.structs.replace(self._settings.guard, content_types=("application/json",))
+        middleware = [Middleware(BrowserGuard, settings=guard)]
+        if self._settings.token:
+            middleware.append(Middleware(Guarded, token=self._settings.token))
+        return Starlette(routes=[*routes, mounted, *build_metadata_routes()], lifespan=self._lifespan, middleware=middleware)
 
     @asynccontextmanager
     async def _lifespan(self, application: Starlette) -> AsyncIterator[None]:

@@ -17,6 +17,7 @@ import anyio.to_thread
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus_schemas import ChatMessage, Image, SessionAnswer, ToolCall, ToolSpec
 from fleetbus_schemas.chat import Text
+from fleetbus_workers.bounded_json import check_values
 from fleetbus_workers.environment.episode.normalization import to_plain_values
 from fleetbus_workers.gateway.images import PLACEHOLDER, LoadImage
 
@@ -40,6 +41,7 @@ def read_frame(text: str | None) -> tuple[str, Any]:
     if text is None:
         raise FrameError("INVALID_JSON", "frames are text")
     try:
+        check_values(text)
         frame = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FrameError("INVALID_JSON", f"Invalid JSON: {error}") from error

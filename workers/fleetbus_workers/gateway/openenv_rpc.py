@@ -10,6 +10,7 @@ from typing import Any
 
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
+from fleetbus_workers.bounded_json import check_values
 from fleetbus_workers.gateway.openenv_episode import AtCapacity, OpenEnvEpisode
 from fleetbus_workers.gateway.openenv_frames import FrameError, describe_tools, read_id
 
@@ -51,6 +52,7 @@ def read_request(message_body: Any) -> RpcRequest:
 def read_text(body: str | bytes) -> Any:
     """JSON as it was sent. Raises `RpcError`."""
     try:
+        check_values(body)
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RpcError(-32700, "the request is no JSON") from error

@@ -6,26 +6,18 @@ trusted: a name that is no hash is never made a file name, and bytes of another 
 
 from __future__ import annotations
 
-import hashlib
-import re
-import tempfile
 from collections import OrderedDict
-from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.objects import ObjectMissing, ObjectStore
+from fleetbus.bus.objects import InvalidObjectName, ObjectMissing, ObjectStore, check_content_hash, get_content
 from fleetbus.errors import BusError
 from fleetbus_workers.weights.store import get_object_store
 
 FETCH_SECONDS = 30.0
 MAX_CONCURRENT_FETCHES = 8
 CACHE_BYTES = 256 << 20
-MAX_IMAGE_BYTES = 64 << 20
-
-_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class ImageFailed(Exception):
@@ -67,8 +59,10 @@ class ImageReader:
         """The bytes whose SHA-256 (hex) is ``name``. Raises `ImageMissing` or `ImageUnread`."""
         if (cached := self._get_cached(name)) is not None:
             return cached
-        if _HASH.fullmatch(name) is None:
-            raise ImageMissing(f"an image is called {name[:80]!r}, which is no SHA-256")
+        try:
+            check_content_hash(name)
+        except InvalidObjectName as invalid:
+            raise ImageMissing(f"the name of an image: {invalid}") from invalid
         if self._objects is None:
             raise ImageMissing(f"image {name}: this bus stores no objects")
         async with self._fetching:
@@ -92,31 +86,15 @@ class ImageReader:
     async def _fetch(self, objects: ObjectStore, name: str) -> bytes:
         try:
             with anyio.fail_after(self._fetch_seconds):
-                data = await _fetch_object(objects, name)
+                return await get_content(objects, name)
         except ObjectMissing as missing:
             raise ImageMissing(f"image {name}: {missing}") from missing
         except TimeoutError as timeout:
             raise ImageNotFetched(f"image {name}: not fetched within {self._fetch_seconds:g} s") from timeout
         except (BusError, OSError) as error:
             raise ImageNotFetched(f"image {name}: {' '.join(str(error).split())}") from error
-        if hashlib.sha256(data).hexdigest() != name:
-            raise ImageMissing(f"image {name}: what the bucket has under this name has another hash")
-        return data
 
 
 def image_reader(bus: Bus, run: str) -> ImageReader:
     """The reader of a run's bucket."""
     return ImageReader(get_object_store(bus, run))
-
-
-async def _fetch_object(objects: ObjectStore, name: str) -> bytes:
-    folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory)
-    try:
-        file = Path(folder.name) / name
-        await objects.get(name, file)
-        if (await anyio.Path(file).stat()).st_size > MAX_IMAGE_BYTES:
-            raise ImageMissing(f"image {name} has more than {MAX_IMAGE_BYTES} bytes")
-        return await anyio.Path(file).read_bytes()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(folder.cleanup)

@@ -13,6 +13,7 @@ import anyio
 from fleetbus.core.capacity import lag
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
+from fleetbus.core.reward_bounds import MAX_ABS_REWARD, find_reward_problem
 from fleetbus.core.shaping import has_zero_variance
 from fleetbus_schemas import EpisodeFinished, Exclusion
 
@@ -40,7 +41,9 @@ class GroupPool:
         max_staleness: int,
         stale_groups: Literal["drop", "keep", "wait"] = "drop",
         replace_flat: int = 0,
+        max_abs_reward: float = MAX_ABS_REWARD,
     ) -> None:
+        self._max_abs_reward = max_abs_reward
         self._ledger = ledger
         self._minimum = minimum
         self._max_staleness = max_staleness
@@ -109,6 +112,9 @@ class GroupPool:
             return
         self._ledger.register(result.episode_id, result.request_sequence)
         group.add(result)
+        rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward)
+        if problem := find_reward_problem(rewards, self._max_abs_reward):  # whatever wrote it: one would spoil the whole batch
+            group.unusable[result.episode_id] = problem
         self._complete(group)
 
     def _complete(self, group: Group) -> None:

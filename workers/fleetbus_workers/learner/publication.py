@@ -83,7 +83,7 @@ class Publication:
         manifest = await retry_while_disk_full(self._runtime, self._trainer.save_weights, file)
         upload = await self._choose_upload(file)
         uri = await self._put_with_retry(file, partial(self._store.put, upload))
-        manifest_object = await self._put_with_retry(file, partial(put_manifest, self._objects, manifest, self._folder))
+        manifest_object = await self._put_with_retry(file, partial(put_manifest, self._objects, manifest))
         await self._appender.append(
             PolicyPublished(
                 policy=self._policy,

@@ -113,6 +113,7 @@ class Learner:
             max_staleness=self._settings.max_staleness,
             stale_groups=self._settings.stale_groups,
             replace_flat=_compute_max_replaced(configuration),
+            max_abs_reward=configuration.environment.max_abs_reward,
         )
         self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name)
         self._admission = Admission(

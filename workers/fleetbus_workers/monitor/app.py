@@ -13,7 +13,6 @@ import anyio
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -27,6 +26,7 @@ from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
 from fleetbus_workers.monitor.timeline import timeline
 from fleetbus_workers.monitor.token_decoder import TokenDecoder
 from fleetbus_workers.overview.run_observer import RunObserver
+from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
 from fleetbus_workers.watchdog import find_notes, find_stalls
 
 PAGE = Path(__file__).parent / "page"
@@ -50,7 +50,7 @@ class Site:
     """One watched run as a web application. Set ``stopping`` to end the streams of events."""
 
     def __init__(
-        self, watch: RunObserver, subjects: Subjects, words: TokenDecoder, *, hosts: list[str] | None, admission: float
+        self, watch: RunObserver, subjects: Subjects, words: TokenDecoder, *, guard: GuardSettings, admission: float
     ) -> None:
         self._watch = watch
         self._subjects = subjects
@@ -58,9 +58,7 @@ class Site:
         self._admission = admission
         self._overview: tuple[float, bytes] = (-1.0, b"")
         self.stopping = anyio.Event()
-        middleware = [Middleware(_SecurityHeaders)]
-        if hosts is not None:  # a page elsewhere must not reach us under a name of its own
-            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False))
+        middleware = [Middleware(_SecurityHeaders), Middleware(BrowserGuard, settings=guard)]
         self.app = Starlette(
             routes=[
                 Route("/", self.page),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 import uvicorn
@@ -17,8 +17,9 @@ from fleetbus_workers.monitor.token_decoder import load_token_decoder
 from fleetbus_workers.overview.run_observer import RunObserver
 from fleetbus_workers.overview.state import RunState
 from fleetbus_workers.overview.termination import Driver
+from fleetbus_workers.serving.browser_guard import build_guard_settings
 from fleetbus_workers.serving.connections import Bounds, build_bounded_protocol
-from fleetbus_workers.serving.listeners import SignalFreeServer, format_host, is_loopback
+from fleetbus_workers.serving.listeners import SignalFreeServer, format_host
 
 STOP_SECONDS = 3
 
@@ -33,6 +34,7 @@ async def serve(
     on_ready: Callable[[str], None],
     nats_http: Callable[[], str | None] = lambda: None,
     driver: Driver | None = None,
+    allowed_hosts: Sequence[str] = (),
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
@@ -41,8 +43,8 @@ async def serve(
     subjects = Subjects(configuration.run.name)
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
-    hosts = ["localhost", "127.0.0.1", "[::1]"] if is_loopback(host) else None
-    site = Site(watch, subjects, words, hosts=hosts, admission=configuration.nats.admission)
+    guard = build_guard_settings(host, allowed_hosts, ())
+    site = Site(watch, subjects, words, guard=guard, admission=configuration.nats.admission)
     protocol = build_bounded_protocol(Bounds())
     settings = uvicorn.Config(
         site.app,

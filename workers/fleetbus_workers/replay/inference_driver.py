@@ -18,8 +18,8 @@ import msgspec
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.episodes import decode_entries
 from fleetbus.errors import UserError
-from fleetbus.logs import REDACTED
 from fleetbus.recording.redaction import is_wiped
+from fleetbus.secret_formats import REDACTED
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, LineageStarted, PolicyPublished
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template
 from fleetbus_workers.inference.worker import run_inference
@@ -45,8 +45,8 @@ async def replay_inference(
     images: Callable[[Bus], ImageSource | None] = lambda _: None,
 ) -> None:
     """Answer every Observation again and compare the Actions. ``weights`` are files by their recorded name, for versions whose
-    recorded URI does not exist any more; versions without weights are skipped. ``images`` reads the recorded objects for a
-    model with vision. Raises `UserError` when the recording has no version."""
+    recorded URI does not exist any more or is not read, as the recording is not trusted; versions without weights are skipped.
+    ``images`` reads the recorded objects for a model with vision. Raises `UserError` when the recording has no version."""
     watched = sampler if isinstance(sampler, WatchedSampler) else WatchedSampler(sampler)
 
     async def work(bus: Bus, drain: anyio.Event) -> None:
@@ -108,9 +108,11 @@ class InferenceDriver(Driver):
     async def _load(self, entry: StreamEntry, published: PolicyPublished, versions: int) -> bool:
         await self.context.wait_until_due(entry)
         published = inline_manifest(published, self.environment.objects)
-        file = self._weights.get(published.uri.rpartition("/")[2])
-        if file is not None:
-            published = msgspec.structs.replace(published, uri=file.absolute().as_uri())
+        name = published.uri.rpartition("/")[2]
+        if name in self._weights:
+            published = msgspec.structs.replace(published, uri=self._weights[name].absolute().as_uri())
+        elif not self.options.trusted:
+            published = msgspec.structs.replace(published, uri=f"file:///not-recorded/{name}")
         self.environment.store(entry.subject, published, entry)
         if published.version <= self._sampler.version and any(self._next_turn.values()):
             return False

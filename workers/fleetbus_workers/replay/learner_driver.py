@@ -33,6 +33,7 @@ from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.replay.compare import Found
 from fleetbus_workers.replay.driver import Compared, Driver, ReplayContext
 from fleetbus_workers.replay.options import apply_settings
+from fleetbus_workers.replay.recorded_choices import take_harmless_settings
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode, read_episodes
 from fleetbus_workers.replay.recorded_lineages import (
     KINDS,
@@ -115,6 +116,8 @@ def configure_lineage(context: ReplayContext, lineage: Lineage, folder: Path, *,
     configuration, replace = context.configuration, msgspec.structs.replace
     if lineage.settings:
         configuration = apply_settings(configuration, lineage.settings, context.recording)
+        if not context.options.trusted:
+            configuration = take_harmless_settings(configuration)
     steps = lineage.last_step if lineage.is_whole else configuration.learner.steps
     return replace(
         configuration,

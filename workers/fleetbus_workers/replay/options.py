@@ -24,12 +24,13 @@ NEVER_SECONDS = 1e6
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a replay. ``environment`` is a spec as in ``--environment`` or makes an environment per episode; ``model`` a
-    model folder (both default to the recorded ones); ``weights`` a folder with the published files; ``speed`` a multiple of
-    the recorded speed, None: as fast as the worker goes; ``ignored`` are further ``Type.field`` names that may differ.
-    ``patience_seconds`` without an expected message mean that the worker hangs. ``jobs`` processes share the episodes; None:
-    one per CPU where that is faster. ``sample_again``: sample every token, even where a forward pass would show the same.
-    ``until`` ``batches``: compare the learner's batches without training. ``distinct``: of episodes with the same task,
-    actions and outcome, play one."""
+    model folder (by default the recorded ones, where `recorded_choices` takes them); ``weights`` a folder with the published
+    files; ``speed`` a multiple of the recorded speed, None: as fast as the worker goes; ``ignored`` are further ``Type.field``
+    names that may differ. ``patience_seconds`` without an expected message mean that the worker hangs. ``jobs`` processes share
+    the episodes; None: one per CPU where that is faster. ``sample_again``: sample every token, even where a forward pass would
+    show the same. ``until`` ``batches``: compare the learner's batches without training. ``distinct``: of episodes with the
+    same task, actions and outcome, play one. ``trusted``: the recording is the caller's own; nothing that names code, addresses
+    or files is taken from any other."""
 
     role: Literal["environment", "inference", "learner"] = "environment"
     environment: str | Callable[[], Environment] | None = None
@@ -43,6 +44,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     sample_again: bool = False
     until: Literal["batches", "weights"] = "weights"
     distinct: bool = False
+    trusted: bool = False
 
 
 def read_configuration(recording: Recording) -> Configuration:

@@ -11,7 +11,7 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.episodes import decode_entries, decode_episode_entry
-from fleetbus.logs import REDACTED
+from fleetbus.secret_formats import REDACTED
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
 
 _REDACTED = REDACTED.encode()

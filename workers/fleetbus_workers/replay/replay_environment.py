@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 import anyio
 import anyio.lowlevel
@@ -18,8 +17,9 @@ from fleetbus.bus.base import PublishAck, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import HEADER_BYTES, MAX_PAYLOAD_BYTES, MemoryBus
 from fleetbus.bus.memory_connection import MemoryConnection
+from fleetbus.bus.memory_objects import MemoryObjectStore
 from fleetbus.bus.memory_stream import MemoryStream
-from fleetbus.bus.objects import ObjectMissing, ObjectStore
+from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
 from fleetbus.episodes import read_entry
@@ -32,30 +32,12 @@ WORKER = "replayed"
 """Name of the worker under test."""
 
 
-class MemoryObjects:
-    """`ObjectStore` in a dictionary."""
-
-    def __init__(self, contents: dict[str, bytes]) -> None:
-        self._contents = contents
-
-    async def put(self, name: str, file: Path) -> None:
-        self._contents[name] = await anyio.Path(file).read_bytes()
-
-    async def get(self, name: str, file: Path) -> None:
-        if name not in self._contents:
-            raise ObjectMissing(f"the recording contains no object {name}")
-        await anyio.Path(file).write_bytes(self._contents[name])
-
-    async def remove(self, name: str) -> None:
-        self._contents.pop(name, None)
-
-
 class ReplayBus(MemoryBus):
     """`MemoryBus` of the worker under test. It is never disconnected, so a publish stores at once; ``contents`` are objects."""
 
     def __init__(self, server: MemoryServer, run: str, contents: Mapping[str, bytes]) -> None:
         super().__init__(server, MemoryConnection(True), run, WORKER, 0)
-        self._objects = MemoryObjects(dict(contents))
+        self._objects = MemoryObjectStore(dict(contents), missing="the recording holds no object {}")
 
     def objects(self, bucket: str) -> ObjectStore:
         """The same objects for every bucket."""

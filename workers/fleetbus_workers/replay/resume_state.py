@@ -17,6 +17,7 @@ from fleetbus.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message
 from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.subjects import check_name
 from fleetbus_workers.learner.admission import parse_group_number
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
@@ -80,7 +81,7 @@ class ResumeState:
         return open_episodes
 
     def _folder(self, stored: CheckpointStored) -> Path:
-        return self._checkpoints / f"{stored.lineage}-{stored.step:06d}"
+        return self._checkpoints / f"{check_name('lineage', stored.lineage)}-{stored.step:06d}"
 
     def _write_checkpoint(self, stored: CheckpointStored) -> None:
         folder = self._folder(stored)

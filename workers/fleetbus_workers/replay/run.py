@@ -20,9 +20,10 @@ from fleetbus.recording import Recording, load_recording
 from fleetbus.recording.export import restore_files
 from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.log_suppression import suppress_logs
-from fleetbus_workers.replay.options import Replay
+from fleetbus_workers.replay.options import Replay, read_configuration
 from fleetbus_workers.replay.progress import Progress
-from fleetbus_workers.replay.replay_environment import WORKER, MemoryObjects
+from fleetbus_workers.replay.recorded_choices import choose_model, find_run_weights, list_files, restrict_recorded_choices
+from fleetbus_workers.replay.replay_environment import WORKER
 from fleetbus_workers.replay.report import Report
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ async def replay_here(recording: Recording, replay: Replay, progress: Progress) 
     """Replay a recording in this process; raises `UserError` when it cannot be replayed."""
     if not recording.entries:
         raise UserError(f"{recording.path} contains no entries to replay")
-    context = ReplayContext(recording, replay, progress=progress)
+    configuration = read_configuration(recording)
+    if not replay.trusted:
+        configuration = restrict_recorded_choices(configuration, recording, role=replay.role, environment=replay.environment)
+    context = ReplayContext(recording, replay, configuration=configuration, progress=progress)
     roles = {"environment": _replay_environment, "inference": _replay_inference, "learner": _replay_learner}
     with suppress_logs(), tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
         await roles[replay.role](context, Path(place))
@@ -59,6 +63,7 @@ async def replay_here(recording: Recording, replay: Replay, progress: Progress) 
 
 
 async def _replay_environment(context: ReplayContext, folder: Path) -> None:
+    from fleetbus.bus.memory_objects import MemoryObjectStore
     from fleetbus_workers.assembly.environments import open_environments
     from fleetbus_workers.environment.images.store import build_image_store
     from fleetbus_workers.replay.environment_driver import replay_environment
@@ -67,8 +72,13 @@ async def _replay_environment(context: ReplayContext, folder: Path) -> None:
     if callable(wanted):
         await replay_environment(context, wanted)
         return
-    keep = build_image_store(MemoryObjects({}))
-    async with open_environments(context.configuration, specs=wanted or "", store_image=keep, reuse_verifiers=True) as make:
+    async with open_environments(
+        context.configuration,
+        specs=wanted or "",
+        store_image=build_image_store(MemoryObjectStore({})),
+        required=not context.options.trusted,
+        reuse_verifiers=True,
+    ) as make:
         await replay_environment(context, make)
 
 
@@ -77,12 +87,12 @@ async def _replay_inference(context: ReplayContext, folder: Path) -> None:
     from fleetbus_workers.replay.inference_driver import replay_inference
 
     options, configuration = context.options, context.configuration
-    model = find_model(configuration, options)
+    model = find_model(context)
     configuration = msgspec.structs.replace(configuration, run=msgspec.structs.replace(configuration.run, model=str(model)))
     context.configuration = configuration
-    weights = restore_files(context.recording.files, folder)
+    weights = find_run_weights(context.recording) | restore_files(context.recording.files, folder)
     if options.weights is not None:
-        weights |= {file.name: file for file in options.weights.iterdir() if file.is_file()}
+        weights |= list_files(options.weights)
     async with launch_engine(configuration, WORKER) as (sampler, template):
         scoring = None
         if configuration.inference.engine == "torch" and options.speed is None and not options.sample_again:
@@ -99,25 +109,27 @@ async def _replay_inference(context: ReplayContext, folder: Path) -> None:
 async def _replay_learner(context: ReplayContext, folder: Path) -> None:
     from fleetbus_workers.replay.learner_driver import replay_learner
 
-    make_trainer = None if context.options.until == "batches" else partial(_make_trainer, context.options)
+    make_trainer = None if context.options.until == "batches" else partial(_make_trainer, context)
     await replay_learner(context, make_trainer, folder=folder)
 
 
-def _make_trainer(options: Replay, configuration: Configuration) -> Trainer:
+def _make_trainer(context: ReplayContext, configuration: Configuration) -> Trainer:
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
-    return TorchTrainer(find_model(configuration, options), settings=build_trainer_settings(configuration))
+    return TorchTrainer(find_model(context), settings=build_trainer_settings(configuration))
 
 
-def find_model(configuration: Configuration, options: Replay) -> Path:
-    """The model folder; raises `UserError` if it is not there."""
+def find_model(context: ReplayContext) -> Path:
+    """The model folder; raises `UserError` if it is not there, or if only a recording that is not trusted names one."""
     from transformers.utils.logging import disable_progress_bar
 
     from fleetbus_workers.assembly.model import find_model_folder
 
     disable_progress_bar()
-    folder = options.model or find_model_folder(configuration.run)
+    recorded = read_configuration(context.recording).run
+    named = choose_model(recorded.model, context.options.model, context.recording, trusted=context.options.trusted)
+    folder = find_model_folder(msgspec.structs.replace(recorded, model=named))
     if not folder.is_dir():
         raise UserError(f"model folder {folder} not found: give another with --model")
     return folder

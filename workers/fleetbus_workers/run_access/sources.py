@@ -31,6 +31,8 @@ class Source:
         """What is missing at the end of a recording, once it was read."""
         self.objects: dict[str, bytes] = {}
         """The objects of a recording, once it was read."""
+        self.files: dict[str, bytes] = {}
+        """The weights in a recording, once it was read."""
 
     async def entries(self, subjects: list[str] | None = None) -> AsyncGenerator[StreamEntry]:
         """All entries, or those that match one of these subjects (wildcards allowed), in order. Who leaves early closes it."""
@@ -55,7 +57,7 @@ class Source:
             reader = RecordingReader(self.file)
             async for entry in scan_recording(reader):
                 yield entry
-            self.torn, self.objects = reader.torn, reader.objects
+            self.torn, self.objects, self.files = reader.torn, reader.objects, reader.files
         elif self.bus is not None:
             async for entry in scan_archive_and_log(self.bus, self.subjects, self.archive):
                 yield entry

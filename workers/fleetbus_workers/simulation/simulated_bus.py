@@ -14,6 +14,7 @@ import anyio
 
 from fleetbus.bus.base import ConsumerFloor, Delivery, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.memory import MemoryBus
+from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, WorkerStarted, decode, encode
@@ -159,6 +160,9 @@ class SimulatedBus:
 
     def now_ns(self) -> int:
         return self._inner.now_ns()
+
+    def objects(self, bucket: str) -> ObjectStore | None:
+        return self._inner.objects(bucket)
 
     async def declare(self, plan: RunPlan) -> None:
         await self._inner.declare(plan)

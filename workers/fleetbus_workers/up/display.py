@@ -109,8 +109,9 @@ async def open_display(progress: Progress, stream: TextIO | None = None) -> Asyn
 
 @asynccontextmanager
 async def _open_live_display(progress: Progress, target: TextIO) -> AsyncIterator[Display]:
-    from rich.console import Console
     from rich.live import Live
+
+    from fleetbus_workers.terminal import open_console
 
     began = anyio.current_time()
 
@@ -118,7 +119,7 @@ async def _open_live_display(progress: Progress, target: TextIO) -> AsyncIterato
         now = anyio.current_time()
         return render_live_view(progress, progress.worker_registry.list_live(now), now - began)
 
-    console = Console(file=target)
+    console = open_console(target)
     with Live(render(), console=console, auto_refresh=False, transient=True) as live:
 
         async def refresh() -> None:

@@ -45,7 +45,7 @@ class WeightsFetcher:
         try:
             file = await self._materialise(published.uri, MAX_DELTA_CHAIN)
             if published.manifest_object and self._objects is not None:
-                published = await get_manifest(self._objects, published, self._folder)
+                published = await get_manifest(self._objects, published)
         except (OSError, ObjectMissing, BusError, UserError, ValueError) as error:
             raise WeightsRejected(f"{published.uri}: {' '.join(str(error).split())}") from error
         return msgspec.structs.replace(published, uri=file.absolute().as_uri())
@@ -67,6 +67,8 @@ class WeightsFetcher:
         base_uri = await anyio.to_thread.run_sync(read_base_uri, file)
         if base_uri is None:
             raise WeightsRejected(f"{uri}: names no base")
+        if base_uri.rpartition("/")[0] != uri.rpartition("/")[0]:  # what a store holds names no other place to read
+            raise WeightsRejected(f"{uri}: its base {base_uri[:200]!r} lies elsewhere")
         base = await self._materialise(base_uri, depth - 1)
         whole = self._build_path(uri, ".safetensors")
         self._folder.mkdir(parents=True, exist_ok=True)

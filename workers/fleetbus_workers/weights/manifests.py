@@ -5,14 +5,11 @@ A mixture of experts has tens of thousands of tensors, a manifest 150 bytes for 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
-import anyio
 import msgspec
 
-from fleetbus.bus.objects import ObjectStore
+from fleetbus.bus.objects import ObjectStore, get_content, put_content
 from fleetbus_schemas import PolicyPublished, TensorEntry
 
 MAX_MANIFEST_BYTES = 256 << 10
@@ -24,42 +21,24 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Manifest).decode
 
 
-async def put_manifest(objects: ObjectStore | None, manifest: Manifest, folder: Path) -> str:
+async def put_manifest(objects: ObjectStore | None, manifest: Manifest) -> str:
     """Store a manifest that is too long and return the object's name; empty if it is not, or there is no store.
 
-    ``folder`` takes a file meanwhile. Raises `OSError` or `fleetbus.errors.BusError`.
+    Raises `OSError` or `fleetbus.errors.BusError`.
     """
     content = _encode(manifest)
     if objects is None or len(content) <= MAX_MANIFEST_BYTES:
         return ""
-    name = hashlib.sha256(content).hexdigest()
-    file = anyio.Path(folder) / f".{name}.json"
-    try:
-        await file.write_bytes(content)
-        await objects.put(name, Path(file))
-    finally:
-        with anyio.CancelScope(shield=True):
-            await file.unlink(missing_ok=True)
-    return name
+    return await put_content(objects, content)
 
 
-async def get_manifest(objects: ObjectStore, published: PolicyPublished, folder: Path) -> PolicyPublished:
-    """The version with its manifest in the message. ``folder`` takes a file meanwhile.
+async def get_manifest(objects: ObjectStore, published: PolicyPublished) -> PolicyPublished:
+    """The version with its manifest in the message.
 
-    Raises `fleetbus.bus.objects.ObjectMissing`, `OSError`, `ValueError` or `fleetbus.errors.BusError`.
+    Raises `fleetbus.bus.objects.ObjectMissing`, `ValueError` or `fleetbus.errors.BusError`.
     """
     name = published.manifest_object
-    file = anyio.Path(folder) / f".{name}.json"
-    await anyio.Path(folder).mkdir(parents=True, exist_ok=True)
-    try:
-        await objects.get(name, Path(file))
-        content = await file.read_bytes()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await file.unlink(missing_ok=True)
-    if hashlib.sha256(content).hexdigest() != name:
-        raise ValueError(f"manifest {name} is not what its name says")
-    return inline_manifest(published, {name: content})
+    return inline_manifest(published, {name: await get_content(objects, name)})
 
 
 def inline_manifest(published: PolicyPublished, objects: Mapping[str, bytes]) -> PolicyPublished:

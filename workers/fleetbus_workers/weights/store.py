@@ -108,6 +108,4 @@ def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> Weigh
 
 def get_object_store(bus: Bus, run: str) -> ObjectStore | None:
     """The object store behind a bus, None if it has none (the bus in memory)."""
-    made = getattr(bus, "objects", None)
-    store: ObjectStore | None = made(weights_bucket(run)) if made is not None else None
-    return store
+    return bus.objects(weights_bucket(run))

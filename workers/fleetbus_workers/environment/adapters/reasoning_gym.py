@@ -16,6 +16,7 @@ from reasoning_gym.factory import DATASETS
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
+from fleetbus_workers.environment.adapters.common.task_permissions import check_arguments
 from fleetbus_workers.environment.base import Start, Step, Verdict
 
 ASKED = "Give the answer alone, between <answer> and </answer>."
@@ -40,7 +41,7 @@ class ReasoningGymEnvironment:
     async def open(self, task: Task) -> None:
         name = task.config.get("dataset") or self._dataset
         seed = task.seed if task.seed is not None else zlib.crc32(task.key.encode())
-        options: dict[str, Any] = {"size": 1, "seed": seed, **task.config.get("options", {})}
+        options: dict[str, Any] = {"size": 1, "seed": seed, **check_arguments(task.config.get("options", {}), "options")}
         self._prompt = task.prompt
         self._questions = await anyio.to_thread.run_sync(lambda: reasoning_gym.create_dataset(name, **options))
         self._entry = await anyio.to_thread.run_sync(lambda: self._questions[0])

@@ -15,7 +15,8 @@ from textarena.envs.registration import ENV_REGISTRY
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
-from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.adapters.common.task_permissions import check_arguments
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 
 
 def build_textarena_factory(spec: str, id: str) -> Callable[[], TextArenaEnvironment]:
@@ -36,8 +37,11 @@ class TextArenaEnvironment:
 
     async def open(self, task: Task) -> None:
         id = task.config.get("id") or self._id
+        if id not in ENV_REGISTRY:
+            raise EnvironmentFailed(f"TextArena has no game {str(id)[:80]!r}")
+        options = check_arguments(task.config.get("options", {}), "options")
         self._task = task
-        self._game = await anyio.to_thread.run_sync(lambda: textarena.make(id, **task.config.get("options", {})))
+        self._game = await anyio.to_thread.run_sync(lambda: textarena.make(id, **options))
 
     async def reset(self) -> Start:
         self._game.reset(num_players=1, seed=self._task.seed)

@@ -16,6 +16,7 @@ import structlog
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.context import format_status_line
 from fleetbus.core.history import Turn, loss_mask
+from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.success import success_in
 from fleetbus_schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, Text, ToolSpec
 from fleetbus_schemas.tokens import count_tokens, pack_mask
@@ -213,11 +214,11 @@ class EpisodeRunner:
         self._tool_calls += step.tool_calls
         self._tool_errors += step.tool_errors
         self._turn_rewards.append(step.reward)
-        if not math.isfinite(step.reward):
+        if problem := find_reward_problem([step.reward], self._settings.max_abs_reward):
             raise EpisodeEnded(
                 "verifier_unknown",
-                "reward_not_finite",
-                f"turn {self.turn - 1} was rewarded {step.reward}",
+                problem,
+                f"turn {self.turn - 1} was rewarded {step.reward:g}",
                 location=locate_method(self._environment, "step"),
             )
         return step
@@ -239,6 +240,10 @@ class EpisodeRunner:
                 traceback=self._first_failures.describe(ended),
             )
         if verdict.reward is not None and math.isfinite(verdict.reward):
+            if problem := find_reward_problem([verdict.reward], self._settings.max_abs_reward):
+                location = locate_method(environment, "verify")
+                error = f"the verdict is {verdict.reward:g}"
+                return Conclusion(outcome="verifier_unknown", error_class=problem, error=error, location=location)
             return msgspec.structs.replace(conclusion, reward=verdict.reward)
         if self.turn == 0:
             return _conclude_unplayed(conclusion)
@@ -260,6 +265,7 @@ class EpisodeRunner:
         request = self._request
         mask = loss_mask(self._turns)
         info = clip_values(self._last.info, INFO_BYTES)
+        limit = self._settings.max_abs_reward
         versions = {span.version for turn in self._turns for span in turn.action.versions}
         return EpisodeFinished(
             episode_id=request.episode_id,
@@ -275,7 +281,7 @@ class EpisodeRunner:
             error_class=conclusion.error_class,
             error=conclusion.error,
             reward=conclusion.reward,
-            turn_rewards=tuple(reward if math.isfinite(reward) else 0.0 for reward in self._turn_rewards),
+            turn_rewards=tuple(0.0 if find_reward_problem([reward], limit) else reward for reward in self._turn_rewards),
             turns=len(self._turns),
             actions=tuple(turn.reference for turn in self._turns),
             tokens=len(mask),

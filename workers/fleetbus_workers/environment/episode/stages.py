@@ -68,7 +68,11 @@ class Stages:
                     location=locate_error(error),
                 ) from error
             raise
-        except Exception as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # foreign code may raise SystemExit or worse: it ends its episode, not the worker
+            if _holds_cancellation(error):
+                raise
             if scope.cancel_called:  # raised because its time was up
                 raise _build_timeout(limit or stage, seconds, locate_error(find_root_cause(error))) from error
             cause = find_root_cause(error)
@@ -92,6 +96,10 @@ def _build_timeout(stage: str, seconds: float, location: str) -> EpisodeEnded:
 def to_printable(text: str) -> str:
     """Text as a result may carry it: encodable, and not longer than a reader wants."""
     return text[:1000].encode("utf-8", "replace").decode()
+
+
+def _holds_cancellation(error: BaseException) -> bool:
+    return isinstance(error, BaseExceptionGroup) and error.subgroup(anyio.get_cancelled_exc_class()) is not None
 
 
 def find_root_cause(error: BaseException) -> BaseException:

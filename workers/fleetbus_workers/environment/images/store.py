@@ -6,14 +6,10 @@ Above it are the environments, which are given `build_image_store` as a function
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections import OrderedDict
-from pathlib import Path
-
-import anyio
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.objects import ObjectStore
+from fleetbus.bus.objects import ObjectStore, put_content
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Image
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage
@@ -30,7 +26,7 @@ def build_image_store(objects: ObjectStore) -> StoreImage:
     async def store_image(picture: EncodedImage) -> Image:
         name = hashlib.sha256(picture.data).hexdigest()
         if name not in stored_names:
-            await _put(objects, name, picture.data)
+            await put_content(objects, picture.data)
             stored_names[name] = None
             if len(stored_names) > MAX_REMEMBERED_NAMES:
                 stored_names.popitem(last=False)
@@ -43,14 +39,3 @@ def build_run_image_store(bus: Bus, configuration: Configuration) -> StoreImage 
     """The same for the bucket of a run; None where the bus has no object store."""
     objects = get_object_store(bus, configuration.run.name)
     return None if objects is None else build_image_store(objects)
-
-
-async def _put(objects: ObjectStore, name: str, data: bytes) -> None:
-    folder = await anyio.to_thread.run_sync(tempfile.TemporaryDirectory)
-    try:
-        file = Path(folder.name) / name
-        await anyio.Path(file).write_bytes(data)
-        await objects.put(name, file)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(folder.cleanup)

@@ -6,7 +6,6 @@ the running one; a call that fails ends the session. The environment is closed i
 
 from __future__ import annotations
 
-import math
 from typing import Any, get_args
 
 import anyio
@@ -14,6 +13,7 @@ import msgspec
 import structlog
 
 from fleetbus.core.journal import Journal, JournalEntry, build_refusal
+from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.core.turn_credit import unpaid_reward
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
@@ -203,7 +203,7 @@ class StepwiseSession:
                     environment = self._require_environment()
                     verdict = validate_return(Verdict, await environment.verify(), "verify", environment)
                     reward = verdict.reward
-                    if reward is not None and not math.isfinite(reward):
+                    if reward is not None and find_reward_problem([reward], self._context.settings.max_abs_reward):
                         return self._build_answer(call, reason=f"the verdict is {reward}, which is not a valid reward")
                     unpaid = None if reward is None else unpaid_reward(reward, self._rewards)
                     return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
@@ -253,8 +253,8 @@ class StepwiseSession:
             step = validate_return(Step, await environment.step(action), "step", environment)
             self._turn += 1
             self._is_episode_over = step.terminated or step.truncated
-            if not math.isfinite(step.reward):
-                raise EpisodeEnded("env_failed", "reward_not_finite", f"the step was rewarded {step.reward}")
+            if problem := find_reward_problem([step.reward], self._context.settings.max_abs_reward):
+                raise EpisodeEnded("env_failed", problem, f"the step was rewarded {step.reward}")
             self._rewards.append(step.reward)
             return self._build_answer(
                 call,

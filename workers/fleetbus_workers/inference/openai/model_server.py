@@ -14,8 +14,13 @@ import anyio
 import httpx
 import msgspec
 
+from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.inference.base import RequestRefused
 from fleetbus_workers.inference.openai.dialects import Dialect, MalformedResponse, ServerCall, StreamChunk, format_error
+
+MAX_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_VALUES = 1 << 22
+"""Of one answer, or one event of a stream: log-probabilities of a long completion."""
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 120.0
@@ -64,6 +69,7 @@ class ModelServer:
             timeout=httpx.Timeout(STALL_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=connections + 4, max_keepalive_connections=connections),
             trust_env=False,
+            event_hooks=bound(httpx, max_bytes=MAX_ANSWER_BYTES, max_values=MAX_ANSWER_VALUES),
         )
 
     async def close(self) -> None:
@@ -171,7 +177,7 @@ class ModelServer:
             raise ServerFailed(f"{self.url}: status {response.status_code}, {_read_error_body(response)}")
         try:
             answer = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerFailed(f"{self.url}: the answer is not JSON") from error
         if not isinstance(answer, dict):
             raise ServerFailed(f"{self.url}: the answer is no JSON object")

@@ -212,7 +212,7 @@ def _is_full(status: int, fields: dict[str, Any], said: str) -> bool:
 def _parse_json(response: httpx.Response) -> Any:
     try:
         return response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text
 
 

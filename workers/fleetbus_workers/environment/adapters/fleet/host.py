@@ -28,6 +28,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.config.settings import FleetSettings
+from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.fleet.api import (
     FleetApi,
     FleetError,
@@ -104,7 +105,9 @@ class FleetHost:
     async def run(self) -> AsyncIterator[None]:
         headers = {"Authorization": f"Bearer {self._key}", "X-Fleet-SDK-Language": "Python"}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=32)
-        async with httpx.AsyncClient(base_url=self._base_url, headers=headers, limits=limits) as client:
+        async with httpx.AsyncClient(
+            base_url=self._base_url, headers=headers, limits=limits, event_hooks=bound(httpx)
+        ) as client:
             self.api = FleetApi(client, secret=self._key)
             async with self.connections.run(), anyio.create_task_group() as tasks:
                 self._tasks = tasks

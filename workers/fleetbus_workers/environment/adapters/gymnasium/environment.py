@@ -25,6 +25,7 @@ from PIL import Image as Pillow
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
+from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, check_arguments
 from fleetbus_workers.environment.adapters.gymnasium.text import (
     LEGENDS,
     UnknownAction,
@@ -43,12 +44,16 @@ _PLACEHOLDER = "<frame>"
 MAX_THREADS = 1024
 """Of all these environments together: one each, and those that still run after their episode."""
 
+NOTHING = TaskPermissions()
+
 _threads = anyio.CapacityLimiter(MAX_THREADS)
 
 T = TypeVar("T")
 
 
-def build_gymnasium_factory(spec: str, id: str, *, store_image: StoreImage | None = None) -> Callable[[], GymnasiumEnvironment]:
+def build_gymnasium_factory(
+    spec: str, id: str, *, store_image: StoreImage | None = None, permissions: TaskPermissions = NOTHING
+) -> Callable[[], GymnasiumEnvironment]:
     """Makes environments of ``id``, or of the task's id if it is empty. Raises `UserError` if it is not registered."""
     if id:
         try:
@@ -56,7 +61,7 @@ def build_gymnasium_factory(spec: str, id: str, *, store_image: StoreImage | Non
             gymnasium.spec(id)
         except (gymnasium.error.Error, ImportError) as error:
             raise UserError(f"environment {spec!r}: {str(error).splitlines()[0]}") from error
-    return lambda: GymnasiumEnvironment(id, store_image=store_image)
+    return lambda: GymnasiumEnvironment(id, store_image=store_image, permissions=permissions)
 
 
 class GymnasiumEnvironment:
@@ -64,7 +69,8 @@ class GymnasiumEnvironment:
 
     replayable = True
 
-    def __init__(self, id: str = "", *, store_image: StoreImage | None = None) -> None:
+    def __init__(self, id: str = "", *, store_image: StoreImage | None = None, permissions: TaskPermissions = NOTHING) -> None:
+        self._permissions = permissions
         self._id = id
         self._store_image = store_image
         self._environment: gymnasium.Env[Any, Any] | None = None
@@ -83,14 +89,20 @@ class GymnasiumEnvironment:
     def _make(self) -> None:
         config = self._task.config
         id = str(config.get("id") or self._id)
+        modules = [str(module) for module in config.get("modules", ())]
+        if config.get("id") and ":" in id:  # Gymnasium imports what stands before the colon
+            modules.append(id.partition(":")[0])
+        for module in modules:
+            self._permissions.check_module(module, framework="gymnasium")
+        arguments = check_arguments(config.get("kwargs", {}), "kwargs")
         if not id:
             raise EnvironmentFailed(f"task {self._task.key} names no environment: write gym:ID, or an id in its config")
-        _register(id, config.get("modules", ()))
+        _register(id, modules)
         modes = _render_modes(id)
         mode = "rgb_array" if self._frames else "ansi" if "ansi" in modes else None
         if self._frames and mode not in modes:
             raise EnvironmentFailed(f"{id} renders no frames")
-        self._environment = gymnasium.make(id, render_mode=mode, **config.get("kwargs", {}))
+        self._environment = gymnasium.make(id, render_mode=mode, **arguments)
         self._names = list_action_names(self._environment, config.get("actions", ()))
 
     async def reset(self) -> Start:

@@ -17,6 +17,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import INVALID_REQUEST
 
 from fleetbus.config.load import strip_credentials
+from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.mcp.client import (
     ClientConnection,
     ConnectionHost,
@@ -76,11 +77,14 @@ async def _open_url(
 ) -> AsyncIterator[Client]:
     spawned()
     timeout = httpx2.Timeout(CONNECT_SECONDS, read=None)
-    opened = False
+    opened, hooks = False, bound(httpx2)
     try:
         async with (
             httpx2.AsyncClient(
-                headers=headers, timeout=timeout, verify=_load_tls_context(), event_hooks={"response": [answer.record]}
+                headers=headers,
+                timeout=timeout,
+                verify=_load_tls_context(),
+                event_hooks={"request": hooks["request"], "response": [answer.record, *hooks["response"]]},
             ) as http_client,
             Client(streamable_http_client(url, http_client=http_client), cache=None) as client,
         ):

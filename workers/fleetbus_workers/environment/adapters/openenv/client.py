@@ -14,13 +14,14 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
+from fleetbus_workers.bounded_json import TooManyValues, check_values
 from fleetbus_workers.environment.base import EnvironmentFailed
 
 CONNECT_SECONDS = 20.0
 CLOSE_SECONDS = 5.0
 PING_SECONDS = 20.0
 """Pings keep a socket open through proxies while the policy thinks; a late pong cuts nothing, each call has its own limit."""
-MAX_FRAME_BYTES = 100 << 20
+MAX_FRAME_BYTES = 32 << 20
 
 
 class OpenEnvError(EnvironmentFailed):
@@ -132,8 +133,9 @@ class OpenEnvSession:
             text = await self._send_and_receive(frame)
             self.last_used = anyio.current_time()
         try:
+            check_values(text)
             reply = _frame.decode(text)
-        except msgspec.DecodeError as error:
+        except (TooManyValues, msgspec.DecodeError) as error:
             raise ConnectionLost(self._mark_lost(f"the server sent a malformed frame ({error})")) from error
         if reply.type == "error":
             raise self._build_error(_parse_object(reply.data))

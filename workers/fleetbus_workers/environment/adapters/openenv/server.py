@@ -20,6 +20,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.errors import UserError
+from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.openenv.client import AtCapacity, OpenEnvSession, open_session
 from fleetbus_workers.environment.base import EnvironmentFailed
 
@@ -30,6 +31,7 @@ MAX_PAUSE_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 15.0
 """A session that is idle for so long is pinged, so that the server does not clean its environment up under it."""
 SCHEMA_SECONDS = 30.0
+MAX_SCHEMA_BYTES = 1 << 20
 
 _log = structlog.get_logger(__name__)
 
@@ -91,11 +93,13 @@ class OpenEnvServer:
     async def _read_schema(self) -> dict[str, Any]:
         url = f"{self.http_url}/schema"
         try:
-            async with httpx.AsyncClient(timeout=SCHEMA_SECONDS, headers=_build_headers()) as client:
-                answer = await client.get(url)
-                answer.raise_for_status()
-                schema = answer.json()["action"]
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            hooks = bound(httpx, max_bytes=MAX_SCHEMA_BYTES)
+            with anyio.fail_after(SCHEMA_SECONDS):
+                async with httpx.AsyncClient(timeout=SCHEMA_SECONDS, headers=_build_headers(), event_hooks=hooks) as client:
+                    answer = await client.get(url)
+                    answer.raise_for_status()
+            schema = answer.json()["action"]
+        except (TimeoutError, RecursionError, httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise EnvironmentFailed(f"cannot read the action schema at {url}: {error or type(error).__name__}") from error
         if not isinstance(schema, dict):
             raise EnvironmentFailed(f"the action schema at {url} is not an object")

@@ -72,7 +72,8 @@ async def wait_until_ready(provider: Provider, server: ProvidedServer, *, path: 
             async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
                 while True:
                     try:
-                        status = (await client.get(server.url + path)).status_code
+                        async with client.stream("GET", server.url + path) as answer:
+                            status = answer.status_code  # the body may have no end
                         if status < 500:
                             return
                         last_answer = f"status {status}"

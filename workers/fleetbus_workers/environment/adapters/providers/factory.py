@@ -43,7 +43,8 @@ def _build_provider(spec: str, form: str, target: str, settings: Configuration) 
     if form == "process":
         from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
 
-        return ProcessProvider(target)
+        listed = settings.environment.pass_variables.split(",")
+        return ProcessProvider(target, passed=tuple(filter(None, map(str.strip, listed))))
     try:
         image, *command = shlex.split(target)
     except ValueError as error:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -23,16 +23,32 @@ from fleetbus_workers.environment.adapters.providers.base import Labels, Provide
 from fleetbus_workers.environment.base import EnvironmentFailed
 
 STOP_SECONDS = 5.0
-WITHHELD = ("FLEETBUS_", "FLEET_", "NATS_")
-"""Variables of the worker that begin like this are its own and not the command's."""
+PASSED = frozenset(
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
+        *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DISPLAY"),
+        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy", "SYSTEMROOT", "COMSPEC", "PATHEXT"),
+    )
+)
+"""Variables of the worker that every command gets; further ones if `environment.pass_variables` lists them."""
+
+PASSED_PREFIXES = ("LC_", "XDG_", "OMP_", "MKL_", "PYTHONUNBUFFERED", "PYTHONUTF8")
 
 _OWNER, _EXPIRES = "FLEETBUS_SERVER_OWNER", "FLEETBUS_SERVER_EXPIRES"
+
+
+def select_variables(variables: Mapping[str, str], listed: Collection[str]) -> dict[str, str]:
+    """The variables that a command may see: an allow-list, because no list knows all names of secrets."""
+    allowed = {*PASSED, *listed}
+    return {key: value for key, value in variables.items() if key in allowed or key.startswith(PASSED_PREFIXES)}
 
 
 class ProcessProvider:
     """Runs ``command`` on a free port of this machine's loopback, once per episode."""
 
-    def __init__(self, command: str, *, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: str, *, variables: Mapping[str, str] | None = None, passed: Collection[str] = ()) -> None:
+        self._passed = passed
         try:
             self._command = shlex.split(command)
         except ValueError as error:
@@ -46,7 +62,7 @@ class ProcessProvider:
 
     async def start(self, labels: Labels) -> ProvidedServer:
         port, name = _find_free_port(), generate_server_name()
-        variables = {key: value for key, value in os.environ.items() if not key.startswith(WITHHELD)}
+        variables = select_variables(os.environ, self._passed)
         variables |= {
             key.upper().replace(".", "_").replace("FLEETBUS_", "FLEETBUS_SERVER_"): value
             for key, value in labels.to_mapping().items()

@@ -40,7 +40,7 @@ def load_callable(spec: str, path: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
         raise UserError(f"environment {spec!r}: cannot import {module_name}: {_get_first_line(error)}") from error
     loaded = getattr(module, name, None)
     if loaded is None:
@@ -157,6 +157,6 @@ class ClassEnvironment:
         return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
 
 
-def _get_first_line(error: Exception) -> str:
+def _get_first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

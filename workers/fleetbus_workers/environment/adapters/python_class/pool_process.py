@@ -43,7 +43,7 @@ class EnvironmentProcess:
             if kind := _RETURNS.get(request["call"]):
                 result = validate_return(kind, result, request["call"], self._object)
             return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the class's: the worker's signals are ignored here
             name = type(error).__name__
             return {
                 "error": str(error),

@@ -36,6 +36,8 @@ S = TypeVar("S", Start, Step)
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
+MAX_ANSWER_BYTES = 16 << 20
+"""Of one call of the class; its observations may have images in them."""
 
 
 def build_process_pool(spec: str, path: str, settings: EnvironmentSettings) -> ProcessPool:
@@ -196,7 +198,7 @@ class _ProcessSlot:
         await self.stop()  # remains of a previous process
         mine, theirs = socket.socketpair()
         parent_pipe, self._parent_pipe = os.pipe()
-        self._channel = Channel(mine)
+        self._channel = Channel(mine, limit=MAX_ANSWER_BYTES)
         try:
             self._process = await anyio.open_process(
                 build_module_command(

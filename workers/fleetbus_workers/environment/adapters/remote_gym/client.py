@@ -18,6 +18,7 @@ import anyio
 import httpx
 import structlog
 
+from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig
 from fleetbus_workers.environment.adapters.remote_gym.wire import (
     MAX_BODY_BYTES,
@@ -84,7 +85,7 @@ class ServerPool:
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_SECONDS)
-        async with httpx.AsyncClient(limits=limits) as self._http:
+        async with httpx.AsyncClient(limits=limits, event_hooks=bound(httpx, max_bytes=MAX_BODY_BYTES)) as self._http:
             try:
                 yield
             finally:
@@ -125,9 +126,10 @@ class ServerPool:
         """Whether the server says at ``/health`` that it answers repetitions from memory; asked once per server."""
         if url not in self.idempotent:
             try:
-                answer = await self.http.get(f"{url}/health", timeout=HEALTH_SECONDS)
+                with anyio.fail_after(HEALTH_SECONDS):  # httpx bounds each read, not all of them
+                    answer = await self.http.get(f"{url}/health", timeout=HEALTH_SECONDS)
                 self.idempotent[url] = answer.json().get("idempotent") is True
-            except (httpx.HTTPError, ValueError, AttributeError):
+            except (httpx.HTTPError, TimeoutError, ValueError, AttributeError, RecursionError):
                 return False
         return self.idempotent[url]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 
 TOKEN_VARIABLE = "GYM_API_KEY"
 
@@ -46,18 +46,21 @@ class RemoteGymConfig(msgspec.Struct, frozen=True, kw_only=True):
         return grown * (self.backoff_jitter_min + self.backoff_jitter_range * draw())
 
 
-def read_config(config: Mapping[str, Any], default_urls: Sequence[str]) -> tuple[RemoteGymConfig, dict[str, Any]]:
-    """The client's part of a task's config, and the server's. Raises `UserError` with what is wrong."""
+def read_config(
+    config: Mapping[str, Any], default_urls: Sequence[str], permissions: TaskPermissions
+) -> tuple[RemoteGymConfig, dict[str, Any]]:
+    """The client's part of a task's config, and the server's. Raises `UserError` with what is wrong, or `NotPermitted`."""
+    permissions = msgspec.structs.replace(permissions, urls=(*default_urls, *permissions.urls))
     own = {name: config[name] for name in RemoteGymConfig.__struct_fields__ if config.get(name) is not None}
     remote = {name: value for name, value in config.items() if name not in (*RemoteGymConfig.__struct_fields__, "url_file")}
-    own["base_urls"] = tuple(_read_urls(config) or default_urls)
-    own["token"] = _read_token(config.get("token"))
+    own["base_urls"] = tuple([permissions.check_url(url) for url in _read_urls(config)] or default_urls)
+    own["token"] = _read_token(config.get("token"), permissions)
     try:
         settings = msgspec.convert(own, RemoteGymConfig)
     except msgspec.ValidationError as error:
         raise UserError(f"the remote gym's config is invalid: {error}") from error
     if not settings.base_urls:
-        raise UserError("no remote-gym server: write remote-gym:URL[,URL...], or base_urls in the task's config")
+        raise UserError("no remote-gym server: write remote-gym:URL[,URL...], or base_urls in the task's config, and list them")
     pauses = (settings.backoff, settings.max_delay, settings.backoff_jitter_min, settings.backoff_jitter_range)
     if settings.timeout <= 0 or settings.failover_after_failures < 1 or min(settings.retries, *pauses) < 0:
         raise UserError(
@@ -93,18 +96,15 @@ def _read_urls(config: Mapping[str, Any]) -> list[str]:
         if not isinstance(given, list | tuple) or not all(isinstance(url, str) for url in given):
             raise UserError("base_urls must be a list of URLs, or text with one per line")
         return [_check_url(url) for url in given]
-    file = config.get("url_file")
-    if not file:
-        return []
-    try:
-        return parse_urls(Path(str(file)).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"url_file {file}: cannot be read: {error}") from error
+    if config.get("url_file"):
+        raise UserError("url_file is not read: a task names no files; write its URLs into the spec, as remote-gym:URL,URL")
+    return []
 
 
-def _read_token(given: Any) -> str:
+def _read_token(given: Any, permissions: TaskPermissions) -> str:
     if not given:
         return os.environ.get(TOKEN_VARIABLE, "")
     if not isinstance(given, str) or not given.startswith("$"):
         raise UserError("token must name an environment variable, as in $GYM_API_KEY: tasks are stored in the log")
-    return os.environ.get(given[1:], "")
+    name = given[1:]
+    return os.environ.get(name if name == TOKEN_VARIABLE else permissions.check_variable(name), "")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import anyio
 import structlog
 
 from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.remote_gym.client import (
     RemoteGymError,
     RemoteGymSession,
@@ -28,6 +30,8 @@ from fleetbus_workers.environment.adapters.remote_gym.wire import DecodedRespons
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, insert_images
 
+NOTHING = TaskPermissions()
+
 PLACEHOLDER = "<image>"
 """Where an image belongs in an observation's text."""
 
@@ -35,11 +39,12 @@ _log = structlog.get_logger(__name__)
 
 
 def build_remote_gym_factory(
-    urls: str, *, store_image: StoreImage | None = None
+    urls: str, *, store_image: StoreImage | None = None, permissions: TaskPermissions = NOTHING
 ) -> tuple[Callable[[], RemoteGymEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
     """Makes environments on these servers, and what runs around all of them. Raises `UserError` for what is no URL."""
     pool, default_urls = ServerPool(), parse_urls(urls)
-    return lambda: RemoteGymEnvironment(pool, default_urls, store_image=store_image), pool.run
+    make = partial(RemoteGymEnvironment, pool, default_urls, store_image=store_image, permissions=permissions)
+    return make, pool.run
 
 
 class RemoteGymEnvironment:
@@ -47,7 +52,15 @@ class RemoteGymEnvironment:
 
     replayable = False
 
-    def __init__(self, pool: ServerPool, urls: Sequence[str], *, store_image: StoreImage | None = None) -> None:
+    def __init__(
+        self,
+        pool: ServerPool,
+        urls: Sequence[str],
+        *,
+        store_image: StoreImage | None = None,
+        permissions: TaskPermissions = NOTHING,
+    ) -> None:
+        self._permissions = permissions
         self._pool = pool
         self._urls = urls
         self._store_image = store_image
@@ -58,7 +71,7 @@ class RemoteGymEnvironment:
     async def open(self, task: Task) -> None:
         """Connect and begin in one round trip. Raises `EnvironmentFailed`; waits while all servers are busy."""
         self._task = task
-        self._config, self._remote = read_config(task.config, self._urls)
+        self._config, self._remote = read_config(task.config, self._urls, self._permissions)
         self._reset_response = await self._connect()
 
     async def _connect(self) -> DecodedResponse:
@@ -131,7 +144,7 @@ class RemoteGymEnvironment:
 
     async def release(self, task: Task, held: str) -> None:
         session_id, _, url = held.partition(" ")
-        config, _ = read_config(task.config, self._urls)
+        config, _ = read_config(task.config, self._urls, self._permissions)
         if url in config.base_urls:
             await RemoteGymSession(self._pool, config, url, session_id).close()
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from email.message import Message
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import msgspec
-from python_multipart.exceptions import MultipartParseError
-from python_multipart.multipart import MultipartParser
 
+from fleetbus_workers.bounded_json import check_values
 from fleetbus_workers.environment.images.observation import EncodedImage, encode_image_file
 
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
-
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 32 << 20
+MAX_PARTS = 512
+MAX_PART_HEADERS = 16
+MAX_PART_HEAD_BYTES = 8192
 _FORM = "form-data; name="
 
 
@@ -68,48 +67,38 @@ def decode_response(content_type: str, body: bytes) -> DecodedResponse:
 
 
 def _parts(boundary: str, body: bytes) -> list[tuple[str, str, bytes]]:
-    """Media type, field name and payload of each part."""
-    parts: list[tuple[str, str, bytes]] = []
-    headers: Message = Message()
-    name, value, payload = bytearray(), bytearray(), bytearray()
+    """Media type, field name and payload of each part. Parts and headers are counted before any is looked at: the work is a
+    few passes over the body, however it is cut."""
+    delimiter = b"--" + boundary.encode("latin-1", "replace")
+    if not boundary or body.count(delimiter) > MAX_PARTS + 1:
+        raise WireError(f"the answer is no multipart body of at most {MAX_PARTS} parts")
+    _, *sections = (b"\r\n" + body).split(b"\r\n" + delimiter)
+    if not sections or not sections[-1].startswith(b"--"):
+        raise WireError("the answer is no multipart body: it does not end with its boundary")
+    return [_part(section) for section in sections[:-1]]
 
-    def on_part_begin() -> None:
-        nonlocal headers
-        headers = Message()
-        payload.clear()
 
-    def on_header_end() -> None:
-        headers[name.decode("latin-1")] = value.decode("latin-1")
-        name.clear()
-        value.clear()
-
-    def on_part_end() -> None:
-        kind = headers.get_content_type() if "Content-Type" in headers else ""
-        field = headers.get_param("name", "", "Content-Disposition")
-        parts.append((kind, str(field), bytes(payload)))
-
-    def into(buffer: bytearray) -> Any:
-        return lambda data, start, end: buffer.extend(data[start:end])
-
-    callbacks: dict[str, Any] = {
-        "on_part_begin": on_part_begin,
-        "on_part_data": into(payload),
-        "on_part_end": on_part_end,
-        "on_header_field": into(name),
-        "on_header_value": into(value),
-        "on_header_end": on_header_end,
-    }
-    try:
-        parser = MultipartParser(boundary.encode("latin-1"), cast("MultipartCallbacks", callbacks))
-        parser.write(body)
-        parser.finalize()
-    except (MultipartParseError, UnicodeEncodeError) as error:
-        raise WireError(f"the response is not a multipart body: {error}") from error
-    return parts
+def _part(section: bytes) -> tuple[str, str, bytes]:
+    padding, found, rest = section.partition(b"\r\n")
+    if not found or padding.strip(b" \t"):
+        raise WireError("the answer is no multipart body: its boundary does not stand alone")
+    head, _, payload = (b"", b"", rest[2:]) if rest.startswith(b"\r\n") else rest.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n", MAX_PART_HEADERS) if head else []
+    if len(head) > MAX_PART_HEAD_BYTES or len(lines) > MAX_PART_HEADERS:
+        raise WireError(f"a part has more than {MAX_PART_HEADERS} headers or {MAX_PART_HEAD_BYTES} bytes of them")
+    headers = Message()
+    for line in lines:
+        name, found, value = line.partition(b":")
+        if not found or not name.strip() or name != name.strip():
+            raise WireError("the answer is no multipart body: a part has a line that is no header")
+        headers[name.decode("latin-1")] = value.strip().decode("latin-1")
+    kind = headers.get_content_type() if "Content-Type" in headers else ""
+    return kind, str(headers.get_param("name", "", "Content-Disposition")), payload
 
 
 def _object(payload: bytes) -> dict[str, Any]:
     try:
+        check_values(payload)
         value = json.loads(payload)
     except (ValueError, RecursionError) as error:
         raise WireError(f"the JSON part cannot be read: {error}") from error

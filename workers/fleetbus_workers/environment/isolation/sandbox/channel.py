@@ -8,9 +8,19 @@ import struct
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 
-MAX_FRAME_BYTES = 16 << 20
-"""Largest frame to a process and largest frame from one."""
+from fleetbus_workers.bounded_json import check_values
+
+MAX_SENT_BYTES = 16 << 20
+"""Largest frame to a process."""
+
+MAX_RECEIVED_BYTES = 1 << 20
+"""Largest frame from one, unless its owner takes larger ones: parsing 15 MB holds the loop for longer than a lease lasts."""
+
+IN_THREAD_BYTES = 64 << 10
+"""Larger frames are parsed in a thread."""
 
 _HEADER = struct.Struct("!I")
 
@@ -23,10 +33,15 @@ class ChannelEnded(ChannelBroken):
     """The process sends nothing more, most likely because it is gone."""
 
 
+def _parse(data: bytes) -> Any:
+    check_values(data)
+    return json.loads(data)
+
+
 class Channel:
     """The worker's end of a socket; it does not block. ``limit`` is the largest frame that is taken in, in bytes."""
 
-    def __init__(self, connection: socket.socket, *, limit: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, connection: socket.socket, *, limit: int = MAX_RECEIVED_BYTES) -> None:
         connection.setblocking(False)
         self._limit = limit
         self._socket = connection
@@ -37,8 +52,8 @@ class Channel:
     async def send(self, message: dict[str, Any]) -> None:
         """Send a frame; raises `ChannelBroken` if it is too large or the process is gone."""
         payload = json.dumps(message, default=str).encode()
-        if len(payload) > MAX_FRAME_BYTES:
-            raise ChannelBroken(f"{len(payload)} bytes for the process exceed {MAX_FRAME_BYTES}")
+        if len(payload) > MAX_SENT_BYTES:
+            raise ChannelBroken(f"{len(payload)} bytes for the process exceed {MAX_SENT_BYTES}")
         rest = memoryview(_HEADER.pack(len(payload)) + payload)
         while rest:
             try:
@@ -49,12 +64,15 @@ class Channel:
                 raise ChannelEnded(str(error)) from error
 
     async def receive(self) -> dict[str, Any]:
-        """The next frame; raises `ChannelBroken` if there is none, or none that can be read."""
+        """The next frame; raises `ChannelBroken` if there is none, or none that can be read. Others get their turn in between,
+        however many frames wait."""
+        await anyio.lowlevel.checkpoint()
         length = _HEADER.unpack(await self._read(_HEADER.size))[0]
         if length > self._limit:
             raise ChannelBroken(f"a message of {length} bytes exceeds {self._limit}")
         try:
-            message = json.loads(await self._read(length))
+            data = await self._read(length)
+            message = await anyio.to_thread.run_sync(_parse, data) if length > IN_THREAD_BYTES else _parse(data)
         except (ValueError, RecursionError) as error:
             raise ChannelBroken(f"not a message: {error}") from error
         if not isinstance(message, dict):
@@ -74,6 +92,7 @@ class Channel:
                 raise ChannelEnded("it ended without an answer")
             self.silent = False
             self._received += chunk
+            await anyio.lowlevel.checkpoint()
         data = bytes(self._received[:count])
         del self._received[:count]
         return data
