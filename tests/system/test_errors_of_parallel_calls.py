@@ -62,7 +62,7 @@ async def test_weights_that_cannot_be_put_raise_what_the_publisher_waits_for(
             await declared()
             await server.kill()
 
-        monkeypatch.setattr(store, "_declare", then_die)
+        monkeypatch.setattr(objects, "declare_bucket", then_die)
         with pytest.raises(PublishUnanswered):
             await store.put("second", tmp_path / "weights")
         await server.restart()
