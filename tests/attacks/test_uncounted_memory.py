@@ -42,7 +42,7 @@ async def session(request: pytest.FixtureRequest) -> AsyncIterator[SandboxSessio
     except IsolationUnavailable as unavailable:
         pytest.skip(f"no {request.param} here: {unavailable}")
     watch = MemoryWatch()
-    async with watch.running():
+    async with watch.run():
         session = SandboxSession(isolation, LIMITS, watch)
         yield session
         await session.close()

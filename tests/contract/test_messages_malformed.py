@@ -80,6 +80,8 @@ def places(kind: inspect.Type, wire: Any, path: tuple[str | int, ...] = ()) -> I
     match kind:
         case inspect.StructType(fields=fields):
             for index, field in enumerate(fields):
+                if isinstance(field.type, inspect.AnyType):  # plain data of an environment: any value is right
+                    continue
                 key = index if isinstance(wire, list) else field.encode_name
                 yield (*path, key)
                 yield from places(field.type, wire[key], (*path, key))

@@ -15,6 +15,7 @@ import pytest
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.nats import connect, direct, objects
+from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
@@ -56,10 +57,10 @@ async def test_weights_that_cannot_be_put_raise_what_the_publisher_waits_for(
         await store.put("first", tmp_path / "weights")
         monkeypatch.setattr(objects, "PUT_LIMIT_SECONDS", 0.1)
         monkeypatch.setattr(objects, "CLEAR_LIMIT_SECONDS", 0.1)
-        declared = store._declare  # type: ignore[attr-defined]
+        declare = objects.declare_bucket
 
-        async def then_die() -> None:
-            await declared()
+        async def then_die(api: JetStreamApi, bucket: str, *, replicas: int = 0) -> None:
+            await declare(api, bucket, replicas=replicas)
             await server.kill()
 
         monkeypatch.setattr(objects, "declare_bucket", then_die)

@@ -108,7 +108,7 @@ async def test_they_stop_stage_by_stage_and_nothing_is_left(tmp_path: Path) -> N
             await stage.until("started", 3)
             await fleet.stop()
     assert stage.names("drained") == ["learner.0", "environment.0", "inference.0"]
-    assert stage.run() == [] and stage.reports == []
+    assert stage.running() == [] and stage.reports == []
 
 
 async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_again(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_a
             await stage.until("started", 2)
             await fleet.stop()
     assert sorted(stage.names("started")) == ["environment.0", "learner.0"]
-    assert stage.run() == []
+    assert stage.running() == []
 
 
 async def test_a_killed_worker_is_started_again_under_the_next_number(tmp_path: Path) -> None:
@@ -132,12 +132,12 @@ async def test_a_killed_worker_is_started_again_under_the_next_number(tmp_path: 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fleet.run)
             await stage.until("started", 1)
-            os.kill(stage.run()[0], signal.SIGKILL)
+            os.kill(stage.running()[0], signal.SIGKILL)
             await stage.until("started", 2)
             await fleet.stop()
     assert stage.names("started") == ["environment.0", "environment.1"]
     assert "environment ended with status -9" in stage.reports[0]
-    assert stage.run() == []
+    assert stage.running() == []
 
 
 async def test_a_worker_that_keeps_crashing_fails_the_run_with_its_last_words(
@@ -155,7 +155,7 @@ async def test_a_worker_that_keeps_crashing_fails_the_run_with_its_last_words(
     assert isinstance(fleet.failure, WorkerUnrecoverable)
     assert fleet.failure.tail[-1] == "the last words of environment.4"
     assert stage.names("drained") == ["inference.0"]
-    assert stage.run() == []
+    assert stage.running() == []
 
 
 async def test_a_worker_that_refuses_its_configuration_is_not_started_again(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ async def test_a_worker_that_crashes_while_the_server_is_away_is_started_again_u
             await stage.until("started", 5)
             await fleet.stop()
     assert fleet.failure is None
-    assert stage.run() == []
+    assert stage.running() == []
 
 
 async def test_a_worker_that_ignores_the_request_to_stop_is_killed_in_time(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ async def test_a_worker_that_ignores_the_request_to_stop_is_killed_in_time(tmp_p
             await fleet.stop()
     assert stage.reports == ["learner did not stop in time and was killed: what it was at is done again"]
     assert stage.names("drained") == ["environment.0"]
-    assert stage.run() == []
+    assert stage.running() == []
 
 
 async def test_each_role_has_a_time_of_its_own_to_stop_whatever_those_before_it_took(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ async def test_kill_ends_processes_and_their_children_at_once(tmp_path: Path) ->
     with anyio.fail_after(50):
         while _alive(grandchild):  # noqa: ASYNC110
             await anyio.sleep(0.02)
-    assert stage.names("drained") == [] and stage.run() == []
+    assert stage.names("drained") == [] and stage.running() == []
 
 
 async def test_cancelling_the_fleet_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ async def test_cancelling_the_fleet_leaves_nothing_behind(tmp_path: Path) -> Non
             tasks.start_soon(fleet.run)
             await stage.until("started", 2)
             tasks.cancel_scope.cancel()
-    assert stage.run() == []
+    assert stage.running() == []
 
 
 async def test_a_server_whose_holder_was_killed_is_stopped(tmp_path: Path) -> None:

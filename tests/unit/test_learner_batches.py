@@ -153,7 +153,7 @@ def test_credit_per_turn_refuses_estimators_that_have_no_form_for_it() -> None:
             Configuration(algorithm=AlgorithmSettings(rollout_correction_low=3.0)),
             r"algorithm\.rollout_correction_low = 3\.0 exceeds",
         ),
-        (Configuration(weights=WeightsSettings(store="bucket")), r"weights\.store = bucket: it takes folder, nats, or a URL"),
+        (Configuration(weights=WeightsSettings(store="bucket")), r"weights\.store = bucket: use folder, nats, or a URL"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_before_anything_starts(configuration: Configuration, named: str) -> None:
