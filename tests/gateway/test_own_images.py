@@ -109,10 +109,10 @@ async def test_through_the_openenv_gateway() -> None:
     ("value", "words"),
     [
         (b"nonsense", "cannot be read"),
-        ("a path", "no picture"),
+        ("a path", "is not supported"),
         (np.zeros((2, 2, 7), dtype=np.uint8), "shape"),
         (np.full((2, 2), 3.5), "uint8, or floats from 0 to 1"),
-        (np.zeros((0, 2), dtype=np.uint8), "no picture"),
+        (np.zeros((0, 2), dtype=np.uint8), "is not supported"),
     ],
 )
 def test_what_is_no_image_says_what_is_wrong(value: Any, words: str) -> None:

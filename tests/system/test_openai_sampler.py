@@ -55,7 +55,7 @@ async def test_a_text_server_is_refused_for_training_before_anything_is_asked(ma
         async with open_sampler(server):
             pytest.fail("it may not begin")
     assert isinstance(caught.value, UserError)
-    assert "text alone" in str(caught.value) and "--inference-purpose evaluate" in str(caught.value)
+    assert "returns text only" in str(caught.value) and "--inference-purpose evaluate" in str(caught.value)
     assert server.asked == []
 
 
@@ -74,7 +74,7 @@ async def test_a_text_server_serves_evaluation_without_logprobs_and_refuses_what
 
 
 async def test_a_server_whose_weights_are_fixed_is_refused_for_training(make_server: MakeServer) -> None:
-    with pytest.raises(UserError, match="takes no new weights"):
+    with pytest.raises(UserError, match="does not accept new weights"):
         async with open_sampler(make_server(takes_weights=False)):
             pytest.fail("it may not begin")
 

@@ -28,7 +28,7 @@ from tests.support.processes import children, until, wait_for_output
 from tests.support.server_labels import GONE, labels
 from tests.support.tool_calls import NoGrader
 
-SERVER = Path(__file__).parents[1] / "support" / "served_environment.py"
+SERVER = Path(__file__).parents[1] / "support" / "mcp_environment_server.py"
 
 
 def served(mode: str = "", *, ready_seconds: float = 50.0) -> EnvironmentFactory:
@@ -156,7 +156,7 @@ def test_what_is_abandoned_is_told_from_what_is_not() -> None:
         ("process:", "must name a kind"),
         ("process:openenv:", "must name a kind"),
         ("docker:warehouse:image", "must name a kind (openenv, remote-gym, http)"),
-        ("process:http:python -m my_server", "must say where its port goes"),
+        ("process:http:python -m my_server", "must contain {port}"),
         ("process:http:no-such-command {port}", "command 'no-such-command' not found"),
         ("process:http:python '{port}", "cannot be read"),
     ],

@@ -76,7 +76,7 @@ def test_a_file_whose_name_has_a_version_s_mark_is_a_file(tmp_path: Path) -> Non
         ("{store}", "is a folder without tasks files"),
         ("nowhere://bucket/x.json", "is not supported by fsspec"),
         ("memory://nothing/x.json", "there is nothing"),
-        ("memory://nothing@v1", "there is not a version v1"),
+        ("memory://nothing@v1", "there is no version v1"),
     ],
 )
 def test_a_wrong_location_gets_one_line(store: Path, location: str, words: str) -> None:

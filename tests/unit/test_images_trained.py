@@ -190,7 +190,7 @@ async def test_a_trainer_that_sees_nothing_does_not_train_blindly(opened: Opened
 
 def test_several_processes_are_refused_by_name(opened: Opened) -> None:
     folder, _ = opened("llava")
-    with pytest.raises(UserError, match="images are trained in one process"):
+    with pytest.raises(UserError, match="training on images supports one process"):
         TrainingImages(folder, None, processes=2)
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -17,17 +16,6 @@ from fleetbus.config.settings import LogSettings
 from fleetbus.logs import bind_log_context, configure_logs, redact_event
 
 SEED = "S" + "UAB" * 19
-
-
-@pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
 
 
 def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
