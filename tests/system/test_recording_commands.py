@@ -159,7 +159,7 @@ def test_a_log_is_followed_until_sigterm_and_what_it_names_by_then_is_added(serv
             process = await anyio.open_process(command, stderr=subprocess.PIPE)
             try:
                 with anyio.fail_after(LIMIT_SECONDS):
-                    await wait_for_output(process.stderr, b"following")
+                    await wait_for_output(process.stderr, b"recording new entries")
                     await bus.publish(subjects.episode("after"), b"y")
                     await bus.publish(subjects.policy("default"), version)
                     while len(load_recording(file).entries) < 3:  # noqa: ASYNC110
