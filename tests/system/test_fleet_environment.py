@@ -236,9 +236,9 @@ async def test_a_task_for_a_screen_on_an_instance_without_one_fails_by_name() ->
     ("variables", "spec", "words"),
     [
         ({"FLEET_API_KEY": ""}, "fleet", "needs a key: set FLEET_API_KEY"),
-        ({}, "fleet:orchestrator", "is no address"),
+        ({}, "fleet:orchestrator", "is not an address"),
         ({}, "fleet:https://user:word@x", "FLEET_API_KEY"),
-        ({"FLEET_BASE_URL": "ftp://x"}, "fleet", "'ftp://x' is no address"),
+        ({"FLEET_BASE_URL": "ftp://x"}, "fleet", "'ftp://x' is not an address"),
     ],
 )
 def test_a_mistake_gets_one_line(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], spec: str, words: str) -> None:

@@ -37,7 +37,7 @@ class ReplayBus(MemoryBus):
 
     def __init__(self, server: MemoryServer, run: str, contents: Mapping[str, bytes]) -> None:
         super().__init__(server, MemoryConnection(True), run, WORKER, 0)
-        self._objects = MemoryObjectStore(dict(contents), missing="the recording holds no object {}")
+        self._objects = MemoryObjectStore(dict(contents), missing="the recording contains no object {}")
 
     def objects(self, bucket: str) -> ObjectStore:
         """The same objects for every bucket."""
