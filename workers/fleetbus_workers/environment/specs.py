@@ -18,7 +18,6 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, read_permissions
 from fleetbus_workers.environment.base import Environment
-from fleetbus_workers.environment.own_images import ImageStoringFactory
 
 if TYPE_CHECKING:
     from fleetbus_workers.environment.adapters.mcp.environment import PromptStyle
@@ -126,6 +125,8 @@ def _build_host(module: Any, context: AdapterContext) -> EnvironmentFactory:
 
 def _store_images(factory: EnvironmentFactory, context: AdapterContext) -> EnvironmentFactory:
     """The same for classes that give images in `Start` and `Step`."""
+    from fleetbus_workers.environment.own_images import ImageStoringFactory  # imports structlog, which help does without
+
     return Factory(ImageStoringFactory(factory, context.store_image), factory.run)
 
 
