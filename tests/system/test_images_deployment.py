@@ -227,7 +227,7 @@ async def test_a_worker_that_shows_no_images_never_answers_blindly(tmp_path: Pat
         await made.ask("e0")
         result = (await made.results(1))["e0"]
     assert (result.outcome, result.error_class) == ("lost", "engine_refused")
-    assert "shows its model no images" in result.error
+    assert "reads text only" in result.error
 
 
 async def test_a_missing_picture_is_how_its_episode_ends_and_nobody_elses(tmp_path: Path, folder: Path) -> None:

@@ -263,11 +263,11 @@ async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("http:ftp://x/mcp", "'ftp://x/mcp' is no address"),
-        ("http:localhost/mcp", "is no address"),
-        ("http:http://a/mcp,https://", "'https://' is no address"),
-        ("http:http://a:99999/mcp", "is no address"),
-        ("http:http://user:word@a b/mcp", "'http://a b/mcp' is no address"),
+        ("http:ftp://x/mcp", "'ftp://x/mcp' is not an address"),
+        ("http:localhost/mcp", "is not an address"),
+        ("http:http://a/mcp,https://", "'https://' is not an address"),
+        ("http:http://a:99999/mcp", "is not an address"),
+        ("http:http://user:word@a b/mcp", "'http://a b/mcp' is not an address"),
         ("http:http://a/mcp,http://user:word@b/mcp", "MCP_BEARER_TOKEN"),
         ("http://user:word@b/mcp", "MCP_BEARER_TOKEN"),
         ("stdio+reset=:python", "must name the tool that resets"),

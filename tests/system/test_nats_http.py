@@ -156,7 +156,7 @@ async def test_what_is_no_nats_server_is_one_line(body: bytes, problem: str) -> 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8222", "nats://127.0.0.1:4222", "http://", "http://host:port"])
 def test_what_is_no_address_is_bad_input(url: str, capsys: Any) -> None:
-    with pytest.raises(UserError, match="no HTTP address"):
+    with pytest.raises(UserError, match="not an HTTP address"):
         parse_monitoring_address(url)
     assert run_program(["top", "r", "--nats-http", url]) == 2
     assert "--nats-http" in capsys.readouterr().err

@@ -152,7 +152,7 @@ async def test_a_stopped_server_is_left_and_found_again(server: NatsServerProces
     monkeypatch.setattr(connection, "WATCH_EVERY_SECONDS", 0.1)
     monkeypatch.setattr(connection, "ROUND_TRIP_LIMITS_SECONDS", (0.2, 0.1))
     monkeypatch.setattr(connection, "PING_EVERY_SECONDS", 3600)
-    async with ready_bus(server.url) as bus, bus.pull_requests(CONSUMER, credits=3) as subscription:
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=3) as subscription:
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with anyio.fail_after(50):
@@ -167,7 +167,7 @@ async def test_a_stopped_server_is_left_and_found_again(server: NatsServerProces
 
 
 async def test_a_consumer_deleted_under_a_pull_is_named(server: NatsServerProcess) -> None:
-    async with ready_bus(server.url) as bus, bus.pull_requests(CONSUMER, credits=3) as subscription:
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=3) as subscription:
         async with anyio.create_task_group() as tasks:
 
             async def delete() -> None:
@@ -197,7 +197,7 @@ async def test_expired_pull_requests_give_their_credits_back(
     server: NatsServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pull_requests, "EXPIRES_SECONDS", 0.3)
-    async with ready_bus(server.url) as bus, bus.pull_requests(CONSUMER, credits=2) as subscription:
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:
         line = subscription._line
         with anyio.fail_after(50):
             while line._count < 4:  # noqa: ASYNC110  # requests that have expired and were made anew
@@ -237,7 +237,7 @@ async def test_what_is_stored_while_a_puller_is_stopped_goes_to_others_at_once(s
             with anyio.fail_after(50):
                 await until_pulls_wait(bus, 0)
             await bus.publish(SUBJECTS.task("default", "e1"), b"x")
-            async with bus.pull_requests(CONSUMER, credits=1) as subscription:
+            async with bus.pull(CONSUMER, credits=1) as subscription:
                 with anyio.fail_after(50):
                     assert (await subscription.receive()).delivered == 1
         finally:
@@ -259,7 +259,7 @@ async def test_pull_requests_that_the_server_lost_are_made_anew(
 ) -> None:
     monkeypatch.setattr(pull_requests, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(pull_subscription, "_CHECK_EVERY_SECONDS", 0.05)
-    async with ready_bus(server.url) as bus, bus.pull_requests(CONSUMER, credits=2) as subscription:
+    async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:
         wire = bus._connection.wire
         await bus._connection.round_trip(2)
         wire.send(f"UNSUB {subscription._line._route}\r\n".encode())
@@ -326,7 +326,7 @@ async def test_an_answer_that_never_comes_is_asked_for_again(
 
     async with ready_bus(server.url) as bus:
         monkeypatch.setattr(request_mux.RequestMux, "_on_answer", lossy)
-        bus._connection.wire._handlers[1] = bus._connection.exchanges._on_answer
+        bus._connection.wire._handlers[1] = bus._connection.request_mux._on_answer
         with anyio.fail_after(50):
             published = await bus.publish(SUBJECTS.episode("e1"), b"x")
         assert (lost, published.duplicate) == (1, True)

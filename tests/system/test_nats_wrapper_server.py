@@ -42,7 +42,7 @@ def test_the_server_named_in_the_environment_comes_first(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match=r"older than nats-server 2\.11"):
         find_server()
     monkeypatch.setenv("FLEETBUS_NATS_SERVER", str(tmp_path / "missing"))
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="not a file"):
         find_server()
 
 

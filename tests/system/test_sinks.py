@@ -113,7 +113,7 @@ def test_a_step_that_a_later_lineage_trains_again_is_written_again(tmp_path: Pat
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("do not forget\n")
-    with pytest.raises(UserError, match="no file of metrics"):
+    with pytest.raises(UserError, match="is not a metrics file"):
         exported(STATE, jsonl=file)
     assert file.read_text() == "do not forget\n"
 

@@ -127,7 +127,7 @@ def test_keys_travel_in_headers_that_the_command_line_does_not_show(
 @pytest.mark.parametrize("url", ["localhost:4318", "ftp://localhost", "http://"])
 def test_what_is_no_address_of_a_receiver_is_one_line(url: str, capsys: Any) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    assert "no URL of a receiver" in read_stdout(capsys, "trace", GUESSING, "--otlp", url, code=2)
+    assert "not the URL of a receiver" in read_stdout(capsys, "trace", GUESSING, "--otlp", url, code=2)
 
 
 def test_a_receiver_that_refuses_or_is_not_there_is_one_line(
