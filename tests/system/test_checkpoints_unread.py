@@ -192,5 +192,5 @@ async def test_a_log_that_lost_its_newest_checkpoint_is_gone_on_with_from_the_on
         assert second.error is None
         await run.check_books(trainer)
         assert await starts(run) == [("", 0), ("l1", 4)]
-        (said,) = [line for line in lines if "went back in time" in line["event"]]
+        (said,) = [line for line in lines if "log has lost entries" in line["event"]]
         assert said["checkpoints"] == ["l1-000008"]

@@ -132,11 +132,11 @@ CRASHING = """
 import sys, anyio
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.specs import environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 
 async def main():
     configuration = Configuration(run=RunSettings(name="tested"))
-    factory = environment_factory("fleet:" + sys.argv[1], verifier=None, configuration=configuration)
+    factory = build_environment_factory("fleet:" + sys.argv[1], verifier=None, configuration=configuration)
     async with factory.run():
         await factory().open(Task(key="t", env="shop", prompt="p"))
         print("open", flush=True)

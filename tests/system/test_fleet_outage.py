@@ -28,7 +28,7 @@ class OneTool(ScriptedTemplate):
 
     tool = "hang"
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         return f'<tool_call>{{"name": "{self.tool}", "arguments": {{"name": "ink"}}}}</tool_call>'
 
 

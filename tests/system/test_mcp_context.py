@@ -46,7 +46,7 @@ class Script(ScriptedTemplate):
     def __init__(self, *texts: str) -> None:
         self._texts = list(texts)
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         return self._texts.pop(0)
 
 

@@ -137,7 +137,7 @@ async def test_an_address_where_nobody_answers_is_one_line_and_no_error(bus: Bus
     ("body", "problem"),
     [
         (b"<html>", "the endpoint is not a nats-server"),
-        (b"[1]", "no nats-server"),
+        (b"[1]", "not a nats-server"),
         (b'{"connections": 7}', "does not answer"),
     ],
 )

@@ -198,7 +198,7 @@ async def test_expired_pull_requests_give_their_credits_back(
 ) -> None:
     monkeypatch.setattr(pull_requests, "EXPIRES_SECONDS", 0.3)
     async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:
-        line = subscription._line
+        line = subscription._pull_requests
         with anyio.fail_after(50):
             while line._count < 4:  # noqa: ASYNC110  # requests that have expired and were made anew
                 await anyio.sleep(0.02)
@@ -262,7 +262,7 @@ async def test_pull_requests_that_the_server_lost_are_made_anew(
     async with ready_bus(server.url) as bus, bus.pull(CONSUMER, credits=2) as subscription:
         wire = bus._connection.wire
         await bus._connection.round_trip(2)
-        wire.send(f"UNSUB {subscription._line._route}\r\n".encode())
+        wire.send(f"UNSUB {subscription._pull_requests._route}\r\n".encode())
         await bus._connection.round_trip(2)
         await bus.publish(SUBJECTS.task("default", "e1"), b"x")
         with anyio.fail_after(50):

@@ -260,5 +260,5 @@ async def test_the_command_follows_a_real_log_until_it_is_told_to_stop(tmp_path:
             await fill(bus, 100, ENTRIES)
             await until(lambda: len(spans_in_file(file)) == SPANS)
             process.send_signal(signal.SIGTERM)
-            await wait_for_output(process.stdout, b"goes on from here)")
+            await wait_for_output(process.stdout, b"continues from here)")
             assert await process.wait() == 0
