@@ -1,66 +1,68 @@
 # One image per role: `docker build --target environment -t fleetbus/environment .`
 # Targets: server, tools, environment (no torch), inference, learner, monitor. They run as a user without rights, in /app.
 #
-# TORCH_INDEX is where the CPU build of torch comes from; PIP_FIND_LINKS, PIP_INDEX_URL are for builds without the internet.
+# Packages come from deploy/locks, each with its hashes; torch by its version, from TORCH_INDEX (its CPU build). PIP_FIND_LINKS and
+# PIP_INDEX_URL are for builds without the internet. BASE by digest: `--build-arg BASE=python:3.11-slim@sha256:...`, as
+# `docker buildx imagetools inspect python:3.11-slim` prints it.
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS base
 ENV PATH=/opt/fleetbus/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-ARG PIP_INDEX_URL
-ARG PIP_FIND_LINKS
 # Volumes take over the owner of what they are mounted on.
 RUN useradd --create-home --uid 1000 fleetbus \
     && mkdir -p /app /runs /data /auth/all /auth/server /auth/admin /auth/environment /auth/inference /auth/learner /auth/monitor \
     && chown -R fleetbus:fleetbus /app /runs /data /auth \
     && python -m venv /opt/fleetbus
-# Dependencies first, against empty packages: they stay cached when only the source changes.
-COPY pyproject.toml README.md constraints.txt /src/
-RUN cd /src && mkdir -p schemas/fleetbus_schemas fleetbus workers/fleetbus_workers \
-    && touch schemas/fleetbus_schemas/__init__.py fleetbus/__init__.py workers/fleetbus_workers/__init__.py \
-    && pip install -c /src/constraints.txt /src
 WORKDIR /app
 
 FROM base AS source
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
+COPY deploy/locks/build.txt /src/
+RUN pip install --require-hashes --no-deps -r /src/build.txt
+COPY pyproject.toml README.md LICENSE /src/
 COPY schemas /src/schemas
 COPY fleetbus /src/fleetbus
 COPY workers /src/workers
-RUN pip wheel --no-deps --wheel-dir /wheel /src
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src
 
 FROM base AS server
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
-RUN pip install -c /src/constraints.txt '/src[server]'
+COPY deploy/locks/server.txt /locks/
+RUN pip install --require-hashes --no-deps -r /locks/server.txt
 COPY --from=source /wheel /wheel
-RUN pip install --no-deps --force-reinstall /wheel/*
+RUN pip install --no-deps /wheel/*
 USER fleetbus
 ENTRYPOINT ["nats-server"]
 
 FROM base AS tools
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
-RUN pip install -c /src/constraints.txt '/src[auth]'
+COPY deploy/locks/tools.txt /locks/
+RUN pip install --require-hashes --no-deps -r /locks/tools.txt
 COPY --from=source /wheel /wheel
-RUN pip install --no-deps --force-reinstall /wheel/*
+RUN pip install --no-deps /wheel/*
 USER fleetbus
 ENTRYPOINT ["fleetbus"]
 
 FROM base AS environment
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
-RUN pip install -c /src/constraints.txt '/src[environment]'
+COPY deploy/locks/environment.txt /locks/
+RUN pip install --require-hashes --no-deps -r /locks/environment.txt
 COPY --from=source /wheel /wheel
-RUN pip install --no-deps --force-reinstall /wheel/*
+RUN pip install --no-deps /wheel/*
 USER fleetbus
 ENTRYPOINT ["fleetbus", "environment"]
 
 FROM base AS monitor
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
-RUN pip install -c /src/constraints.txt '/src[monitor]'
+COPY deploy/locks/monitor.txt /locks/
+RUN pip install --require-hashes --no-deps -r /locks/monitor.txt
 COPY --from=source /wheel /wheel
-RUN pip install --no-deps --force-reinstall /wheel/*
+RUN pip install --no-deps /wheel/*
 USER fleetbus
 EXPOSE 8450
 ENTRYPOINT ["fleetbus", "monitor", "--host", "0.0.0.0"]
@@ -68,22 +70,24 @@ ENTRYPOINT ["fleetbus", "monitor", "--host", "0.0.0.0"]
 FROM base AS learner
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
+COPY deploy/locks/learner.txt /locks/
+RUN pip install --require-hashes --no-deps -r /locks/learner.txt
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install -c /src/constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} '/src[environment,torch]'
+COPY constraints.txt /locks/
+RUN pip install -c /locks/constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} torch
 COPY --from=source /wheel /wheel
-RUN pip install --no-deps --force-reinstall /wheel/*
+RUN pip install --no-deps /wheel/*
 USER fleetbus
 ENTRYPOINT ["fleetbus", "learner"]
 
 FROM learner AS inference
 ENTRYPOINT ["fleetbus", "inference"]
 
-# For GPUs, with vLLM and the torch that it asks for. Needs the NVIDIA container toolkit to run.
+# For GPUs, with vLLM and the torch that it asks for. Needs the NVIDIA container toolkit to run. The one image without a lock.
 FROM base AS inference-vllm
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
-RUN pip install '/src[vllm]'
 COPY --from=source /wheel /wheel
-RUN pip install --no-deps --force-reinstall /wheel/*
+RUN pip install "$(echo /wheel/*.whl)[vllm]" vllm==0.33.0
 USER fleetbus
 ENTRYPOINT ["fleetbus", "inference", "--inference-engine", "vllm"]

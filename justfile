@@ -110,3 +110,8 @@ test-tinker *arguments:
 # The attacks of docs/security.md, each carried out: none may succeed
 attacks *arguments:
     .venv/bin/pytest -q tests/attacks {{arguments}}
+
+# The lock files of deploy/locks, for images and continuous integration: `just lock --upgrade` takes newer versions
+lock *arguments:
+    test -x .venv-lock/bin/uv || (python3 -m venv .venv-lock && .venv-lock/bin/pip install -q uv==0.13.9)
+    PATH=$PWD/.venv-lock/bin:$PATH deploy/locks/make.sh {{arguments}}
