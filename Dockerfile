@@ -1,5 +1,5 @@
 # One image per role: `docker build --target environment -t fleetbus/environment .`
-# Targets: server, tools, environment (no torch), inference, learner, monitor. They run as a user without rights, in /app.
+# Targets: server, tools, environment (no torch), inference, learner, monitor; for GPUs inference-vllm, learner-gpu. They run as a user without rights, in /app.
 #
 # Packages come from deploy/locks, each with its hashes; torch by its version, from TORCH_INDEX (its CPU build). PIP_FIND_LINKS and
 # PIP_INDEX_URL are for builds without the internet. BASE by digest: `--build-arg BASE=python:3.11-slim@sha256:...`, as
@@ -10,8 +10,8 @@ FROM ${BASE} AS base
 ENV PATH=/opt/fleetbus/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Volumes take over the owner of what they are mounted on.
 RUN useradd --create-home --uid 1000 fleetbus \
-    && mkdir -p /app /runs /data /auth/all /auth/server /auth/admin /auth/environment /auth/inference /auth/learner /auth/monitor \
-    && chown -R fleetbus:fleetbus /app /runs /data /auth \
+    && mkdir -p /app /runs /data /scratch /auth/all /auth/server /auth/admin /auth/environment /auth/inference /auth/learner /auth/monitor \
+    && chown -R fleetbus:fleetbus /app /runs /data /scratch /auth \
     && python -m venv /opt/fleetbus
 WORKDIR /app
 
@@ -83,8 +83,27 @@ ENTRYPOINT ["fleetbus", "learner"]
 FROM learner AS inference
 ENTRYPOINT ["fleetbus", "inference"]
 
-# For GPUs, with vLLM and the torch that it asks for. Needs the NVIDIA container toolkit to run. The one image without a lock.
-FROM base AS inference-vllm
+# For GPUs: PyPI's torch, which has CUDA, and a C compiler, because Triton compiles its kernels' launchers where they run.
+# Needs the NVIDIA container toolkit to run.
+FROM base AS gpu
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev && rm -rf /var/lib/apt/lists/*
+
+# One process per GPU that the container is given.
+FROM gpu AS learner-gpu
+ARG PIP_INDEX_URL
+ARG PIP_FIND_LINKS
+COPY deploy/locks/learner.txt /locks/
+RUN pip install --require-hashes --no-deps -r /locks/learner.txt
+COPY constraints.txt /locks/
+RUN pip install -c /locks/constraints.txt torch
+COPY --from=source /wheel /wheel
+RUN pip install --no-deps /wheel/*
+USER fleetbus
+ENTRYPOINT ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "-m", "--", \
+            "fleetbus_workers.cli", "learner"]
+
+# With vLLM and the torch that it asks for. The one image without a lock.
+FROM gpu AS inference-vllm
 ARG PIP_INDEX_URL
 ARG PIP_FIND_LINKS
 COPY --from=source /wheel /wheel

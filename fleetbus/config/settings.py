@@ -162,6 +162,9 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         str, Meta(description="Python interpreter of the inference workers that `up` starts (default: this one)")
     ] = ""
     dtype: Annotated[Literal["float32", "bfloat16", "auto"], Meta(description="Data type of engine vllm")] = "float32"
+    scratch: Annotated[
+        str, Meta(description="Writable folder for the engine's copies of weights (default: in the run's folder)")
+    ] = ""
     kv_cache_mib: Annotated[
         int, Meta(ge=0, description="KV cache of engine vllm, in MiB; 0: 512 on a CPU, 90 % of a GPU's memory")
     ] = 0

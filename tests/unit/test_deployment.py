@@ -92,6 +92,36 @@ def test_each_pod_holds_the_key_of_one_user_and_no_rights() -> None:
     assert set(users) - {"server"} <= set(USERS)
 
 
+def test_engines_write_their_weights_where_they_may(compose: dict[str, Any]) -> None:
+    """An inference worker that may not write to the runs has another place for the versions that vLLM reads."""
+    composed = [compose["services"]["inference-gpu"]]
+    for service in composed:
+        writable = [volume.split(":")[1] for volume in service["volumes"] if not volume.endswith(":ro")]
+        assert service["environment"]["FLEETBUS_INFERENCE_SCRATCH"] in writable
+        assert "runs:/runs:ro" in service["volumes"]
+    for pod in pods():
+        for container in pod["containers"]:
+            if container["image"] == "fleetbus/inference-vllm":
+                variables = {each["name"]: each["value"] for each in container["env"]}
+                writable = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+                assert variables["FLEETBUS_INFERENCE_SCRATCH"] in writable
+
+
+def test_each_service_with_a_gpu_names_it(compose: dict[str, Any]) -> None:
+    """With a count every container would be given the first one."""
+    for name in ("inference-gpu", "learner-gpu"):
+        (device,) = compose["services"][name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["device_ids"] and "count" not in device
+
+
+def test_images_for_gpus_have_a_compiler_and_a_torch_with_cuda() -> None:
+    stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")
+    by_name = {stage.split(" AS ")[1].split("\n")[0]: stage for stage in stages if " AS " in stage}
+    assert "gcc" in by_name["gpu"]
+    for name in ("learner-gpu", "inference-vllm"):
+        assert by_name[name].startswith("gpu AS") and "TORCH_INDEX" not in by_name[name]
+
+
 def test_each_service_of_compose_mounts_its_own_key_read_only(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         keys = [volume for volume in service.get("volumes", []) if volume.startswith("keys")]

@@ -49,6 +49,13 @@ def check_packages(engine: str) -> None:
         )
 
 
+def find_scratch_folder(configuration: Configuration, worker: str) -> Path:
+    """Where a worker keeps the weights that its engine reads; the run's folder may be mounted read-only."""
+    folder = configuration.inference.scratch
+    base = Path(folder) / configuration.run.name if folder else run_folder(configuration.run).weights
+    return (base / f".{worker}").absolute()
+
+
 @asynccontextmanager
 async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, ChatTemplate]]:
     """The sampler, ready to be run, and the model's template. Raises `UserError`, or `ModuleNotFoundError` for an extra."""
@@ -58,7 +65,7 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
     if configuration.environment.images and settings.engine in ENGINES_WITH_VISION:
         processor = await anyio.to_thread.run_sync(_load_image_processor, folder)
     template = await anyio.to_thread.run_sync(partial(_load_template, folder, settings, processor))
-    place = (run_folder(configuration.run).path / "served" / worker).absolute()
+    place = find_scratch_folder(configuration, worker) / "served"
     match settings.engine:
         case "torch":
             yield await anyio.to_thread.run_sync(partial(_open_torch, folder, settings, processor)), template

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from fleetbus.config.run_folder import run_folder
-from fleetbus_workers.assembly.engines import build_image_source, launch_engine
+from fleetbus_workers.assembly.engines import build_image_source, find_scratch_folder, launch_engine
 from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.weights.fetch import WeightsFetcher
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
     """Answer observations with sampled actions until drained."""
     check_vision(configuration, load_local_tasks(configuration), role="inference")
-    folder = run_folder(configuration.run).weights / f".{name}"
-    fetcher = WeightsFetcher(folder, get_object_store(bus, configuration.run.name))
+    folder = find_scratch_folder(configuration, name)
+    fetcher = WeightsFetcher(folder / "fetched", get_object_store(bus, configuration.run.name))
     try:
         async with launch_engine(configuration, name) as (sampler, template):
             await run_inference(
