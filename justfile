@@ -52,6 +52,17 @@ test-openenv *arguments:
     .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
     .venv/bin/pytest -q -m openenv {{arguments}}
 
+# The clients of OpenEnv, SkyRL and VAGEN under kills and faults, each from a separate environment; VAGEN's, which is on no
+# package index, from the checkout of github.com/mll-lab-nu/VAGEN that VAGEN_CHECKOUT names
+test-clients *arguments:
+    test -d .venv-openenv || python3 -m venv .venv-openenv
+    .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
+    test -d .venv-skyrl || python3 -m venv .venv-skyrl
+    .venv-skyrl/bin/pip install -q -c constraints.txt -e . 'skyrl-gym>=0.4,<0.5'
+    test -d .venv-vagen || python3 -m venv .venv-vagen
+    .venv-vagen/bin/pip install -q fastapi httpx pillow uvicorn
+    .venv/bin/pytest -n0 -q -s -m clients tests/clients {{arguments}}
+
 # The real TensorBoard and Weights & Biases, in a separate environment: they have many dependencies
 test-sinks *arguments:
     test -d .venv-sinks || python3 -m venv .venv-sinks

@@ -36,6 +36,32 @@ async def test_a_session_goes_on_at_another_worker_when_its_own_is_killed() -> N
         assert (first.steps, second.steps) == (["one"], ["one", "two", "three"])
 
 
+async def test_calls_that_come_while_a_session_is_restored_wait_until_it_is() -> None:
+    first, second = World(), World(step_seconds=0.5)
+    async with session_fixture() as here:
+        dying = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            for text in ("one", "two", "three"):
+                await session.step(text)
+            here.worker("e2", second)
+            dying.kill()
+            answers: list[Any] = []
+
+            async def ask(call: Any) -> None:
+                answers.append(await here.ask(SessionCall(session=session.name, call=call, key=call)))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask, "verify")  # takes the session over, and the next one finds it
+                await second.stepping.wait()
+                group.start_soon(ask, "step")
+            assert second.steps == ["one", "two", "three", ""], "what was recorded comes first"
+            assert second.most_at_once == 1
+            for answer in answers:
+                if answer.unpaid is not None:
+                    assert (answer.reward, answer.unpaid) in ((3.0, 0.0), (4.0, 0.0)), "every step was rewarded"
+
+
 async def test_an_answer_that_was_lost_with_its_worker_comes_from_the_journal() -> None:
     first, second = World(), World()
     async with session_fixture() as here:

@@ -143,7 +143,7 @@ class OpenEnvGateway:
                 async with self._open_private_session() as episode:
                     await self._handle_frames(socket, episode)
                 return
-            name = _parse_session_name(requested_name or named)
+            name, ended = _parse_session_name(requested_name or named), False
             async with self._sessions.connect(name, make=not requested_name) as found:
                 if found is None:
                     await _refuse(socket, "SESSION_ERROR", f"Unknown session_id: {requested_name}")

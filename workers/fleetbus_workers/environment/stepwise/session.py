@@ -78,7 +78,7 @@ class StepwiseSession:
 
     def check_expiry(self, now: float) -> SessionEnd | None:
         """Whether its time is up; never during a call."""
-        if self._pending or self.is_over:
+        if self._pending or self._call_lock.locked() or self.is_over:
             return None
         if now - self._idle_since > self._context.limits.idle:
             return "idle"
@@ -106,7 +106,12 @@ class StepwiseSession:
             pending.done.set()
 
     async def restore(self) -> None:
-        """Do again what an earlier worker did, and see the same; otherwise the session ends ``lost``."""
+        """Do again what an earlier worker did, and see the same; otherwise the session ends ``lost``. Calls that come
+        meanwhile wait: executed among the repeated ones, they would act on a state that the caller never saw."""
+        async with self._call_lock:
+            await self._restore()
+
+    async def _restore(self) -> None:
         records = [record for record in self._journal.records if record.call.call in _REPLAYED_CALLS]
         await release_held(self._context, self._journal)
         try:

@@ -1,0 +1,37 @@
+"""SkyRL's environments under faults, for a Python with `skyrl-gym` and fleetbus: ``play_skyrl.py FACTS``; see `test_kills.py`.
+
+Episodes run in threads, as in SkyRL's generators.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import skyrl_gym
+
+
+def play(facts: dict[str, Any]) -> dict[str, Any]:
+    config = {"nats_url": facts["url"], "run": facts["run"], "tasks_file": facts["tasks"]}
+    environment = skyrl_gym.make("fleetbus", env_config=config, extras={"task_key": "t"})
+    environment.init([])
+    session = environment._session.name
+    told = []
+    for number in range(1, facts["steps"] + 1):
+        output = environment.step(f"step {number}")
+        assert "error" not in output["metadata"], output
+        told.append([output["observations"][0]["content"], output["reward"], output["done"]])
+    environment.close()
+    return {"session": session, "told": told, "count": environment.get_metrics()["turns"]}
+
+
+def main(facts: dict[str, Any]) -> None:
+    skyrl_gym.register(id="fleetbus", entry_point="fleetbus.skyrl:FleetbusEnv")
+    with ThreadPoolExecutor(facts["parallel"]) as threads:
+        for played in threads.map(play, [facts] * facts["episodes"]):
+            print(json.dumps(played), flush=True)
+
+
+main(json.loads(sys.argv[1]))
