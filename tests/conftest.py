@@ -1,17 +1,22 @@
 """Property tests draw the same examples in every run, so that a run that passed here passes elsewhere.
 
-``HYPOTHESIS_PROFILE=explore`` draws new ones each time, and more of them.
+``HYPOTHESIS_PROFILE=explore`` draws new ones each time, and more of them. Byte code is kept even where the shell says otherwise:
+without it each of some thousand processes compiles the packages again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import structlog
 from hypothesis import settings
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
