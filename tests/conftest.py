@@ -1,7 +1,7 @@
 """Property tests draw the same examples in every run, so that a run that passed here passes elsewhere.
 
-``HYPOTHESIS_PROFILE=explore`` draws new ones each time, and more of them. Byte code is kept even where the shell says otherwise:
-without it each of some thousand processes compiles the packages again.
+``HYPOTHESIS_PROFILE=explore`` draws new ones each time, and more of them. Byte code is kept even where the shell says
+otherwise: without it each of some thousand processes compiles the packages again.
 """
 
 from __future__ import annotations
