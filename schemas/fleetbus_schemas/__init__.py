@@ -28,6 +28,7 @@ from fleetbus_schemas.lifecycle import (
 from fleetbus_schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, MalformedMessage, Message, decode, encode
 from fleetbus_schemas.observation import Observation
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry
+from fleetbus_schemas.segment import NEW_ROOT, EpisodeSegment, SegmentOrigin, SegmentReason
 from fleetbus_schemas.session import (
     SessionAnswer,
     SessionCall,
@@ -80,6 +81,7 @@ __all__ = [
     "MAX_INLINE_BYTES",
     "MAX_MESSAGE_BYTES",
     "MESSAGES",
+    "NEW_ROOT",
     "Action",
     "ActionReference",
     "AttemptReleased",
@@ -90,6 +92,7 @@ __all__ = [
     "ControlRequested",
     "EpisodeFinished",
     "EpisodeRequested",
+    "EpisodeSegment",
     "EvaluationFinished",
     "Exclusion",
     "FinishReason",
@@ -104,6 +107,8 @@ __all__ = [
     "Outcome",
     "PolicyPublished",
     "SamplingSettings",
+    "SegmentOrigin",
+    "SegmentReason",
     "SessionAnswer",
     "SessionCall",
     "SessionClaimed",

@@ -8,6 +8,7 @@ import msgspec
 
 from fleetbus_schemas.chat import ToolCall
 from fleetbus_schemas.message import Message
+from fleetbus_schemas.segment import SegmentOrigin
 
 FinishReason = Literal["stop", "length", "failed"]
 """``stop``: a stop token was sampled; ``length``: tokens used up; ``failed``: no tokens, ``error`` says why."""
@@ -37,6 +38,9 @@ class Action(Message, frozen=True, kw_only=True):
     sampled, ``logprobs`` one ``f4`` per sampled id under the sampling temperature. Trained on as they stand here.
     ``observation_sequence`` and ``hop`` say which delivery was answered. ``lane`` is the inference lane of ``worker``, where
     the episode's next observation goes. ``images`` are those that ``prompt_delta`` shows, in order.
+
+    ``segment`` is the sequence that this turn belongs to, ``origin`` where it leaves its parent, in its first turn only. They
+    are the Observation's, unless the worker had to begin a segment of its own: what an Action says holds.
     """
 
     episode_id: str
@@ -59,3 +63,5 @@ class Action(Message, frozen=True, kw_only=True):
     seconds_queued: float = 0.0
     seconds_generating: float = 0.0
     images: tuple[ShownImage, ...] = ()
+    segment: int = 0
+    origin: SegmentOrigin | None = None

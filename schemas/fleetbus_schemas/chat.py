@@ -31,10 +31,13 @@ class Image(Part, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A call that the policy asked for, parsed from its text."""
+    """A call that the policy asked for, parsed from its text. ``id`` is what a result refers to it by, ``arguments_text`` its
+    arguments as they stood there, before they were parsed; both empty where the protocol has none."""
 
     name: str
     arguments: dict[str, Any] = msgspec.field(default_factory=dict)
+    id: str = ""
+    arguments_text: str = ""
 
 
 class ToolOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,10 +57,18 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message of a conversation: plain text, or text and images in order."""
+    """One message of a conversation: plain text, or text and images in order.
+
+    An assistant's message may have ``tool_calls`` and the ``reasoning`` before its text; a tool's is the result of the call
+    ``tool_call_id``, of the tool ``name``.
+    """
 
     role: Role
     content: str | tuple[Text | Image, ...] = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
 
     @property
     def images(self) -> tuple[Image, ...]:

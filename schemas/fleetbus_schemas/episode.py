@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from fleetbus_schemas.message import Message
+from fleetbus_schemas.segment import EpisodeSegment
 
 Split = Literal["train", "eval"]
 """``train`` episodes enter the books of training, ``eval`` episodes never do."""
@@ -53,7 +54,7 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     """Learner (or any client) → environment pool, on ``task.<pool>.<episode>``, expecting sequence 0 there.
 
     ``group_size`` episodes share the group id (0: unknown). ``deadline_ns`` is server time (Unix nanoseconds): the episode
-    has an outcome by then, whatever happens.
+    has an outcome by then, whatever happens. ``max_tokens`` bounds what all turns add, in whatever segment.
     """
 
     episode_id: str
@@ -121,7 +122,7 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
 
     ``error_location`` is the place in an environment's code that failed, as ``FILE:LINE in FUNCTION``. ``traceback`` stands in
     the first failure of each kind that a worker has, without secrets and of bounded length. ``note`` is what a person should
-    know of a graded episode.
+    know of a graded episode. ``segments`` are those of the trained history by number; empty if there is one only.
     """
 
     episode_id: str
@@ -153,3 +154,4 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     error_location: str = ""
     traceback: str = ""
     note: str = ""
+    segments: tuple[EpisodeSegment, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fleetbus_schemas.chat import ChatMessage, ToolSpec
 from fleetbus_schemas.episode import SamplingSettings
 from fleetbus_schemas.message import Message
+from fleetbus_schemas.segment import SegmentOrigin
 
 
 class Observation(Message, frozen=True, kw_only=True):
@@ -14,6 +15,9 @@ class Observation(Message, frozen=True, kw_only=True):
     ``history_hash`` is the token history before this turn (`fleetbus_schemas.tokens.extend_history`). The answer goes to
     ``act.<environment_lane>.<episode>`` and expects ``action_sequence`` as the last sequence there.
     ``hop`` counts re-routings of one turn; handlers key on (episode, attempt, turn).
+
+    ``segment`` is the sequence that this turn extends, or begins: then ``origin`` says where it leaves its parent, and
+    ``history_hash`` is the parent's. A new root begins as turn 0 does: the whole prompt, its tools, no history.
     """
 
     episode_id: str
@@ -31,3 +35,5 @@ class Observation(Message, frozen=True, kw_only=True):
     action_sequence: int = 0
     request_sequence: int = 0
     deadline_ns: int
+    segment: int = 0
+    origin: SegmentOrigin | None = None

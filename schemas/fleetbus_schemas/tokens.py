@@ -87,3 +87,9 @@ def extend_history(history: bytes, prompt_delta: bytes, sampled: bytes, images: 
     for image in images:
         digest.update(b"image" + image.encode())
     return digest.digest()
+
+
+def start_history(kept: bytes, images: Sequence[str] = ()) -> bytes:
+    """Hash that the chain of a segment begins with: of the packed ids that it keeps of its parent and the names of the images
+    that they show; `EMPTY_HISTORY` if it keeps nothing."""
+    return extend_history(EMPTY_HISTORY, kept, b"", images) if kept else EMPTY_HISTORY

@@ -5,6 +5,8 @@ The golden bytes are made from these (`just golden`). Add fields here when messa
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from fleetbus_schemas import (
     Action,
     ActionReference,
@@ -16,6 +18,7 @@ from fleetbus_schemas import (
     ControlRequested,
     EpisodeFinished,
     EpisodeRequested,
+    EpisodeSegment,
     EvaluationFinished,
     Exclusion,
     Heartbeat,
@@ -26,6 +29,7 @@ from fleetbus_schemas import (
     Observation,
     PolicyPublished,
     SamplingSettings,
+    SegmentOrigin,
     SessionAnswer,
     SessionCall,
     SessionClaimed,
@@ -64,6 +68,11 @@ TASK = Task(
     verifier="async def verify(env, final_answer):\n    return 1.0\n",
     dataset_version="v0.2",
 )
+CALL = ToolCall(name="move", arguments={"direction": "left"}, id="call_1", arguments_text='{"direction": "left"}')
+MESSAGE = ChatMessage(
+    role="user", content="You moved.", tool_calls=(CALL,), tool_call_id="call_1", name="move", reasoning="Left is free."
+)
+ORIGIN = SegmentOrigin(parent=1, kept=6, reason="context_dropped", repeated=4)
 SESSION_CALL = SessionCall(
     session="c2f6",
     call="step",
@@ -72,7 +81,7 @@ SESSION_CALL = SessionCall(
     task=TASK,
     seed=7,
     text="Left.",
-    tool_calls=(ToolCall(name="move", arguments={"direction": "left"}),),
+    tool_calls=(CALL,),
     wait_seconds=5.0,
 )
 SESSION_ANSWER = SessionAnswer(
@@ -83,7 +92,7 @@ SESSION_ANSWER = SessionAnswer(
     end="env_failed",
     error_class="ConnectionError",
     error="step: the simulator is gone",
-    messages=(ChatMessage(role="user", content="You moved."),),
+    messages=(MESSAGE,),
     tools=(ToolSpec(name="move", description="Move.", parameters=PARAMETERS),),
     reward=0.25,
     reason="goal reached",
@@ -133,9 +142,9 @@ _EXAMPLES: tuple[Message, ...] = (
         hop=1,
         policy="main",
         messages=(
-            ChatMessage(role="system", content="Use the tools."),
-            ChatMessage(
-                role="user",
+            replace(MESSAGE, role="system", content="Use the tools."),
+            replace(
+                MESSAGE,
                 content=(
                     Text(text="Look: ", object=SHA256),
                     Image(object=SHA256, media_type="image/webp", width=640, height=480),
@@ -151,13 +160,15 @@ _EXAMPLES: tuple[Message, ...] = (
         action_sequence=140,
         request_sequence=101,
         deadline_ns=1_800_000_000_123_456_789,
+        segment=2,
+        origin=ORIGIN,
     ),
     Action(
         episode_id="s3-g7-k2",
         attempt=2,
         turn=4,
         text='Moving. <tool_call>{"name": "move", "arguments": {"item": "crate", "count": 3}}</tool_call>',
-        tool_calls=(ToolCall(name="move", arguments={"item": "crate", "count": 3, "é": [-1, 0.5, None]}),),
+        tool_calls=(replace(CALL, arguments={"item": "crate", "count": 3, "é": [-1, 0.5, None]}),),
         prompt_delta=pack_ids([7, 8, 9]),
         sampled=pack_ids([10, 11, 4_294_967_295]),
         logprobs=pack_logprobs([-0.25, -1.5, 0.0]),
@@ -173,6 +184,8 @@ _EXAMPLES: tuple[Message, ...] = (
         seconds_queued=0.125,
         seconds_generating=1.5,
         images=(ShownImage(object="5" * 64, start=1, stop=3),),
+        segment=2,
+        origin=ORIGIN,
     ),
     EpisodeFinished(
         episode_id="s3-g7-k2",
@@ -204,6 +217,10 @@ _EXAMPLES: tuple[Message, ...] = (
         error_location="crates.py:27 in step",
         traceback='Traceback (most recent call last):\n  File "crates.py", line 27, in step\nToolTimeout: move took too long',
         note="its tokens were used up in turn 1",
+        segments=(
+            EpisodeSegment(origin=None, first_turn=0, turns=2, tokens=8),
+            EpisodeSegment(origin=ORIGIN, first_turn=2, turns=1, tokens=9),
+        ),
     ),
     PolicyPublished(
         policy="main",

@@ -92,7 +92,8 @@ def places(kind: inspect.Type, wire: Any, path: tuple[str | int, ...] = ()) -> I
         case inspect.UnionType(types=types) if isinstance(wire, dict):
             yield from places(next(each for each in types if getattr(each, "tag", None) == wire.get("type")), wire, path)
         case inspect.UnionType(types=types) if isinstance(wire, list):
-            yield from places(next(each for each in types if isinstance(each, inspect.VarTupleType)), wire, path)
+            arrays = [each for each in types if isinstance(each, inspect.VarTupleType) or getattr(each, "array_like", False)]
+            yield from places(arrays[0], wire, path)
 
 
 def replaced(wire: Any, path: tuple[str | int, ...], value: Any) -> Any:

@@ -54,6 +54,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
     }[type(kind)]
 
 
+def is_array(kind: inspect.Type) -> bool:
+    return isinstance(kind, inspect.VarTupleType) or (isinstance(kind, inspect.StructType) and kind.array_like)
+
+
 def widened(kind: inspect.Type, wire: Any, unknown: Any) -> Any:
     """What a later version might send: every struct in ``wire`` with one more field at its end."""
     match kind:
@@ -68,7 +72,7 @@ def widened(kind: inspect.Type, wire: Any, unknown: Any) -> Any:
         case inspect.UnionType(types=types) if isinstance(wire, dict):
             return widened(next(each for each in types if getattr(each, "tag", None) == wire.get("type")), wire, unknown)
         case inspect.UnionType(types=types) if isinstance(wire, list):
-            return widened(next(each for each in types if isinstance(each, inspect.VarTupleType)), wire, unknown)
+            return widened(next(each for each in types if is_array(each)), wire, unknown)
     return wire
 
 
