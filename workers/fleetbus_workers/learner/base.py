@@ -18,11 +18,12 @@ from fleetbus_workers.images.placed_image import PlacedImage
 
 
 class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """One graded episode as the trainer sees it, every array of length T (tokens of the whole history).
+    """One leaf of a graded episode as the trainer sees it, every array of length T (tokens of its whole sequence). Most
+    episodes have one leaf, ``segment`` 0.
 
-    ``ids`` int32; ``loss_mask`` bool, True where the policy sampled; ``logprobs`` float32, the sampler's, 0 elsewhere;
-    ``advantages`` float32, 0 elsewhere; ``versions`` int32, the one policy version that sampled each token, -1 elsewhere and
-    where weights were swapped within a turn. ``images`` are those that ``ids`` show, in order.
+    ``ids`` int32; ``loss_mask`` bool, True where the policy sampled what no leaf before this one holds; ``logprobs`` float32,
+    the sampler's, 0 elsewhere; ``advantages`` float32, 0 elsewhere; ``versions`` int32, the one policy version that sampled
+    each token, -1 elsewhere and where weights were swapped within a turn. ``images`` are those that ``ids`` show, in order.
     """
 
     episode_id: str
@@ -34,6 +35,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     versions: NDArray[np.int32]
     temperature: float = 1.0
     images: tuple[PlacedImage, ...] = ()
+    segment: int = 0
 
 
 class Trainer(Protocol):

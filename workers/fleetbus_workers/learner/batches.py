@@ -5,12 +5,13 @@ Token ids and log-probabilities are used as they stand in the Actions; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from fleetbus.actions import read_actions
@@ -18,6 +19,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
+from fleetbus.core.segments import SegmentError
 from fleetbus.core.shaping import TruncationMask, is_masked, overlong_penalty
 from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns, unpaid_reward
 from fleetbus.runtime import Runtime
@@ -25,6 +27,9 @@ from fleetbus_schemas import Action, EpisodeFinished, Subjects
 from fleetbus_workers.images.reader import ImageReader
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.images import read_images
+from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
+
+log = structlog.get_logger()
 
 
 class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +73,7 @@ async def read_sequences(
     runtime: Runtime | None = None,
     images: ImageReader | None = None,
 ) -> list[TrainingSequence]:
-    """The graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
+    """The leaves of the graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
 
     A learner that had to begin at a checkpoint before the newest one needs again what was trimmed since: from ``archive``.
     Episodes that were shown images which ``images`` cannot read leave their group, with the reason.
@@ -76,14 +81,27 @@ async def read_sequences(
     results = [result for group in groups for result in group.graded]
     actions = await read_actions(bus, subjects, results, archive=archive, runtime=runtime or Runtime())
     shown = await read_images(images, groups, actions)
+    leaves = _list_leaves(groups, actions)
     usable = [result for group in groups for result in group.graded]
-    return [
-        msgspec.structs.replace(
-            build_sequence(result, actions[result.episode_id], advantages, plan, temperature),
-            images=shown.get(result.episode_id, ()),
-        )
-        for result, advantages in zip(usable, compute_episode_advantages(groups, plan), strict=True)
-    ]
+    sequences: list[TrainingSequence] = []
+    for result, advantages in zip(usable, compute_episode_advantages(groups, plan), strict=True):
+        whole = build_sequence(result, actions[result.episode_id], advantages, plan, temperature)
+        whole = msgspec.structs.replace(whole, images=shown.get(result.episode_id, ()))
+        sequences += split_sequence(whole, leaves[result.episode_id])
+    return sequences
+
+
+def _list_leaves(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]]) -> dict[str, tuple[Leaf, ...]]:
+    """The leaves of each graded episode; an episode whose turns are no tree leaves its group, with the reason."""
+    leaves = {}
+    for group in groups:
+        for result in group.graded:
+            try:
+                leaves[result.episode_id] = list_leaves(actions[result.episode_id])
+            except SegmentError as error:
+                log.error("segments are broken; excluding the episode", episode=result.episode_id, reason=str(error))
+                group.unusable[result.episode_id] = "segments_broken"
+    return leaves
 
 
 def compute_episode_advantages(groups: Sequence[Group], plan: CreditPlan) -> list[list[float]]:
@@ -122,6 +140,7 @@ def _shape_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
 def build_sequence(
     result: EpisodeFinished, actions: Sequence[Action], by_turn: Sequence[float], plan: CreditPlan, temperature: float
 ) -> TrainingSequence:
+    """The arrays over the tokens of all turns; for an episode of one segment, what is trained of it."""
     ids = np.frombuffer(b"".join(action.prompt_delta + action.sampled for action in actions), "<u4").astype(np.int32)
     mask = np.unpackbits(np.frombuffer(result.loss_mask, np.uint8), count=result.tokens, bitorder="little").astype(bool)
     logprobs = np.zeros(len(ids), np.float32)

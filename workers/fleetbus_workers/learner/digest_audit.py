@@ -21,7 +21,8 @@ from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedM
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence, compute_episode_advantages, spread_advantages
-from fleetbus_workers.learner.training_digest import add_advantages, digest_sampled
+from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
+from fleetbus_workers.learner.training_digest import add_advantages, digest_sampled, join_leaves
 
 Scan = Callable[[], AsyncIterator[StreamEntry]]
 """A fresh reading of the log, entry by entry from its beginning."""
@@ -37,13 +38,14 @@ class DigestReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a finished episode: its result, the digest of all but advantages, its loss mask as packed bits, and how
-    many tokens each turn sampled."""
+    """What is kept of a finished episode: its result, the digest of all but advantages of each leaf, its loss mask as packed
+    bits, how many tokens each turn sampled, and the leaves if there is more than one segment."""
 
     result: EpisodeFinished
-    digest: bytes
+    digests: tuple[bytes, ...]
     loss_mask: bytes
     counts: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
 
 
 async def audit_digests(scan: Scan, *, last_sequence: int) -> DigestReport:
@@ -113,13 +115,16 @@ class DigestAudit:
         named = [actions[reference.sequence] for reference in result.actions]
         try:
             sequence = build_sequence(result, named, [0.0] * len(named), self._plan_of[result.episode_id], 1.0)
+            leaves = list_leaves(named)
+            digests = tuple(digest_sampled(each) for each in split_sequence(sequence, leaves))
         except (ValueError, IndexError):
             return
         self._sampled[result.episode_id] = Sampled(
             result=msgspec.structs.replace(result, info={}, last_observation="", loss_mask=b""),
-            digest=digest_sampled(sequence),
+            digests=digests,
             loss_mask=np.packbits(sequence.loss_mask, bitorder="little").tobytes(),
             counts=tuple(len(action.sampled) // 4 for action in named),
+            leaves=leaves if len(digests) > 1 or leaves[0].segment.number else (),
         )
 
     def _check_step(self, position: int, step: StepTrained) -> None:
@@ -150,7 +155,8 @@ def _compute_digests(sampled: dict[str, Sampled], plan: CreditPlan) -> dict[str,
         bits = np.unpackbits(np.frombuffer(each.loss_mask, np.uint8), count=result.tokens, bitorder="little")
         mask = bits.astype(bool)
         spread = spread_advantages(mask, by_turn, each.counts) if mask.any() else np.zeros(len(mask), np.float32)
-        digests[result.episode_id] = add_advantages(each.digest, spread)
+        of_leaves = [np.where(mask[leaf.places] & leaf.first, spread[leaf.places], np.float32(0)) for leaf in each.leaves]
+        digests[result.episode_id] = join_leaves(list(map(add_advantages, each.digests, of_leaves or [spread])))
     return digests
 
 

@@ -6,7 +6,7 @@ It is made in two parts, so that an audit keeps 16 bytes instead of an episode's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,15 @@ from fleetbus_workers.learner.base import TrainingSequence
 
 def digest_sequences(sequences: Iterable[TrainingSequence]) -> dict[str, bytes]:
     """By episode the BLAKE2b-128 of what is trained of it. Blocking: it reads every array."""
-    return {each.episode_id: add_advantages(digest_sampled(each), each.advantages) for each in sequences}
+    leaves: dict[str, list[bytes]] = {}
+    for each in sequences:
+        leaves.setdefault(each.episode_id, []).append(add_advantages(digest_sampled(each), each.advantages))
+    return {episode: join_leaves(digests) for episode, digests in leaves.items()}
+
+
+def join_leaves(digests: Sequence[bytes]) -> bytes:
+    """The digest of an episode from those of its leaves: that of its only one, else the digest of them all in order."""
+    return digests[0] if len(digests) == 1 else hashlib.blake2b(b"".join(digests), digest_size=16).digest()
 
 
 def digest_sampled(sequence: TrainingSequence) -> bytes:

@@ -18,6 +18,7 @@ from fleetbus.episodes import decode_entries
 from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
 from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.leaves import Leaf, list_leaves
 from fleetbus_workers.replay.compare import Found
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
 
@@ -84,7 +85,8 @@ class RecordedTrainer:
         if episode is None or episode.result is None:
             yield Found("episode_id", repr("(nothing)"), repr(sequence.episode_id))
             return
-        for field, recorded in build_sequence(episode, truncation_mask=self._truncation_mask).items():
+        recorded_fields = build_sequence(episode, truncation_mask=self._truncation_mask, segment=sequence.segment)
+        for field, recorded in recorded_fields.items():
             replayed = np.asarray(getattr(sequence, field))
             if len(recorded) != len(replayed):
                 yield Found(f"{field} (length)", repr(len(recorded)), repr(len(replayed)))
@@ -93,11 +95,14 @@ class RecordedTrainer:
                 yield Found(f"{field}[{place}]", repr(recorded[place].item()), repr(replayed[place].item()))
 
 
-def build_sequence(episode: RecordedEpisode, *, truncation_mask: TruncationMask) -> dict[str, NDArray[np.generic]]:
-    """The training sequence of a recorded episode without its advantages: arrays [T] by field."""
+def build_sequence(
+    episode: RecordedEpisode, *, truncation_mask: TruncationMask, segment: int = 0
+) -> dict[str, NDArray[np.generic]]:
+    """The training sequence of one leaf of a recorded episode without its advantages: arrays [T] by field."""
+    actions = [action for _, action in decode_entries(Action, episode.result_actions)]
     parts: dict[str, list[NDArray[np.generic]]] = {"ids": [], "loss_mask": [], "logprobs": [], "versions": []}
     last: FinishReason = "stop"
-    for _, action in decode_entries(Action, episode.result_actions):
+    for action in actions:
         last = action.finish_reason
         prompt, sampled = (np.frombuffer(packed, "<u4") for packed in (action.prompt_delta, action.sampled))
         version = action.versions[0].version if len(action.versions) == 1 else -1
@@ -109,4 +114,12 @@ def build_sequence(episode: RecordedEpisode, *, truncation_mask: TruncationMask)
     if episode.result is not None and is_masked(truncation_mask, episode.result.outcome, last):
         whole |= {"loss_mask": np.zeros_like(whole["loss_mask"]), "logprobs": np.zeros_like(whole["logprobs"])}
         whole["versions"] = np.full_like(whole["versions"], -1)
-    return whole
+    leaves = [leaf for leaf in list_leaves(actions) if leaf.segment.number == segment]
+    return {name: _take_leaf(array, leaf, name, whole["loss_mask"]) for leaf in leaves[:1] for name, array in whole.items()}
+
+
+def _take_leaf(array: NDArray[np.generic], leaf: Leaf, name: str, mask: NDArray[np.generic]) -> NDArray[np.generic]:
+    """One field of a leaf; what an earlier leaf trains is masked as the trainer was given it."""
+    repeated = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
+    taken = array[leaf.places]
+    return np.where(mask[leaf.places] & leaf.first, taken, repeated[name]) if name in repeated else taken
