@@ -69,6 +69,12 @@ test-sinks *arguments:
     .venv-sinks/bin/pip install -q -c constraints.txt -e '.[metrics]' tensorboard wandb pytest pytest-timeout pytest-xdist trio
     .venv-sinks/bin/python -m pytest -n0 -q tests/system/test_sinks.py {{arguments}}
 
+# The Python API from a notebook and as Parquet and Arrow, in a separate environment
+test-api *arguments:
+    test -d .venv-api || python3 -m venv .venv-api
+    .venv-api/bin/pip install -q -c constraints.txt -e '.[test]' ipykernel nbclient nbformat pandas pyarrow
+    .venv-api/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_api_examples.py tests/system/test_api_reader.py {{arguments}}
+
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
     .venv/bin/pytest -q -m browser {{arguments}}
