@@ -137,7 +137,10 @@ async def test_the_settings_of_a_recorded_lineage_are_restricted_as_those_of_the
     from fleetbus_workers.replay.options import Replay
     from fleetbus_workers.replay.recorded_lineages import read_lineages
 
-    settings = {"learner": {"archive": FOREIGN, "restart_from": "start/2"}, "trainer": {"device": FOREIGN}}
+    settings: dict[str, dict[str, bool | int | float | str]] = {
+        "learner": {"archive": FOREIGN, "restart_from": "start/2"},
+        "trainer": {"device": FOREIGN},
+    }
     started = LineageStarted(lineage="l1", worker="w", settings=settings)
     file = build_recording(tmp_path / "a.fbrec", [(SUBJECTS.train("default"), started)])
     context = ReplayContext(load_recording(file), Replay(role="learner", trusted=trusted))

@@ -136,7 +136,7 @@ class Ending:
 
     async def reset(self) -> Start:
         self._act("reset")
-        return Start()
+        return Start()  # type: ignore[call-arg]
 
     async def step(self, action: Action) -> Step:
         self._act("step")

@@ -153,7 +153,7 @@ class NatsWorld(World):
 
     async def purge(self, below: int) -> None:
         async with connect(self._server.url, run=self.run, role="test") as bus:
-            await bus._connection.api.ask(f"STREAM.PURGE.{log_stream(self.run)}", {"seq": below})
+            await bus._connection.api.ask(f"STREAM.PURGE.{log_stream(self.run)}", {"seq": below})  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

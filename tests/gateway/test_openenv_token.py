@@ -13,7 +13,7 @@ from tests.support.openenv_gateway import gateway
 
 @pytest.mark.parametrize("authorization", ["", "Bearer wrong", "s3cret", "Bearer é"])
 async def test_without_the_token_nothing_is_to_be_had(authorization: str) -> None:
-    headers = {"Authorization": authorization.encode()} if authorization else {}
+    headers = [(b"Authorization", authorization.encode())] if authorization else []
     async with gateway(token="s3cret") as here, httpx.AsyncClient(base_url=here.url, headers=headers) as client:
         for path in ("/reset", "/sessions/known/step", "/mcp", "/sessions/known/reset"):
             refused = await client.post(path, json={})

@@ -40,7 +40,7 @@ def shows(sequence: int, *contents: bytes, episode: str = "e") -> StreamEntry:
         attempt=1,
         turn=sequence,
         policy="default",
-        messages=(ChatMessage(role="user", content=parts),),
+        messages=(ChatMessage(role="user", content=parts),),  # type: ignore[arg-type]
         tokens_left=9,
         environment_lane="e0",
         deadline_ns=1,

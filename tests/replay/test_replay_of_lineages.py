@@ -66,7 +66,7 @@ async def killed(configuration: Configuration, kills: tuple[tuple[type[Any], int
         for number, (kind, step) in enumerate((*kills, (StepTrained, STEPS)), 1):
             trainer, curriculum = CountingTrainer(), Curriculum(TASKS, TASKS, seed=1)
             learner = fleet.learner(f"learner-{number}", trainer=trainer, curriculum=curriculum)
-            await until_stored(fleet, kind, f"l{number}", step)
+            await until_stored(fleet, kind, f"l{number}", step)  # type: ignore[arg-type]
             if number <= len(kills) and drained:
                 learner.drain.set()
                 await learner.ended.wait()
@@ -227,7 +227,7 @@ def test_a_change_in_a_later_lineage_is_found_and_the_lineages_after_it_are_name
         def restore(self, weights: Path, state: Path) -> None:
             """It begins anew where it should go on."""
 
-    report = replayed(*recorded(), tmp_path, Forgetful)
+    report = replayed(*recorded(), tmp_path, Forgetful)  # type: ignore[call-arg]
     assert report.first is not None and report.first.message.startswith("PolicyPublished version")
     assert report.first.field == "manifest[0].sha256"
     assert "lineage l2, from step 2 on" in report.first.context
@@ -256,5 +256,5 @@ def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
         return
 
     monkeypatch.setattr(Admission, "take_over", forget)
-    report = replayed(*recorded(), tmp_path)
+    report = replayed(*recorded(), tmp_path)  # type: ignore[call-arg]
     assert report.first is not None and any("lineage l2" in line for line in report.first.context)

@@ -87,7 +87,7 @@ def test_an_engine_that_broke_is_found_by_the_turns_that_it_samples_anyway(monke
         ids, logprobs = engine_choose(*arguments)
         return [(token + 1) % 100 for token in ids], logprobs
 
-    engine_choose = engine.sample_tokens
+    engine_choose = engine.sample_tokens  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "sample_tokens", chosen_otherwise)
     report = replayed()
     assert report.notes[PROVED] > report.notes[SAMPLED] >= 3, "one of each version that sampled"
@@ -108,6 +108,6 @@ def test_another_way_of_choosing_is_found_by_the_tokens_that_it_makes(monkeypatc
         def getrandbits(self, bits: int) -> int:
             return super().getrandbits(bits) ^ 1 << (bits - 1)
 
-    monkeypatch.setattr(turn.random, "Random", Other)
+    monkeypatch.setattr(turn.random, "Random", Other)  # type: ignore[attr-defined]
     report = replayed()
     assert report.first is not None and report.first.field.startswith("sampled")

@@ -118,7 +118,7 @@ async def start_deployment(
     stage: FaultyStages, *, sampler: ScriptedSampler | None = None, limits: LimitSettings = LIMITS, **environment: int
 ) -> AsyncIterator[SmallDeployment]:
     """One environment worker on this stage and one inference worker; checks at the end that everything rests."""
-    configuration = build_configuration(limits=limits, environment=EnvironmentSettings(**({"slots": 2} | environment)))
+    configuration = build_configuration(limits=limits, environment=EnvironmentSettings(**{"slots": 2, **environment}))  # type: ignore[arg-type]
     with anyio.fail_after(600):
         async with small_deployment(configuration) as fleet:
             members = [fleet.environment("environment-0", make=stage), fleet.inference("inference-0", sampler=sampler)]

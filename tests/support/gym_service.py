@@ -68,7 +68,7 @@ class Counter:
         self._count += 1
         handler.raise_once("step")
         info = {"array": np.array([1.5, float("inf")]), "flag": np.bool_(True), "bytes": b"x"}
-        return {"obs_str": f"{self._count}"}, np.float32(0.5), self._count >= self._goal, info
+        return {"obs_str": f"{self._count}"}, np.float32(0.5), self._count >= self._goal, info  # type: ignore[return-value]
 
     async def close(self) -> None:
         self._handler.closed += 1

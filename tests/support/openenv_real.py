@@ -19,7 +19,7 @@ def end_with_parent() -> None:
     os._exit(0)
 
 
-def make_app(world: str, sessions: int, idle_seconds: float | None):
+def make_app(world: str, sessions: int, idle_seconds: float | None):  # type: ignore[no-untyped-def]
     from fastmcp import FastMCP
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.interfaces import Environment

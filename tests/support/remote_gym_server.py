@@ -146,7 +146,7 @@ class RemoteGymDouble:
         self.most_sessions = max(self.most_sessions, len(self.sessions))
         answer = {"session_id": session}
         if "seed" in fields:
-            answer |= {"obs": f"seed {fields['seed']}, at 0", "info": {}}
+            answer.update(obs=f"seed {fields['seed']}, at 0", info={})  # type: ignore[call-overload]
         return self._encode(answer, picture=True)
 
     async def _step(self, session: str, action: str) -> bytes:

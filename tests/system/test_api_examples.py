@@ -124,7 +124,12 @@ class Short:
 @pytest.mark.slow
 async def test_reward_rises_from_pytest_and_what_was_trained_is_evaluated() -> None:
     tasks = [{"key": f"t{number}", "prompt": "Say something."} for number in range(32)]
-    settings = {"learner_groups": 4, "learner_learning_rate": 5e-4, "learner_warmup_steps": 2, "episode_max_tokens": 10}
+    settings: dict[str, Any] = {
+        "learner_groups": 4,
+        "learner_learning_rate": 5e-4,
+        "learner_warmup_steps": 2,
+        "episode_max_tokens": 10,
+    }
     async with fleetbus.Run(Short, tasks, steps=15, evaluation_episodes=8, **settings) as run:
         summary = await run.finished()
         evaluation = await run.evaluate(episodes=4, samples=2)

@@ -120,7 +120,7 @@ def test_a_fleet_in_containers_trains_while_they_are_killed_and_its_books_balanc
         before = project.until(lambda overview: overview["numbers"]["step"] >= 1)["numbers"]
         project.kill(service)
         project.until(
-            lambda overview, step=before["step"]: overview["numbers"]["step"] > step or overview["numbers"]["finished"]
+            lambda overview, step=before["step"]: overview["numbers"]["step"] > step or overview["numbers"]["finished"]  # type: ignore[misc]
         )
     killed = project.until(lambda overview: overview["numbers"]["finished"])
     report = json.loads(project.compose("exec", "-T", "monitor", "fleetbus", "audit", "composed", "--json"))

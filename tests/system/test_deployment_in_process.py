@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -29,12 +30,12 @@ from fleetbus_workers.learner.worker import run_learner
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
-def configured(folder: Path, **learner: int) -> Configuration:
+def configured(folder: Path, **learner: Any) -> Configuration:
     return Configuration(
         run=RunSettings(name="fleet", folder=str(folder)),
         nats=NatsSettings(lanes=4, max_bytes=1 << 28),
         learner=LearnerSettings(
-            **({"steps": 3, "groups": 4, "group_size": 4, "checkpoint_every": 2, "max_staleness": 2} | learner)
+            **{"steps": 3, "groups": 4, "group_size": 4, "checkpoint_every": 2, "max_staleness": 2, **learner}
         ),
         evaluation=EvaluationSettings(episodes=8),
     )

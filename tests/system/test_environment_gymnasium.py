@@ -148,7 +148,7 @@ class Counting(gymnasium.Env[Any, Any]):
             self.gone.set()
 
 
-gymnasium.register("fleetbus-Counting-v0", entry_point=Counting, disable_env_checker=True)
+gymnasium.register("fleetbus-Counting-v0", entry_point=Counting, disable_env_checker=True)  # type: ignore[arg-type]
 
 
 async def test_other_action_spaces_are_spoken_in_json() -> None:

@@ -121,8 +121,8 @@ def configuration(folder: Path, **learner: int) -> Configuration:
         environment=EnvironmentSettings(slots=32),
         limits=LimitSettings(drain=1),
         learner=LearnerSettings(
-            **({"steps": 1, "groups": 1, "group_size": 2, "stale_groups": "keep", "max_staleness": 2} | learner)
-        ),  # type: ignore[arg-type]
+            **{"steps": 1, "groups": 1, "group_size": 2, "stale_groups": "keep", "max_staleness": 2, **learner}  # type: ignore[arg-type]
+        ),
         evaluation=EvaluationSettings(episodes=0),
     )
 

@@ -57,7 +57,7 @@ async def test_weights_that_cannot_be_put_raise_what_the_publisher_waits_for(
         await store.put("first", tmp_path / "weights")
         monkeypatch.setattr(objects, "PUT_LIMIT_SECONDS", 0.1)
         monkeypatch.setattr(objects, "CLEAR_LIMIT_SECONDS", 0.1)
-        declare = objects.declare_bucket
+        declare = objects.declare_bucket  # type: ignore[attr-defined]
 
         async def then_die(api: JetStreamApi, bucket: str, *, replicas: int = 0) -> None:
             await declare(api, bucket, replicas=replicas)

@@ -145,7 +145,7 @@ async def fleet(
             async with anyio.create_task_group() as group:
                 group.start_soon(made.environment, store_image)
                 for engine in engines:
-                    group.start_soon(engine, made)
+                    group.start_soon(engine, made)  # type: ignore[arg-type]
                 yield made
                 made.drain.set()
 

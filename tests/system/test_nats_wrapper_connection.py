@@ -88,7 +88,7 @@ async def test_keys_open_the_door_and_other_keys_do_not(tmp_path: Path) -> None:
             await bus.publish(SUBJECTS.episode("e1"), b"x")
         for options in ({"nkey_seed": other}, {}):
             with anyio.fail_after(50), pytest.raises(UserError, match="refused the credentials"):
-                async with connect(server.url, run=RUN, **options):
+                async with connect(server.url, run=RUN, **options):  # type: ignore[arg-type]
                     pass
         with pytest.raises(BusClosed, match="credentials"):
             async with ready_bus(server.url, nkey_seed=mine):

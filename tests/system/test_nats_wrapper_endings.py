@@ -45,7 +45,7 @@ async def test_a_cancelled_bare_drain_leaves_the_connection_half_closed(server: 
 async def test_leaving_the_bus_under_cancellation_closes_it(server: KillableServer) -> None:
     with anyio.CancelScope() as scope:
         async with ready_bus(server.url) as bus:
-            wire = bus._connection.wire
+            wire = bus._connection.wire  # type: ignore[attr-defined]
             scope.cancel()
             await anyio.sleep_forever()
     assert wire.is_closed
@@ -54,7 +54,7 @@ async def test_leaving_the_bus_under_cancellation_closes_it(server: KillableServ
 
 async def test_leaving_the_bus_is_quick_while_the_server_is_dead(server: KillableServer) -> None:
     async with ready_bus(server.url) as bus, bus.pull(tasks_consumer("default"), credits=1):
-        wire = bus._connection.wire
+        wire = bus._connection.wire  # type: ignore[attr-defined]
         await server.kill()
         with anyio.move_on_after(0.1):
             await bus.publish(SUBJECTS.episode("never"), bytes(1 << 19))
@@ -72,7 +72,7 @@ async def test_acks_sent_last_have_arrived_when_the_bus_is_left(server: Killable
             await bus.publish(SUBJECTS.task("default", "last"), b"x")
             async with bus.pull(tasks_consumer("default"), credits=1) as subscription:
                 await (await subscription.receive()).ack()
-        info = await watching._connection.api.ask(f"CONSUMER.INFO.fb_{RUN}.{tasks_consumer('default')}")
+        info = await watching._connection.api.ask(f"CONSUMER.INFO.fb_{RUN}.{tasks_consumer('default')}")  # type: ignore[attr-defined]
         assert info["num_ack_pending"] == 0
 
 
@@ -106,8 +106,8 @@ async def test_after_a_reconnect_the_inboxes_of_before_are_gone_and_what_waits_i
     monkeypatch.setattr(publisher, "RESEND_SECONDS", 60.0)
     async with ready_bus(server.url), Relay(server.url).running() as relay, connect(relay.url, run=RUN) as bus:
         async with bus.pull(tasks_consumer("default"), credits=1) as subscription, anyio.create_task_group() as tasks:
-            await bus._connection.round_trip(2)
-            inbox = subscription._pull_requests._inbox.encode()
+            await bus._connection.round_trip(2)  # type: ignore[attr-defined]
+            inbox = subscription._pull_requests._inbox.encode()  # type: ignore[attr-defined]
             assert b"SUB " + inbox in relay.heard
             relay.reading = anyio.Event()
             tasks.start_soon(bus.publish, SUBJECTS.task("default", "waiting"), b"x")
@@ -120,13 +120,13 @@ async def test_after_a_reconnect_the_inboxes_of_before_are_gone_and_what_waits_i
                 delivery = await subscription.receive()
             await delivery.ack()
         assert inbox + b"." not in relay.heard
-        assert subscription._pull_requests._inbox.encode() in relay.heard
+        assert subscription._pull_requests._inbox.encode() in relay.heard  # type: ignore[attr-defined]
 
 
 async def test_what_was_not_sent_when_a_connection_broke_is_not_sent_on_the_next(server: KillableServer) -> None:
     """It may be a pull request on an inbox that nobody reads any more, which would swallow messages."""
     async with ready_bus(server.url), Relay(server.url).running() as relay, connect(relay.url, run=RUN) as bus:
-        wire = bus._connection.wire
+        wire = bus._connection.wire  # type: ignore[attr-defined]
         relay.reading = anyio.Event()
         for _ in range(16):
             wire.send(publish_command("fbhb.stalled", "", bytes(1 << 20)))

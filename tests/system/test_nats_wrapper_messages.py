@@ -67,7 +67,7 @@ async def test_publishing_on_the_bus_to_a_peer_that_stops_reading_can_be_cancell
                 with anyio.move_on_after(0.2) as scope:
                     await bus.publish(SUBJECTS.episode("cancelled"), b"x")
                 assert scope.cancelled_caught
-                assert bus._connection.wire.unwritten_bytes < OUTSTANDING_BYTES + (2 << 20)
+                assert bus._connection.wire.unwritten_bytes < OUTSTANDING_BYTES + (2 << 20)  # type: ignore[attr-defined]
         assert outcomes == ["unanswered"] * 150
         relay.reading.set()
 
@@ -107,11 +107,11 @@ async def test_a_left_pull_on_the_bus_leaves_no_request_behind(server: KillableS
                 delivery = await subscription.receive()
             assert delivery.delivered == 1
             await delivery.ack()
-            await other._connection.round_trip(2)
+            await other._connection.round_trip(2)  # type: ignore[attr-defined]
 
 
 async def _waiting(bus: Any) -> int:
-    info = await bus._connection.api.ask(f"CONSUMER.INFO.fb_{RUN}.{tasks_consumer('default')}")
+    info = await bus._connection.api.ask(f"CONSUMER.INFO.fb_{RUN}.{tasks_consumer('default')}")  # type: ignore[attr-defined]
     return int(info["num_waiting"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -168,7 +169,7 @@ def orphan(tmp_path: Path) -> Generator[subprocess.Popen[bytes]]:
 async def test_a_server_whose_owner_was_killed_is_replaced(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
     with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.to_thread.run_sync, orphan.wait)  # reaped as init would
+            tasks.start_soon(functools.partial(anyio.to_thread.run_sync, orphan.wait))  # reaped as init would
             async with run_server(tmp_path) as server:
                 assert orphan.poll() is not None
                 assert server.pid != orphan.pid

@@ -28,7 +28,7 @@ from fleetbus_workers.environment.isolation.sandbox.backends import KINDS, Kind
 from fleetbus_workers.environment.isolation.sandbox.inside import confine
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import SandboxFailed
-from fleetbus_workers.environment.isolation.verifier.zygote import read_only
+from fleetbus_workers.environment.isolation.verifier.zygote import read_only  # type: ignore[attr-defined]
 from tests.support.processes import children, until, wait_for_output
 
 LIMITS = SandboxLimits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -64,7 +65,7 @@ async def test_the_page_outlives_its_run_and_keeps_nothing_from_others(tmp_path:
         assert await shows_episode()
         assert "e0" in await run(tmp_path, *FLEETBUS, "episodes")
         await run(tmp_path, *FLEETBUS, "record", "default", "-o", "run.fbrec")
-        await anyio.to_thread.run_sync(call, tmp_path, *FLEETBUS, "audit")
+        await anyio.to_thread.run_sync(functools.partial(call, tmp_path, *FLEETBUS, "audit"))
         assert await shows_episode(), "another viewer took the server along"
         assert "4 steps" in await run(tmp_path, *ROLES, "up", "--steps", "4")
         await wait_for(steps, 4)

@@ -101,7 +101,7 @@ def no_compare_and_set_of_claims(patch: pytest.MonkeyPatch) -> None:
 
 def claim_without_looking(patch: pytest.MonkeyPatch) -> None:
     """A request is taken for new whenever it comes, as if it had never been delivered before."""
-    read = attempts.read_episode_state
+    read = attempts.read_episode_state  # type: ignore[attr-defined]
 
     async def faulty(bus: Any, subjects: Any, episode: str) -> EpisodeState:
         return EpisodeState() if sys._getframe(1).f_code.co_name == "handle_request" else await read(bus, subjects, episode)
@@ -220,7 +220,7 @@ def settled_as_of_the_checkpoint_instead_of_the_step(patch: pytest.MonkeyPatch) 
 
 def newest_file_instead_of_the_log(patch: pytest.MonkeyPatch) -> None:
     """Resume follows the newest checkpoint that lies in the folder, whether or not the log names it."""
-    choose = resume.choose_checkpoint
+    choose = resume.choose_checkpoint  # type: ignore[attr-defined]
 
     async def faulty(lineages: Any, stored: Any, *, folder: Any, **options: Any) -> Choice:
         choice = await choose(lineages, stored, folder=folder, **options)
@@ -254,7 +254,7 @@ def replaced_learner_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def versions_read_before_the_fence(patch: pytest.MonkeyPatch) -> None:
     async def faulty(self: publication.Publication, started: Any) -> dict[int, int]:
-        versions = await publication.read_published_versions(self._bus, self._subjects, self._policy)
+        versions = await publication.read_published_versions(self._bus, self._subjects, self._policy)  # type: ignore[attr-defined]
         await anyio.sleep(1)
         await self._appender.take_over(started)
         self.version = max(versions, default=-1)

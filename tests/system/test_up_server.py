@@ -50,11 +50,11 @@ async def test_a_server_whose_disk_was_full_is_started_again_when_there_is_room(
 
     async with hold_server_process(tmp_path) as file:
         before = address(file)
-        monkeypatch.setattr(server.shutil, "disk_usage", full)
+        monkeypatch.setattr(shutil, "disk_usage", full)
         write_full_disk_error(tmp_path)
         await looked.wait()
         assert address(file).pid == before.pid
-        monkeypatch.setattr(server.shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))
         write_full_disk_error(tmp_path)
         while address(file).pid == before.pid:  # noqa: ASYNC110
             await anyio.sleep(0.01)

@@ -23,7 +23,7 @@ def test_what_json_cannot_say_becomes_a_word_and_neither_an_error_nor_nothing() 
 
 
 def test_a_text_that_spells_a_number_is_no_number() -> None:
-    assert to_plain_number(np.float32(0.25)) == 0.25
+    assert to_plain_number(np.float32(0.25)) == 0.25  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         to_plain_number("0.25")  # type: ignore[arg-type]
 

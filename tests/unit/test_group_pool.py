@@ -220,8 +220,8 @@ def test_what_a_trained_group_leaves_out_is_told_of_by_the_entry_that_trains_it(
     for group in ("a", "b"):
         world.finish(group)
     taken = world.pool.take(2, 0)
-    for group in taken:
-        group.unusable[f"{group.group_id}-1"] = "image_missing"
+    for unusable in taken:
+        unusable.unusable[f"{unusable.group_id}-1"] = "image_missing"
     trained, excluded = world.pool.settle(taken)
     assert (trained, [each.episode_id for each in excluded]) == (["a-0", "b-0"], ["a-1", "b-1"])
 

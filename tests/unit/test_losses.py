@@ -102,7 +102,7 @@ def test_without_a_correction_the_ratio_is_taken_to_the_sampler_unless_told_othe
 
     losses = compute_token_losses(
         LossPlan(
-            old_policy=old_policy,
+            old_policy=old_policy,  # type: ignore[arg-type]
             clip=Clip(low=0.2, high=0.28),
         ),
         **given,
@@ -127,7 +127,7 @@ def test_a_dropped_token_still_counts_in_the_mean() -> None:
 def test_the_kl_is_added_to_every_token_and_pulls_to_the_reference_where_there_is_one(estimator: str) -> None:
     given = drawn(3)
     bare = compute_token_losses(LossPlan(), **given)
-    plan = LossPlan(kl_coefficient=0.1, kl_estimator=estimator)
+    plan = LossPlan(kl_coefficient=0.1, kl_estimator=estimator)  # type: ignore[arg-type]
 
     to_reference = compute_token_losses(plan, **given)
     to_sampler = compute_token_losses(plan, **{**given, "reference": None})
@@ -176,8 +176,8 @@ def test_the_kl_penalty_has_the_gradient_of_the_kl_itself() -> None:
 def test_numpy_and_torch_agree_on_every_combination(objective: str, rollout_correction: str, reduction: str) -> None:
     given = drawn(5)
     plan = LossPlan(
-        objective=objective,
-        rollout_correction=rollout_correction,
+        objective=objective,  # type: ignore[arg-type]
+        rollout_correction=rollout_correction,  # type: ignore[arg-type]
         reduction=reduction,  # type: ignore[arg-type]
         clip=Clip(low=0.2, high=0.28, dual=3.0),
         kl_coefficient=0.01,

@@ -51,8 +51,8 @@ def remove_template(folder: Path) -> None:
     file.write_text(json.dumps(told))
 
 
-def write_template(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "chat_template.jinja").write_text(text) and None
+def write_template(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
 
 
 def find_weights(folder: Path) -> Path:

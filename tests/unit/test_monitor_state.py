@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -57,7 +58,7 @@ class Log:
         self.add(SUBJECTS.task("default", episode), request, seconds)
 
     def claim(self, episode: str, attempt: int = 1, seconds: float = 0.0, worker: str = "e") -> None:
-        reason = "fresh" if attempt == 1 else "taken_over"
+        reason: Literal["fresh", "taken_over"] = "fresh" if attempt == 1 else "taken_over"
         claim = AttemptStarted(episode_id=episode, attempt=attempt, worker=worker, nonce="n", lane="e0", reason=reason)
         self.add(SUBJECTS.episode(episode), claim, seconds)
 

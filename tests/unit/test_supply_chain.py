@@ -35,7 +35,7 @@ def read_lock(name: str) -> dict[str, tuple[str, int]]:
         found = re.match(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==([^\s;]+)[^#]*?((?:\s+--hash=sha256:[0-9a-f]{64})+)\s*$", line)
         assert found, f"{name}.txt: not a version with its hashes: {line[:100]}"
         packages[canonicalize_name(found[1])] = (found[2], found[3].count("--hash"))
-    return packages
+    return packages  # type: ignore[return-value]
 
 
 def list_requirements(extras: list[str]) -> list[Requirement]:

@@ -189,7 +189,7 @@ def test_corrected_losses_are_trls(trainer: Any, numbers: Any, rollout_correctio
     bounded = (
         ratio.clamp(max=2.0) if rollout_correction.startswith("tis") else ratio.masked_fill((ratio < 0.5) | (ratio > 2.0), 0.0)
     )
-    plan = LossPlan(rollout_correction=rollout_correction, rollout_correction_low=0.5, rollout_correction_high=2.0)
+    plan = LossPlan(rollout_correction=rollout_correction, rollout_correction_low=0.5, rollout_correction_high=2.0)  # type: ignore[arg-type]
 
     found = theirs(trainer, numbers, use_vllm=True, vllm_importance_sampling_correction=True, ratio=bounded)
 

@@ -263,7 +263,7 @@ class FleetPlatform:
                 "first_created_at": TIME,
                 "last_created_at": TIME,
             }
-            for label in sorted(labels)
+            for label in sorted(labels, key=str)
         ]
         return self._refusal(request) or JSONResponse(runs)
 
