@@ -119,7 +119,7 @@ def build_sequence(
     return {name: _take_leaf(array, leaf, name, whole["loss_mask"]) for leaf in leaves[:1] for name, array in whole.items()}
 
 
-def _take_leaf(array: NDArray[Any], leaf: Leaf, name: str, mask: NDArray[np.bool_]) -> NDArray[Any]:
+def _take_leaf(array: NDArray[Any], leaf: Leaf, name: str, mask: NDArray[Any]) -> NDArray[Any]:
     """One field of a leaf; what an earlier leaf trains is masked as the trainer was given it."""
     repeated = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
     taken = array[leaf.places]
