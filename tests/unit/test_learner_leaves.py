@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from fleetbus_schemas import Action, EpisodeFinished, SegmentOrigin, VersionSpan
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
+from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
 from fleetbus_workers.learner.training_digest import digest_sequences
@@ -39,7 +41,7 @@ RESULT = EpisodeFinished(
 )
 
 
-def build(actions: list[Action], result: EpisodeFinished = RESULT) -> list:
+def build(actions: list[Action], result: EpisodeFinished = RESULT) -> list[TrainingSequence]:
     whole = build_sequence(result, actions, [0.5, 1.0, 2.0][: len(actions)], CreditPlan(), 1.0)
     return split_sequence(whole, list_leaves(actions))
 
@@ -68,9 +70,7 @@ def test_the_digest_of_an_episode_tells_of_each_of_its_leaves() -> None:
     assert set(digest_sequences(leaves)) == {"e"}
     doubled = leaves[1].loss_mask.copy()
     doubled[1] = True
-    forged = type(leaves[1])(
-        **{name: getattr(leaves[1], name) for name in leaves[1].__struct_fields__} | {"loss_mask": doubled}
-    )
+    forged = msgspec.structs.replace(leaves[1], loss_mask=doubled)
     digests = {digest_sequences(each)["e"] for each in ([leaves[0]], leaves, [leaves[0], forged], leaves[::-1])}
     assert len(digests) == 4
 

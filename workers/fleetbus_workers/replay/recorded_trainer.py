@@ -123,4 +123,4 @@ def _take_leaf(array: NDArray[Any], leaf: Leaf, name: str, mask: NDArray[Any]) -
     """One field of a leaf; what an earlier leaf trains is masked as the trainer was given it."""
     repeated = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
     taken = array[leaf.places]
-    return np.where(mask[leaf.places] & leaf.first, taken, repeated[name]) if name in repeated else taken
+    return np.where(mask[leaf.places].astype(bool) & leaf.first, taken, repeated[name]) if name in repeated else taken
