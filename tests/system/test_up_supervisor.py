@@ -14,6 +14,7 @@ import anyio
 import psutil
 import pytest
 
+from fleetbus_workers.up import supervisor
 from fleetbus_workers.up.process import ProcessPlan
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.supervisor import Supervisor, WorkerUnrecoverable
@@ -35,6 +36,22 @@ if behaviour == "parent":
 stamp("started")
 if behaviour == "finish":
     sys.exit(0)
+if behaviour == "writer":
+    def write(*_):
+        stamp("writing")
+        with open(os.path.join(folder, "checkpoint"), "ab", buffering=0) as file:
+            for _ in range(6):
+                file.write(b"x")
+                time.sleep(0.1)
+        leave()
+    signal.signal(signal.SIGTERM, write)
+if behaviour == "hung writer":
+    def write_once(*_):
+        open(os.path.join(folder, "checkpoint"), "ab").write(b"x")
+        stamp("writing")
+    signal.signal(signal.SIGTERM, write_once)
+    while True:
+        time.sleep(1)
 if behaviour == "crash":
     print("the last words of", name)
     sys.exit(3)
@@ -69,6 +86,7 @@ class Stage:
             command=command,
             log=self.folder / f"{name}.log",
             environment=os.environ,
+            output=(self.folder,) if "writer" in behaviour else (),
         )
 
     def fleet(self, *plans: ProcessPlan, final: str = "learner") -> Supervisor:
@@ -109,6 +127,32 @@ async def test_they_stop_stage_by_stage_and_nothing_is_left(tmp_path: Path) -> N
             await fleet.stop()
     assert stage.names("drained") == ["learner.0", "environment.0", "inference.0"]
     assert stage.running() == [] and stage.reports == []
+
+
+async def test_a_stop_waits_while_a_checkpoint_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "WRITING_SECONDS", 5.0)
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("learner", "writer", 0.3))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 1)
+            await fleet.stop()
+    assert stage.names("drained") == ["learner.0"] and (tmp_path / "checkpoint").stat().st_size == 6
+    assert stage.reports == ["learner is still writing; waiting until its files are complete"]
+
+
+async def test_who_stops_writing_without_ending_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "WRITING_SECONDS", 0.3)
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("learner", "hung writer", 1.0))
+    with anyio.fail_after(50):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 1)
+            await fleet.stop()
+    assert stage.names("drained") == [] and stage.running() == []
+    assert "was killed" in stage.reports[-1]
 
 
 async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_again(tmp_path: Path) -> None:

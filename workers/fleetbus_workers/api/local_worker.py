@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ class LocalWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     stop_limit_seconds: float
     log: Path
     work: LocalWork
+    output: Sequence[Path] = ()
 
     def start(self, number: int) -> AbstractAsyncContextManager[LocalWorker]:
         return _start(self, self.name if number == 0 else f"{self.name}-{number}")

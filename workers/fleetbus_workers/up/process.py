@@ -33,6 +33,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     command: Callable[[int], Sequence[str]]
     log: Path
     environment: Mapping[str, str]
+    output: Sequence[Path] = ()
 
     def start(self, number: int) -> AbstractAsyncContextManager[ChildProcess]:
         """See `start_process`."""

@@ -18,7 +18,8 @@ from fleetbus_workers.up.supervisor import Plan
 
 STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 4.5, "inference": 5.0}
 """Who asks stops first, who answers last. Each has a time of its own: to drain (`DRAIN_SECONDS`), to close, and for the end of
-its interpreter. A stop takes a second or two; 16 s with summary and server if everything hangs."""
+its interpreter. A stop takes a second or two; 16 s with summary and server if everything hangs, longer only while the
+learner writes a checkpoint."""
 
 SERVER_STOP_SECONDS = 2.0
 SERVER_GRACE_SECONDS = 1.0
@@ -90,6 +91,7 @@ def build_role_plans(
             command=_number_starts(commands[role], role, _format_worker_name(role, index, count)),
             log=folder.logs / f"{_format_worker_name(role, index, count)}.log",
             environment=build_role_variables(configuration, url, variables, threads),
+            output=(folder.checkpoints, folder.model) if role == "learner" else (),
         )
         for role, count, threads in counted
         for index in range(count)

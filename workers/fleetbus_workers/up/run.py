@@ -90,7 +90,8 @@ class Run:
         )
 
     async def run(self, progress: Progress, *, handle_signals: bool = True) -> RunResult:
-        """Start, watch, stop; returns within 16 s of the first signal, at once after the second."""
+        """Start, watch, stop; returns within 16 s of the first signal, later only while the learner writes, at once
+        after the second."""
         began = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             self._scope = tasks.cancel_scope

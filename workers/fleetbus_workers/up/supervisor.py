@@ -7,8 +7,9 @@ of one that never worked means that trying again is of no use.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -60,15 +61,34 @@ class Plan(Protocol):
     @property
     def log(self) -> Path: ...
 
+    @property
+    def output(self) -> Sequence[Path]:
+        """Folders into which it writes what must be whole, such as checkpoints."""
+
     def start(self, number: int) -> AbstractAsyncContextManager[Child]:
         """Its ``number``-th start, 0 first; leaving the block ends it."""
 
 
 Report = Callable[[str], None]
 
+WRITING_SECONDS = 10.0
+"""Whoever was writing when the stop limit ended goes on until nothing has grown for this long: a checkpoint of some gigabytes
+takes longer than any fixed limit, and is synced and hashed at its end."""
+
 
 def _compute_stop_limit(plan: Plan) -> float:
     return plan.stop_limit_seconds
+
+
+def _measure_output(folders: Sequence[Path]) -> dict[str, int]:
+    """Sizes of all files below the folders."""
+    found = {}
+    for folder in folders:
+        for place, _, names in os.walk(folder):
+            for name in names:
+                with suppress(OSError):  # it was renamed or removed just now
+                    found[os.path.join(place, name)] = os.stat(os.path.join(place, name)).st_size
+    return found
 
 
 class Supervisor:
@@ -92,15 +112,20 @@ class Supervisor:
                 tasks.start_soon(self._keep_running, plan)
 
     async def stop(self) -> None:
-        """SIGTERM in the order of their time limits, waiting for each until its limit, which begins then; then it is killed."""
+        """SIGTERM in the order of their time limits, waiting for each until its limit, which begins then, and while it
+        writes; then it is killed."""
         self._stopping = True
         for limit, same in groupby(sorted(self._plans, key=_compute_stop_limit), key=_compute_stop_limit):
-            names = [plan.name for plan in same]
+            plans = list(same)
+            names = [plan.name for plan in plans]
+            written = {plan.name: _measure_output(plan.output) for plan in plans}
             for name in names:
                 self._terminate(name)
             with anyio.move_on_after(limit):
                 for name in names:
                     await self._ended[name].wait()
+            for plan in plans:
+                await self._wait_while_writing(plan, written[plan.name])
             self._kill_stragglers(names)
 
     def kill(self) -> None:
@@ -114,6 +139,18 @@ class Supervisor:
             self._children[name].terminate()
         else:
             self._ended[name].set()
+
+    async def _wait_while_writing(self, plan: Plan, before: object) -> None:
+        """Return when the process has ended, or has written nothing: since ``before``, then for `WRITING_SECONDS`."""
+        ended = self._ended[plan.name]
+        is_reported = False
+        while not ended.is_set() and (now := _measure_output(plan.output)) != before:
+            if not is_reported:
+                self._report(f"{plan.name} is still writing; waiting until its files are complete")
+                is_reported = True
+            before = now
+            with anyio.move_on_after(WRITING_SECONDS):
+                await ended.wait()
 
     def _kill_stragglers(self, names: Sequence[str]) -> None:
         for name in names:
