@@ -16,6 +16,7 @@ FleetbusError
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 
 
@@ -87,6 +88,11 @@ class BusClosed(BusError):
 def is_bad_input(error: BaseException) -> bool:
     """True if the error is a `UserError`, or a group out of a task group that holds nothing else."""
     return all(isinstance(leaf, UserError) for leaf in iterate_leaves(error))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True if the disk, or this user's share of it, has no room for what was being written."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_taken_over(error: BaseException) -> bool:

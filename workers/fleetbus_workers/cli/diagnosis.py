@@ -91,10 +91,16 @@ def check_packages() -> Iterator[Finding]:
             yield Finding(name=extra, state="ok", detail=", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
+CPU_BUILD = (
+    "on Linux that is the CUDA build (up to 6 GB); without an NVIDIA GPU first "
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+)
+
+
 def check_torch() -> Finding:
     """Which build of torch, and whether it sees a GPU."""
     if importlib.util.find_spec("torch") is None:
-        return Finding(name="torch build", state="failed", detail="not installed: pip install 'fleetbus[torch]'")
+        return Finding(name="torch build", state="failed", detail=f"not installed: pip install 'fleetbus[torch]'; {CPU_BUILD}")
     import torch
 
     if torch.version.cuda is None:

@@ -1,6 +1,7 @@
 """The program: which commands there are, and how every way of ending becomes one exit code and at most one line.
 
-0 finished or drained · 1 crashed (with a traceback) · 2 bad input (one line, no traceback) · 130 interrupted.
+0 finished or drained · 1 crashed (with a traceback) · 2 bad input, or a package is missing (one line, no traceback) ·
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import click
 
-from fleetbus.errors import is_bad_input, iterate_leaves
+from fleetbus.errors import is_bad_input, is_disk_full, iterate_leaves
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
 from fleetbus_workers.terminal import escape_output
 
@@ -129,8 +130,19 @@ def _report(error: Exception) -> int:
     """Bad input is one line; anything else is a crash and shows where it happened, except a closed output pipe."""
     if is_bad_input(error):
         return _report_refusal(str(next(iterate_leaves(error))))
-    if all(isinstance(leaf, BrokenPipeError) for leaf in iterate_leaves(error)):
+    leaves = list(iterate_leaves(error))
+    if all(isinstance(leaf, BrokenPipeError) for leaf in leaves):
         return _close_stdout()
+    if full := next((leaf for leaf in leaves if is_disk_full(leaf)), None):
+        _report_refusal(f"the disk is full: {full}: free space, then repeat the command")
+        return CRASHED
+    if missing := next((leaf for leaf in leaves if isinstance(leaf, ModuleNotFoundError)), None):
+        from fleetbus_workers.cli.diagnosis import CPU_BUILD
+        from fleetbus_workers.cli.missing_packages import find_extra
+
+        if extra := find_extra(missing.name or ""):
+            note = f"; {CPU_BUILD}" if missing.name == "torch" else ""
+            return _report_refusal(f"this needs the package {missing.name}: pip install 'fleetbus[{extra}]'{note}")
     traceback.print_exception(error, file=sys.stderr)
     return CRASHED
 

@@ -12,10 +12,10 @@ from typing import Any
 import anyio
 import structlog
 
+from fleetbus.errors import is_disk_full
 from fleetbus.runtime import Runtime
 
 RETRY_SECONDS = 10.0
-FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 _MIN_FREE_BYTES = 1 << 20
 """With less free space than this, a failed write counts as a full disk whatever error the library raised."""
@@ -29,7 +29,7 @@ async def retry_while_disk_full(runtime: Runtime, function: Callable[..., Any], 
         try:
             return await runtime.offload(function, *arguments)
         except OSError as error:
-            if error.errno not in FULL_ERRNOS:
+            if not is_disk_full(error):
                 raise
             log.error("disk is full; waiting for free space", reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
