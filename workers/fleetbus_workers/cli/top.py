@@ -40,8 +40,8 @@ FIRST_LOOK_SECONDS = 2.5
 def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http: str, **values: Any) -> int:
     """Show a live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
 
-    Works at 80 columns and over SSH. Ctrl-C ends it. With --once the exit status is 0: the run works or has ended; 1: it is
-    stalled, with the reason; 2: bad input.
+    Works at 80 columns and over SSH. q or Ctrl-C ends it. With --once the exit status is 0: the run works or has ended; 1: it
+    is stalled, with the reason; 2: bad input.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
     address = build_address_resolver(configuration, nats_http)
@@ -118,12 +118,14 @@ async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) ->
     from rich.live import Live
 
     from fleetbus_workers.terminal import open_console
+    from fleetbus_workers.terminal_keys import read_keys
     from fleetbus_workers.top.view import screen
 
-    with Live("", console=open_console(), auto_refresh=False, screen=True) as live:
-        while True:
+    with read_keys() as keys, Live("", console=open_console(), auto_refresh=False, screen=True) as live:
+        while "q" not in keys().lower():
             live.update(screen(await look(), live.console), refresh=True)
             await anyio.sleep(DRAW_SECONDS)
+    return FINISHED
 
 
 def _print(shown: dict[str, Any], as_json: bool) -> None:
