@@ -11,7 +11,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.run_options import archive_option, reach_options
+from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.run_access.log_access import is_reachable, open_run
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ SHOWN_IDS = 10
 
 
 @click.command("audit")
-@click.argument("source", required=False, metavar="[RUN|FILE]")
+@source_argument
 @archive_option("; without a server it is audited alone")
 @click.option("--deep", is_flag=True, help="Prove that every trained episode is what was sampled; reads the log twice more")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")

@@ -10,7 +10,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.run_options import archive_option, reach_options
+from fleetbus_workers.cli.run_options import archive_option, reach_options, source_and_episode_arguments
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ SHOWN_FAILURES = 5
 
 
 @click.command("episodes")
-@click.argument("source", required=False, metavar="[RUN|FILE]")
-@click.argument("episode", required=False, metavar="[EPISODE]")
+@source_and_episode_arguments
 @click.option("--outcome", metavar="NAME", help="Only this outcome; `open` for those without one")
 @click.option("--error", metavar="TEXT", help="Only episodes whose error class contains this")
 @click.option("--split", type=click.Choice(["train", "eval"]), help="Only this split")

@@ -14,7 +14,7 @@ import anyio
 import click
 
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.run_options import archive_option, reach_options
+from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ OBJECT_SECONDS = 30.0
 
 
 @click.command("record")
-@click.argument("source", required=False, metavar="[RUN|FILE]")
+@source_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write (.fbrec)")
 @click.option("--follow", is_flag=True, help="Keep recording new entries until Ctrl-C or SIGTERM")
 @click.option("--episode", "episodes", multiple=True, metavar="ID", help="Only this episode; may be given several times")

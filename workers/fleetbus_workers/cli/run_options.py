@@ -27,23 +27,55 @@ def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_NAMED_RUN = "fleetbus.run"
+"""Where the context keeps what ``--run`` names, until the argument is read."""
+
+
 def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: the run as an argument, or as ``--run`` as for the commands that work; the function gets it as ``run``."""
+    return click.argument("run", required=False, metavar="[RUN]", callback=_choose_run)(_run_option(function))
 
-    def keep_named_run(context: click.Context, _: click.Parameter, value: str | None) -> None:
-        context.meta["fleetbus.run"] = value
 
-    def choose_run(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
-        named = context.meta.get("fleetbus.run")
-        if value is not None and named not in (None, value):
-            raise click.UsageError(f"two runs are named: {value} and --run {named}")
-        return value if value is not None else named
+def source_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: a run or a recording as an argument, or a run as ``--run``; the function gets it as ``source``."""
+    return click.argument("source", required=False, metavar="[RUN|FILE]", callback=_choose_run)(_run_option(function))
 
-    argument = click.argument("run", required=False, metavar="[RUN]", callback=choose_run)
-    option = click.option(
-        "--run", "named_run", metavar="RUN", is_eager=True, expose_value=False, callback=keep_named_run, help="The same as RUN"
-    )
-    return argument(option(function))
+
+def source_and_episode_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: as `source_argument`, and an ``episode`` after it, which is the only argument besides ``--run``."""
+
+    def choose_source(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
+        named: str | None = context.meta.get(_NAMED_RUN)
+        if named is None or value == named:
+            return value
+        context.meta["fleetbus.episode"] = value
+        return named
+
+    def choose_episode(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
+        before: str | None = context.meta.get("fleetbus.episode")
+        if before is not None and value is not None:
+            raise click.UsageError(f"two runs are named: {before} and --run {context.meta[_NAMED_RUN]}")
+        return value if value is not None else before
+
+    source = click.argument("source", required=False, metavar="[RUN|FILE]", callback=choose_source)
+    episode = click.argument("episode", required=False, metavar="[EPISODE]", callback=choose_episode)
+    return source(episode(_run_option(function)))
+
+
+def _run_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    def keep(context: click.Context, _: click.Parameter, value: str | None) -> None:
+        context.meta[_NAMED_RUN] = value
+
+    return click.option(
+        "--run", "named_run", metavar="RUN", is_eager=True, expose_value=False, callback=keep, help="The same as RUN"
+    )(function)
+
+
+def _choose_run(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
+    named: str | None = context.meta.get(_NAMED_RUN)
+    if value is not None and named not in (None, value):
+        raise click.UsageError(f"two runs are named: {value} and --run {named}")
+    return value if value is not None else named
 
 
 def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -16,7 +16,7 @@ import click
 
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
-from fleetbus_workers.cli.run_options import archive_option, reach_options
+from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @click.command("trace")
-@click.argument("source", required=False, metavar="[RUN|FILE]")
+@source_argument
 @click.option(
     "--otlp", metavar="URL", default="", help="OTLP/HTTP receiver, e.g. http://127.0.0.1:4318 (Collector, Jaeger, Tempo)"
 )
