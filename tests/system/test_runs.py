@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,40 @@ def test_nothing_is_removed_if_one_of_the_runs_may_not_be(said: Said, tmp_path: 
     for name in ("nobody", "link", "notes", "..", "../runs"):
         assert "fleetbus: " in said("rm", "stopped", name, "--yes", code=2)
     assert stopped.is_dir() and running.is_dir() and (folder / "notes").is_dir()
+
+
+def add_checkpoint(run: Path, step: int) -> None:
+    (run / "checkpoints" / f"l1-{step:06d}").mkdir(parents=True)
+
+
+def add_summary(run: Path, steps: int, end: float | None) -> None:
+    content = {
+        "optimizer_steps": steps,
+        "success_start": 0.25,
+        "success_end": end,
+        "finished": end is not None,
+        "signal": "flat",
+    }
+    (run / "summary.json").write_text(json.dumps(content))
+
+
+def test_a_result_that_training_went_past_is_not_shown_as_the_present_one(said: Said, tmp_path: Path) -> None:
+    run = make_run(tmp_path / ".fleetbus" / "runs", "a")
+    (run / "model").mkdir()
+    add_summary(run, 20, 0.75)
+    add_checkpoint(run, 20)
+    assert "finished" in said("list") and "25% → 75%" in said("list")
+    add_checkpoint(run, 30)  # by an `up` that was killed
+    (row,) = json.loads(said("list", "--json"))
+    assert (row["finished"], row["steps"], row["success_after"], row["signal"]) == (False, 30, None, "")
+    assert "stopped" in said("list") and "75%" not in said("list")
+
+
+def test_a_file_that_changes_deep_in_a_run_changes_the_run(said: Said, tmp_path: Path) -> None:
+    run = make_run(tmp_path / ".fleetbus" / "runs", "a")
+    os.utime(run / "nats" / "log", (4e9, 4e9))
+    (row,) = json.loads(said("list", "--json"))
+    assert row["changed"] == 4e9
 
 
 def test_without_a_yes_nothing_is_removed(said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

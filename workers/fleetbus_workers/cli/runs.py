@@ -15,7 +15,10 @@ from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
-    from fleetbus.config.run_folder import RunFolder
+    from fleetbus.config.settings import Configuration
+
+STEP_SECONDS = 3.0
+"""For asking the server of a run that is running for its last step."""
 
 
 def server_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,25 +138,60 @@ def _is_running(path: Path) -> bool:
 
 def _describe_run(path: Path) -> dict[str, Any]:
     from fleetbus.config.run_folder import RunFolder
+    from fleetbus_workers.learner.checkpoints import list_checkpoints
 
     run = RunFolder(path)
+    running, checkpoints = _is_running(path), list_checkpoints(run.checkpoints)
     summary = _read_json(run.summary)
+    reached = max((step for _, step, is_whole in checkpoints if is_whole), default=0)
+    is_current = not running and (summary.get("optimizer_steps") or 0) >= reached
+    result = summary if is_current else {}  # an `up` that was killed, or runs now, leaves that of the one before
+    steps = _read_step(path) if running else result.get("optimizer_steps")
+    changed = [_read_stat(folder, name, "st_mtime") for folder, _, names in os.walk(path) for name in names]
     return {
         "run": path.name,
-        "running": _is_running(path),
-        "changed": max((_read_stat(path, name, "st_mtime") for name in os.listdir(path)), default=0.0),
+        "running": running,
+        "changed": max(changed, default=0.0),
         "bytes": _measure_bytes(path),
         "model": run.model.is_dir(),
-        "checkpoints": _count_episodes(run),
-        "steps": summary.get("optimizer_steps"),
+        "finished": bool(result.get("finished")),
+        "checkpoints": len(checkpoints),
+        "steps": reached or None if steps is None else steps,
         "success_before": summary.get("success_start"),
-        "success_after": summary.get("success_end"),
-        "signal": summary.get("signal", ""),
+        "success_after": result.get("success_end"),
+        "signal": result.get("signal", ""),
     }
 
 
-def _count_episodes(run: RunFolder) -> int:
-    return sum(1 for _ in run.checkpoints.iterdir()) if run.checkpoints.is_dir() else 0
+def _read_step(path: Path) -> int | None:
+    """The last step in the log of a run that `up` drives now; None if its server does not tell in time."""
+    import anyio
+
+    from fleetbus.errors import FleetbusError
+
+    settings = {"run__name": path.name, "run__folder": str(path.parent)}
+    try:
+        return anyio.run(_ask_for_step, load_settings(settings).configuration)
+    except (FleetbusError, TimeoutError):
+        return None
+
+
+async def _ask_for_step(configuration: Configuration) -> int | None:
+    import anyio
+
+    from fleetbus_schemas import CheckpointStored, EvaluationFinished, LineageStarted, StepTrained, Subjects, TrainingFinished
+    from fleetbus_schemas.message import decode_any
+    from fleetbus_workers.run_access.log_access import open_run
+
+    with anyio.fail_after(STEP_SECONDS):
+        async with open_run(configuration, "look") as bus:
+            subject = Subjects(configuration.run.name).train(configuration.run.policy)
+            last = await bus.last(subject)
+            if last is None:
+                return None
+            types = (StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished, LineageStarted)
+            entry = decode_any(types, last.payload, subject=subject)
+            return entry.parent_step if isinstance(entry, LineageStarted) else int(getattr(entry, "step", 0))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -190,9 +228,9 @@ def _print(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         changed = datetime.datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
-        state = "running" if row["running"] else "finished" if row["model"] else "stopped"
+        state = "running" if row["running"] else "finished" if row["finished"] else "stopped"
         before, after = row["success_before"], row["success_after"]
-        success = "" if before is None or after is None else f"{before:.0%} → {after:.0%}"
+        success = "" if before is None else f"{before:.0%} → {'' if after is None else f'{after:.0%}'}".rstrip()
         steps = "" if row["steps"] is None else str(row["steps"])
         table.add_row(row["run"], state, changed, f"{row['bytes'] / 1e6:.1f} MB", steps, success)
     console = open_console(highlight=False, markup=False)
