@@ -25,7 +25,7 @@ from fleetbus_schemas import MAX_INLINE_BYTES, Task
 _NAMES: dict[str, tuple[str, ...]] = {
     "key": ("key", "task_key"),
     "prompt": ("prompt",),
-    "env": ("env_key", "env_id"),
+    "env": ("env_key", "env_id", "env"),
     "version": ("env_version", "version"),
     "modality": ("task_modality",),
     "env_variables": ("env_variables",),
@@ -292,7 +292,7 @@ def build_task_entry(task: Task) -> dict[str, Any]:
     entry = {
         "key": task.key,
         "prompt": task.prompt,
-        "env_id": task.env,
+        "env_key": task.env,
         "version": task.version,
         "task_modality": task.modality,
         "env_variables": task.env_variables,

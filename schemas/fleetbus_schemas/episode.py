@@ -22,7 +22,7 @@ GRADED: frozenset[str] = frozenset({"completed", "truncated"})
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an environment is to be opened with; one entry of a tasks file (Fleet JSON names in parentheses).
 
-    ``key`` (``key``/``task_key``), ``env`` (``env_key``/``env_id``), ``version`` (``env_version``/``version``),
+    ``key`` (``key``/``task_key``), ``env`` (``env_key``/``env_id``/``env``), ``version`` (``env_version``/``version``),
     ``verifier`` is Python source (``verifier_code``/``verifier_func``), ``config`` is whatever else the environment reads,
     ``dataset_version`` what the dataset is called that the task was read from (``v0.2``, or a hash of its bytes).
     """

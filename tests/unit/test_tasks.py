@@ -65,6 +65,14 @@ def test_other_names_of_the_same_fields_are_understood(tmp_path: Path) -> None:
     assert load_tasks(write(tmp_path, [entry])) == [Task(key="t", prompt="p", env="e", version="2", verifier="c")]
 
 
+@pytest.mark.parametrize("name", ["env_key", "env_id", "env"])
+def test_every_name_of_the_environment_is_understood_and_one_is_written(name: str, tmp_path: Path) -> None:
+    (task,) = load_tasks(write(tmp_path, [ENTRY | {name: "lakes"}]))
+    assert (task.env, task.config) == ("lakes", {})
+    dump_tasks([task], tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text())["tasks"][0]["env_key"] == "lakes"
+
+
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     tasks = [
         *build_train_tasks(3, seed=1),

@@ -14,7 +14,7 @@ def build_files(name: str, *, asynchronous: bool) -> dict[str, str]:
     files = {f"{name}.py": _ENVIRONMENT, f"test_{name}.py": _TEST}
     for mark, text in marks.items():
         files = {file: content.replace(mark, text) for file, content in files.items()}
-    tasks = [{"key": f"{name}-{seed}", "prompt": _PROMPT, "env_id": name, "seed": seed} for seed in range(40)]
+    tasks = [{"key": f"{name}-{seed}", "prompt": _PROMPT, "env_key": name, "seed": seed} for seed in range(40)]
     return files | {f"{name}_tasks.json": json.dumps({"tasks": tasks}, indent=1) + "\n"}
 
 
