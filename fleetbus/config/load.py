@@ -96,6 +96,16 @@ def dump_configuration(configuration: Configuration) -> bytes:
     return msgspec.json.format(msgspec.json.encode(tables), indent=2) + b"\n"
 
 
+def flatten_configuration(configuration: Configuration) -> dict[str, Any]:
+    """The same by name (``learner.steps``), for dashboards; several values of one setting are one text."""
+    shared = msgspec.json.decode(dump_configuration(configuration))
+    return {
+        f"{table}.{key}": ", ".join(map(str, value)) if isinstance(value, list) else value
+        for table, values in shared.items()
+        for key, value in values.items()
+    }
+
+
 def strip_credentials(url: str) -> str:
     """``url`` (or several, comma separated) without user names, passwords and tokens."""
     return _CREDENTIALS.sub("", url)

@@ -10,6 +10,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from typing import Any
 import pytest
 
 from fleetbus.errors import UserError
-from fleetbus.metrics.sinks import open_sinks
-from fleetbus_schemas import LineageStarted, Message, StepTrained, Subjects, encode
-from fleetbus_workers.metrics.collect import collect, iterate_step_values
+from fleetbus.metrics.sinks import group_names, open_sinks
+from fleetbus_schemas import EvaluationFinished, LineageStarted, Message, StepTrained, Subjects, encode
+from fleetbus_workers.metrics.collect import collect, iterate_evaluation_values, iterate_step_values
 from fleetbus_workers.overview.jetstream import ServerView
 from fleetbus_workers.overview.run_observer import LogHealth
 from fleetbus_workers.overview.state import RunState
@@ -60,8 +61,13 @@ RESUMED = fold(
 )
 
 
+CONFIGURATION = {"learner.steps": 9, "run.name": "r"}
+
+
 def exported(state: RunState, **where: Any) -> None:
-    with open_sinks(run="r", **where) as sinks:
+    with open_sinks(run="r", configuration=CONFIGURATION, **where) as sinks:
+        for each in iterate_evaluation_values(state, set()):
+            sinks.write(*each)
         for number, seconds, values in iterate_step_values(state, set()):
             sinks.write(number, seconds, values)
 
@@ -72,6 +78,36 @@ def expected(state: RunState) -> list[dict[str, float]]:
 
 def lines(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def evaluated(name: str, success: float, graded: int = 4) -> EvaluationFinished:
+    return EvaluationFinished(
+        lineage="a",
+        step=0,
+        version=0,
+        name=name,
+        episodes=4,
+        graded=graded,
+        success=success,
+        mean_reward=success,
+        temperature=0.0 if name.endswith("greedy") else 1.0,
+    )
+
+
+def test_names_are_grouped() -> None:
+    grouped = group_names({"reward": 0.5, "seconds_wait": 1.0, "staleness_max": 2.0, "version": 3.0})
+    assert set(grouped) == {"train/reward", "time/wait", "staleness/max", "train/version"}
+    assert group_names({"success": 1.0}, "end") == {"eval/success": 1.0}
+    assert group_names({"success": 1.0}, "end_greedy") == {"eval_greedy/success": 1.0}
+
+
+def test_held_out_results_are_rows_and_one_without_a_grade_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    state = fold(LineageStarted(lineage="a", worker="l"), evaluated("start", 0.25), evaluated("step0", 0.0, graded=0))
+    exported(state, jsonl=file)
+    exported(state, jsonl=file)
+    (row,) = lines(file)
+    assert (row["evaluation"], row["success"], row["graded"], row["step"]) == ("start", 0.25, 4, 0) and row["time"] > 1e9
 
 
 def test_json_lines_have_the_numbers_that_prometheus_has(tmp_path: Path) -> None:
@@ -133,9 +169,11 @@ def test_tensorboard_has_them_as_scalars(tmp_path: Path) -> None:
 
     exported(STATE, tensorboard=tmp_path)
     found = EventAccumulator(str(tmp_path)).Reload()
-    wanted = expected(STATE)
-    assert set(found.Tags()["tensors"]) == set(wanted[-1]) - {"step", "time"}
-    for name in found.Tags()["tensors"]:
+    wanted = [each | group_names(each) for each in expected(STATE)]
+    names = set(group_names(expected(STATE)[-1])) - {"train/step", "train/time"}
+    assert set(found.Tags()["tensors"]) == names | {"configuration"}
+    assert b"| learner.steps | 9 |" in found.Tensors("configuration")[0].tensor_proto.string_val[0]
+    for name in names:
         assert found.SummaryMetadata(name).plugin_data.plugin_name == "scalars"
         events = found.Tensors(name)
         assert [(event.step, event.wall_time) for event in events] == [(each["step"], each["time"]) for each in wanted]
@@ -159,13 +197,25 @@ def test_wandb_has_them_in_its_history(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WANDB_SILENT", "true")
     exported(RESUMED, wandb="a-project", jsonl=tmp_path / "metrics.jsonl")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    records = [wandb_internal_pb2.Record.FromString(record) for record in leveldb_records(file.read_bytes()[7:])]
+    records: list[Any] = []
+    ends = time.monotonic() + 30
+    while not any(record.WhichOneof("record_type") == "exit" for record in records):  # its service writes after `finish`
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+        records = [wandb_internal_pb2.Record.FromString(record) for record in leveldb_records(file.read_bytes()[7:])]
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
     assert (run.project, run.display_name) == ("a-project", "r")
     history = [record.history for record in records if record.WhichOneof("record_type") == "history"]
     kept = [{(item.key or item.nested_key[0]): json.loads(item.value_json) for item in each.item} for each in history]
-    numbers = [{name: value for name, value in each.items() if not name.startswith("_")} for each in kept]
-    assert numbers == lines(tmp_path / "metrics.jsonl") == expected(RESUMED)
+    numbers = [{name.rpartition("/")[2]: value for name, value in each.items() if not name.startswith("_")} for each in kept]
+    assert all(set(group_names({"loss": 0.0})) <= set(each) for each in kept), "grouped names"
+    grouped = [
+        {name.removeprefix("seconds_").removeprefix("staleness_"): each[name] for name in each} for each in expected(RESUMED)
+    ]
+    assert numbers == grouped and lines(tmp_path / "metrics.jsonl") == expected(RESUMED)
+    settings = {item.key: json.loads(item.value_json) for record in records for item in record.config.update}
+    settings |= {item.key: json.loads(item.value_json) for record in records for item in record.run.config.update}
+    assert settings["learner.steps"] == 9
     assert [each["step"] for each in numbers] == [1, 2]
     assert not [record for record in records if record.WhichOneof("record_type") in ("stats", "output_raw")]
 

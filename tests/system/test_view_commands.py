@@ -72,8 +72,10 @@ def test_metrics_of_a_finished_run_go_to_a_file(server: Any, tmp_path: Path, cap
     file = tmp_path / "metrics.jsonl"
     read_stdout(capsys, "metrics", RUN, "--nats", server.url, "--port", "-1", "--jsonl", str(file), "--until-finished")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all("reward" in line and "loss" in line for line in lines)
+    steps = [line for line in lines if "evaluation" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all("reward" in line and "loss" in line for line in steps)
+    assert [line["evaluation"] for line in lines if line not in steps] == ["start", "end", "end_greedy"]
 
 
 def test_a_run_that_nobody_serves_has_no_sessions(server: Any, capsys: Any) -> None:

@@ -76,16 +76,25 @@ async def _export(
     nats_http: Callable[[], str | None],
     until_finished: bool,
 ) -> None:
+    from fleetbus.config.load import flatten_configuration
+    from fleetbus.config.run_folder import run_folder
     from fleetbus.metrics.sinks import open_sinks
     from fleetbus_schemas import Subjects
-    from fleetbus_workers.metrics.collect import collect, iterate_step_values
+    from fleetbus_workers.metrics.collect import collect, iterate_evaluation_values, iterate_step_values
     from fleetbus_workers.overview.jetstream import fetch_server_view
     from fleetbus_workers.overview.run_observer import RunObserver
     from fleetbus_workers.overview.state import RunState
     from fleetbus_workers.watchdog import find_stalls
 
     run, state = configuration.run.name, RunState(configuration.learner.steps)
-    opening = open_sinks(run=run, jsonl=jsonl, tensorboard=tensorboard, wandb=wandb)
+    opening = open_sinks(
+        run=run,
+        jsonl=jsonl,
+        tensorboard=tensorboard,
+        wandb=wandb,
+        configuration=flatten_configuration(configuration),
+        folder=run_folder(configuration.run).path,
+    )
     async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
         await tasks.start(_stop_on_signal, tasks.cancel_scope)
         with ExitStack() as stack:
@@ -94,6 +103,7 @@ async def _export(
             watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
             tasks.start_soon(watch.run)
             written: set[tuple[str, int]] = set()
+            evaluated: set[tuple[str, str]] = set()
             while True:
                 await anyio.sleep(EVERY_SECONDS)
                 server = await fetch_server_view(bus, run, nats_http())
@@ -104,6 +114,8 @@ async def _export(
                 publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
                 for step, time_seconds, values in iterate_step_values(state, written):
                     await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
+                for evaluation in iterate_evaluation_values(state, evaluated):
+                    await anyio.to_thread.run_sync(sinks.write, *evaluation)
                 if until_finished and state.training.is_finished and not watch.is_behind(now):
                     break
         tasks.cancel_scope.cancel()

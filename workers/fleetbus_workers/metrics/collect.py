@@ -40,6 +40,19 @@ def collect(
     ]
 
 
+def iterate_evaluation_values(
+    state: RunState, written: set[tuple[str, str]]
+) -> Iterable[tuple[int, float, dict[str, float], str]]:
+    """Step, Unix time, results and name of the surviving lineages' evaluations that are not ``written`` yet, and are from now
+    on. ``written`` are lineages and names. One without any grade has no results."""
+    for point in state.training.evaluations:
+        if (point.lineage, point.name) not in written:
+            written.add((point.lineage, point.name))
+            if point.graded:
+                values = {"success": point.success, "mean_reward": point.mean_reward, "graded": float(point.graded)}
+                yield point.step, point.time_ns / 1e9, values, point.name
+
+
 def iterate_step_values(state: RunState, written: set[tuple[str, int]]) -> Iterable[tuple[int, float, dict[str, float]]]:
     """Step, Unix time and metrics of the surviving lineage's steps that are not ``written`` yet, and are from now on.
 

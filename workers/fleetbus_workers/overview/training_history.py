@@ -39,6 +39,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float
     graded: int
     temperature: float
+    time_ns: int = 0
 
 
 class TrainingEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,8 @@ class TrainingHistory:
                 )
                 self._add(point)
             case EvaluationFinished():
-                self._add(EvaluationPoint(**{name: getattr(message, name) for name in EvaluationPoint.__struct_fields__}))
+                names = [name for name in EvaluationPoint.__struct_fields__ if name != "time_ns"]
+                self._add(EvaluationPoint(**{name: getattr(message, name) for name in names}, time_ns=time_ns))
             case TrainingFinished():
                 self._add(TrainingEnd(step=message.step, lineage=message.lineage, reasons=_count_reasons(message)))
 
