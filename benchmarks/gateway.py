@@ -34,7 +34,8 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,27 +99,31 @@ def serve_painter(port: int) -> None:
 
 
 @asynccontextmanager
-async def serve_bus_environment(kind: str, environment: str) -> AsyncIterator[tuple[str, Serving]]:
-    """The address of a gateway, and the processes behind it."""
+async def serve_bus_environment(kind: str, environment: str, *, in_process: bool = False) -> AsyncIterator[tuple[str, Serving]]:
+    """The address of a gateway, and the processes behind it; ``in_process``: the gateway runs the environments itself."""
     port = free_port()
     async with temporary_server() as url, connect(url, run=RUN) as bus:
         await bus.declare(plan_run(RUN))
         (server,) = (child for child in psutil.Process().children() if "nats-server" in child.name())
-        common = ("--nats", url, "--run", RUN, "--log-level", "warning")
-        with running("-m", "fleetbus_workers.cli", "environment", "--environment", environment, *common) as worker:
-            with running("-m", "fleetbus_workers.cli", "gateway", kind, "--port", str(port), *common) as gateway:
-                with anyio.fail_after(START_SECONDS):
-                    async with bus.read([Subjects(RUN).life("*", "*")]) as reader:
-                        for _ in range(2):
-                            await reader.receive()
-                yield f"http://127.0.0.1:{port}", {"gateway": gateway.pid, "environment": worker.pid, "nats": server.pid}
+        common = ("--nats", url, "--run", RUN, "--log-level", "warning", "--environment", environment)
+        serve = ("gateway", kind, "--port", str(port), *(["--in-process"] if in_process else []))
+        with ExitStack() as stack:
+            serving = {"nats": server.pid}
+            for name, command in ({"gateway": serve} | ({} if in_process else {"environment": ("environment",)})).items():
+                started = running("-m", "fleetbus_workers.cli", *command, *common)
+                serving[name] = stack.enter_context(started).pid
+            with anyio.fail_after(START_SECONDS):
+                async with bus.read([Subjects(RUN).life("*", "*")]) as reader:
+                    for _ in range(2):
+                        await reader.receive()
+            yield f"http://127.0.0.1:{port}", serving
 
 
 @asynccontextmanager
 async def serve_openenv(python: str) -> AsyncIterator[tuple[str, Serving]]:
     """The real OpenEnv server."""
     port = free_port()
-    with running(str(Path(__file__).with_name("openenv_painted.py")), str(port), python=python) as process:
+    with running(str(Path(__file__).with_name("openenv_image_server.py")), str(port), python=python) as process:
         yield await wait_until_answering(port), {"server": process.pid}
 
 
@@ -285,8 +290,16 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="cases whose name has this in it, as in 'gym' or '512'")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="the output is JSON in any case")
+    parser.add_argument("--real-clients", action="store_true", help="other projects' clients: our gateways, their servers")
+    parser.add_argument("--separate", action="store_true", help="with --real-clients: the worker in a process of its own")
+    parser.add_argument("--rounds", type=int, default=7, help="turns that each server has with --real-clients")
     options = parser.parse_args()
     if options.serve:
         serve_painter(options.serve)
+    elif options.real_clients:
+        from benchmarks import gateway_peers
+
+        compare = partial(gateway_peers.main, options.rounds, options.only, in_process=not options.separate)
+        anyio.run(compare, backend_options={"use_uvloop": True})
     else:
         anyio.run(main, parse_plan(options.clients, options.turns), options.only, backend_options={"use_uvloop": True})

@@ -44,4 +44,4 @@ class ImageEnvironment(gymnasium.Env[int, int]):
 
 
 if ID not in gymnasium.registry:
-    gymnasium.register(id=ID, entry_point="benchmarks.image_environment:Painted", disable_env_checker=True)
+    gymnasium.register(id=ID, entry_point="benchmarks.image_environment:ImageEnvironment", disable_env_checker=True)

@@ -1,4 +1,4 @@
-"""The real OpenEnv server beside the gateway, for the Python that has `openenv`: ``python openenv_painted.py PORT``.
+"""The real OpenEnv server beside the gateway, for the Python that has `openenv`: ``python openenv_image_server.py PORT``.
 
 It answers at once, with a text, or with a text and a PNG in base64 whose size the reset names. Not a part of fleetbus.
 """

@@ -1,4 +1,4 @@
-"""The plain OpenEnv client at its own pace, for a Python that has `openenv`: ``python openenv_plain.py URL SESSIONS``.
+"""The plain OpenEnv client at its own pace, for a Python that has `openenv`: ``python openenv_plain_client.py URL SESSIONS``.
 
 Connects, prints ``ready``, and for each number of seconds that it reads prints the steps per second it made meanwhile.
 `openenv_steps.py` runs it beside fleetbus's adapter.

@@ -25,7 +25,7 @@ from fleetbus_workers.environment.adapters.openenv.environment import OpenEnvEnv
 from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
 from tests.support.openenv_process import openenv_python, openenv_server
 
-PLAIN = Path(__file__).with_name("openenv_plain.py")
+PLAIN = Path(__file__).with_name("openenv_plain_client.py")
 
 
 async def measure_rounds(url: str, sessions: int, seconds: float, rounds: int) -> list[dict[str, float]]:

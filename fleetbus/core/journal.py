@@ -19,6 +19,8 @@ class Journal(msgspec.Struct, kw_only=True):
     claim: SessionClaimed | None = None
     records: list[SessionRecorded] = msgspec.field(default_factory=list)
     ended: SessionEnded | None = None
+    recorded: dict[str, SessionRecorded] = msgspec.field(default_factory=dict)
+    """The newest of `records` by the key of its call: every call is looked up, however long the session is."""
 
     @property
     def next_number(self) -> int:
@@ -35,6 +37,7 @@ class Journal(msgspec.Struct, kw_only=True):
                 self.claim = entry
             case SessionRecorded():
                 self.records.append(entry)
+                self.recorded[entry.call.key] = entry
                 self.ended = _find_end(entry)
             case SessionEnded():
                 self.ended = entry
@@ -45,9 +48,9 @@ class Journal(msgspec.Struct, kw_only=True):
 
     def answer(self, call: SessionCall) -> SessionAnswer | None:
         """What this call is answered without executing anything: stored, refused, or None if it is to be executed."""
-        for record in reversed(self.records):
-            if record.call.key == call.key:
-                return record.answer if is_same_call(record.call, call) else build_refusal(call, "conflict", _CONFLICT)
+        record = self.recorded.get(call.key)
+        if record is not None:
+            return record.answer if is_same_call(record.call, call) else build_refusal(call, "conflict", _CONFLICT)
         if self.ended is not None:
             return self._answer_after_end(call, self.ended)
         if 0 <= call.number != self.next_number:

@@ -89,11 +89,11 @@ class Faults:
 
 
 @asynccontextmanager
-async def faulty_run(folder: Path, kind: str) -> AsyncIterator[tuple[Faults, str]]:
+async def faulty_run(folder: Path, kind: str, *options: str) -> AsyncIterator[tuple[Faults, str]]:
     """Workers, a gateway of that kind (empty: none), and the address at which a client finds it through a relay."""
     async with start_processes(folder, seconds=280) as fleet:
         port = free_port()
-        gateway = ("gateway", kind, "--port", str(port)) if kind else ()
+        gateway = ("gateway", kind, "--port", str(port), "--environment", ENVIRONMENT, *options) if kind else ()
         relay = Relay(f"http://127.0.0.1:{port}" if kind else fleet.url)
         async with relay.running():
             faults = Faults(fleet, relay, gateway=gateway)
@@ -135,15 +135,21 @@ async def check(faults: Faults, episodes: list[dict[str, Any]], record_property:
     assert len(faults.done) >= MIN_FAULTS, "the episodes were over before the faults came"
 
 
-async def test_the_openenv_client_loses_and_doubles_no_step(tmp_path: Path, record_property: Any) -> None:
-    async with faulty_run(tmp_path, "openenv") as (faults, url):
+@pytest.mark.parametrize("options", [(), ("--in-process",)], ids=["separate workers", "workers and in process"])
+async def test_the_openenv_client_loses_and_doubles_no_step(
+    tmp_path: Path, record_property: Any, options: tuple[str, ...]
+) -> None:
+    async with faulty_run(tmp_path, "openenv", *options) as (faults, url):
         episodes = await play(find_python("openenv"), "play_openenv.py", {"url": url}, faults)
         await check(faults, episodes, record_property)
 
 
 @pytest.mark.skipif("VAGEN_CHECKOUT" not in os.environ, reason="VAGEN_CHECKOUT names a checkout of github.com/mll-lab-nu/VAGEN")
-async def test_the_vagen_client_loses_and_doubles_no_step(tmp_path: Path, record_property: Any) -> None:
-    async with faulty_run(tmp_path, "gym") as (faults, url):
+@pytest.mark.parametrize("options", [(), ("--in-process",)], ids=["separate workers", "workers and in process"])
+async def test_the_vagen_client_loses_and_doubles_no_step(
+    tmp_path: Path, record_property: Any, options: tuple[str, ...]
+) -> None:
+    async with faulty_run(tmp_path, "gym", *options) as (faults, url):
         episodes = await play(find_python("vagen"), "play_vagen.py", {"url": url}, faults)
         await check(faults, episodes, record_property)
 

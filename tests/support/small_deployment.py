@@ -55,6 +55,7 @@ from fleetbus_schemas.message import M
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.environment.episode.stages import find_root_cause
+from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.base import Sampler, Template
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
@@ -146,7 +147,12 @@ class SmallDeployment:
     # Workers
 
     def environment(
-        self, name: str, *, make: Callable[[], Environment] = ScriptedEnvironment, slots: int | None = None
+        self,
+        name: str,
+        *,
+        make: Callable[[], Environment] = ScriptedEnvironment,
+        slots: int | None = None,
+        on_hosting: Callable[[SessionHost], None] = lambda _: None,
     ) -> Member:
         settings = self.configuration.environment
         settings = msgspec.structs.replace(settings, slots=slots or settings.slots)
@@ -154,7 +160,13 @@ class SmallDeployment:
 
         async def work(member: Member, bus: Bus) -> None:
             await run_environment(
-                bus, configuration=configuration, name=name, drain=member.drain, make=make, runtime=self.runtime
+                bus,
+                configuration=configuration,
+                name=name,
+                drain=member.drain,
+                make=make,
+                runtime=self.runtime,
+                on_hosting=on_hosting,
             )
 
         return self.start("environment", name, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from fleetbus_workers.environment.worker import run_environment
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
+    from fleetbus_workers.environment.images.observation import StoreImage
+    from fleetbus_workers.environment.stepwise.host import SessionHost
 
 
 async def work(
@@ -24,13 +27,18 @@ async def work(
     drain: anyio.Event,
     *,
     watch: AbstractAsyncContextManager[None] | None = None,
+    keep_image: Callable[[StoreImage], StoreImage] = lambda store: store,
+    on_hosting: Callable[[SessionHost], None] = lambda _: None,
 ) -> None:
-    """Play episodes in the environments that ``run.environment`` names, until drained; ``watch`` is entered around the play."""
+    """Play episodes in the environments that ``run.environment`` names, until drained; ``watch`` is entered around the play,
+    ``keep_image`` is put before the store of images, ``on_hosting`` is called when step-wise sessions are served."""
     store_image = build_run_image_store(bus, configuration) if configuration.environment.images else None
+    if store_image is not None:
+        store_image = keep_image(store_image)
     required = configuration.environment.sandbox == "required"
     environments = open_environments(configuration, store_image=store_image, required=required)
     async with environments as factory, watch or nullcontext():
-        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
+        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory, on_hosting=on_hosting)
 
 
 async def work_with(factory: EnvironmentFactory, bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:

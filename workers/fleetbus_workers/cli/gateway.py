@@ -15,6 +15,7 @@ from fleetbus.errors import UserError
 from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SECONDS, SECONDS_OR_NONE, SettingsCommand, settings_options
 from fleetbus_workers.cli.role import role_options, run_role
+from fleetbus_workers.run_access.server_address import resolve_server_url
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fleetbus_workers.serving.browser_guard import GuardSettings
 
     Entered = Callable[[], AbstractAsyncContextManager[SessionClient]]
+    BuildLoader = Callable[[SessionClient], LoadImage | None]
 
 
 def browser_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,6 +35,12 @@ def browser_options(function: Callable[..., Any]) -> Callable[..., Any]:
         "--allow-origin", multiple=True, metavar="URL", help="Let pages of this origin call, as https://my.page"
     )
     return host(origin(function))
+
+
+def in_process_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the option of `_build_gateway_work`."""
+    text = "Run the environments that --environment names in this process: faster on one machine"
+    return click.option("--in-process", is_flag=True, help=text)(function)
 
 
 def _pop_guard(host: str, values: dict[str, Any]) -> GuardSettings:
@@ -66,9 +74,10 @@ def command() -> None:
 @click.option("--image-format", envvar="GYM_IMAGE_FORMAT", default="PNG", show_default=True, help="PNG, JPEG, WEBP, ...")
 @click.option("--image-mime", envvar="GYM_IMAGE_MIME", default="", help="Media type of images (default: that of the format)")
 @click.option("--image-quality", type=click.IntRange(0, 100), default=0, help="For JPEG and WEBP; 0: Pillow's default")
+@in_process_option
 @browser_options
 @role_options
-@settings_options("run", "nats", "log")
+@settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
 def gym(host: str, port: int, **values: Any) -> int:
     """Serve the remote-gym protocol (multipart over HTTP) to GymImageEnvClient and similar clients.
 
@@ -78,12 +87,13 @@ def gym(host: str, port: int, **values: Any) -> int:
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
     given["guard"] = _pop_guard(host, values)
+    in_process = values.pop("in_process")
     image = [values.pop(f"image_{name}") for name in ("format", "mime", "quality")]
     from fleetbus_workers.serving.listeners import is_loopback
 
     if not is_loopback(host) and not given["api_key"]:
         raise UserError(f"--host {host} is reachable from other machines: set GYM_API_KEY to the key that clients have to send")
-    return run_role("gateway", partial(_load_gym, host, port, given, image), values)
+    return run_role("gateway", partial(_load_gym, host, port, given, image, in_process), values)
 
 
 @command.command("openenv", cls=SettingsCommand)
@@ -95,9 +105,10 @@ def gym(host: str, port: int, **values: Any) -> int:
 @click.option("--session-timeout", type=SECONDS, default=1800.0, help="Seconds without a call until a named session is closed")
 @click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to reconnect")
 @click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine without OPENENV_TOKEN")
+@in_process_option
 @browser_options
 @role_options
-@settings_options("run", "nats", "log")
+@settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
 def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     """Serve the OpenEnv protocol (WebSocket /ws) to EnvClient and similar clients.
 
@@ -106,6 +117,7 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     OPENENV_TOKEN is set, clients have to send its value: EnvClient(headers={"Authorization": "Bearer ..."}).
     """
     given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
+    in_process = values.pop("in_process")
     given["token"] = os.environ.get("OPENENV_TOKEN", "")
     given["guard"] = _pop_guard(host, values)
     from fleetbus_workers.serving.listeners import is_loopback
@@ -115,15 +127,13 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
             f"--host {host} is reachable from other machines without a token: set OPENENV_TOKEN to the token "
             "that clients have to send, or add --open-to-others to allow it"
         )
-    return run_role("gateway", partial(_load_openenv, host, port, given), values)
+    return run_role("gateway", partial(_load_openenv, host, port, given, in_process), values)
 
 
-def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any]) -> Work:
+def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any], in_process: bool) -> Work:
     from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
     from fleetbus_workers.gateway.gym_methods import GymCalls
     from fleetbus_workers.gateway.image_format import parse_image_format
-    from fleetbus_workers.gateway.images import build_image_loader
-    from fleetbus_workers.weights.store import get_object_store
 
     settings = GymSettings(**given)
     try:
@@ -131,59 +141,76 @@ def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any]) -> 
     except ValueError as error:
         raise UserError(str(error)) from error
 
-    def application(entered: Entered) -> Any:
+    def application(entered: Entered, build_loader: BuildLoader) -> Any:
         @asynccontextmanager
         async def open_calls() -> AsyncIterator[GymCalls]:
             async with entered() as client:
-                objects = get_object_store(client.bus, client.subjects.run)
                 yield GymCalls(
                     client,
                     call_seconds=settings.call_seconds,
                     max_sessions=settings.max_sessions,
-                    load=build_image_loader(objects) if objects else None,
+                    load=build_loader(client),
                     images=images,
                 )
 
         return GymGateway(open_calls, settings).application()
 
-    return _build_gateway_work(host, port, application)
+    return _build_gateway_work(host, port, application, in_process)
 
 
-def _load_openenv(host: str, port: int, given: dict[str, Any]) -> Work:
-    from fleetbus_workers.gateway.images import build_image_loader
+def _load_openenv(host: str, port: int, given: dict[str, Any], in_process: bool) -> Work:
     from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-    from fleetbus_workers.weights.store import get_object_store
 
     settings = OpenEnvSettings(**given)
 
-    def build_loader(client: SessionClient) -> LoadImage | None:
-        objects = get_object_store(client.bus, client.subjects.run)
-        return build_image_loader(objects) if objects else None
+    def application(entered: Entered, build_loader: BuildLoader) -> Any:
+        return OpenEnvGateway(entered, settings, build_loader=build_loader).application()
 
-    return _build_gateway_work(
-        host, port, lambda entered: OpenEnvGateway(entered, settings, build_loader=build_loader).application()
-    )
+    return _build_gateway_work(host, port, application, in_process)
 
 
-def _build_gateway_work(host: str, port: int, application: Callable[[Entered], Any]) -> Work:
-    """A role that serves an application over the sessions of the run; the port is taken before anything else happens."""
+def _build_gateway_work(host: str, port: int, application: Callable[[Entered, BuildLoader], Any], in_process: bool) -> Work:
+    """A role that serves an application over the sessions of the run; the port is taken before anything else happens. With
+    ``in_process`` the environments of the configuration are run here as well."""
     import structlog
 
     from fleetbus.client.sessions import sessions
     from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
     from fleetbus_schemas import Heartbeat, Subjects
+    from fleetbus_workers.gateway.images import InMemoryImageStore, build_image_loader
     from fleetbus_workers.gateway.serve import serve
     from fleetbus_workers.serving.listeners import bind, format_host
+    from fleetbus_workers.weights.store import get_object_store
+
+    if in_process:
+        from fleetbus_workers.assembly.hosted_environments import host_environments
 
     listener = bind(host, port)
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
         subjects = Subjects(configuration.run.name)
+        images = InMemoryImageStore()
+
+        @asynccontextmanager
+        async def open_client() -> AsyncIterator[SessionClient]:
+            async with sessions(bus, subjects) as client:
+                if not in_process:
+                    yield client
+                    return
+                url = resolve_server_url(configuration)
+                hosted = host_environments(client, configuration, worker=f"{name}-hosted", url=url, keep_image=images.before)
+                async with hosted:
+                    yield client
+
+        def build_loader(client: SessionClient) -> LoadImage | None:
+            objects = get_object_store(client.bus, client.subjects.run)
+            return images.load_before(build_image_loader(objects)) if objects else None
+
         lifecycle = WorkerLifecycle(
             bus, subjects, role="gateway", worker=name, beat=lambda: Heartbeat(role="gateway", worker=name), lane=None
         )
         async with run_lifecycle(lifecycle, bus, None, slots=0):
             structlog.get_logger().info("listening", url=f"http://{format_host(host)}:{listener.getsockname()[1]}")
-            await serve(application(lambda: sessions(bus, subjects)), listener, drain)
+            await serve(application(open_client, build_loader), listener, drain)
 
     return work

@@ -33,7 +33,15 @@ class EnvironmentWorker:
     """One worker on one lane. ``drain`` set from outside, or by a control request, ends `run` in an orderly way."""
 
     def __init__(
-        self, bus: Bus, *, configuration: Configuration, name: str, drain: anyio.Event, lane: Lane, context: WorkerContext
+        self,
+        bus: Bus,
+        *,
+        configuration: Configuration,
+        name: str,
+        drain: anyio.Event,
+        lane: Lane,
+        context: WorkerContext,
+        on_hosting: Callable[[SessionHost], None] = lambda _: None,
     ) -> None:
         self._bus = bus
         self._slot_count = configuration.environment.slots
@@ -49,6 +57,7 @@ class EnvironmentWorker:
         self._slots = Slots(bus, self._attempts.handle_request)
         self._session_slots = configuration.environment.session_slots
         self._sessions = SessionHost(context, self._session_slots, self._counters)
+        self._on_hosting = on_hosting
 
     async def run(self) -> None:
         """Work until drained; cancelled, it drops everything, and others take over when the leases run out."""
@@ -71,6 +80,7 @@ class EnvironmentWorker:
             group.start_soon(self._receive_actions)
             if self._session_slots:
                 await group.start(self._sessions.run)
+                self._on_hosting(self._sessions)
                 await lifecycle.publish_heartbeat()  # clients that wait for a host need not wait for the next heartbeat
             await self._work(lifecycle)
             group.cancel_scope.cancel()
@@ -125,8 +135,10 @@ async def run_environment(
     drain: anyio.Event,
     make: Callable[[], Environment] | TaskEnvironmentFactory,
     runtime: Runtime | None = None,
+    on_hosting: Callable[[SessionHost], None] = lambda _: None,
 ) -> None:
-    """An environment worker from claiming a lane to leaving the run. ``make`` makes one environment per episode."""
+    """An environment worker from claiming a lane to leaving the run. ``make`` makes one environment per episode; ``on_hosting``
+    is called when step-wise sessions are served."""
     make_for = make.for_task if isinstance(make, TaskEnvironmentFactory) else lambda _: make()
     runtime = runtime or Runtime()
     subjects = Subjects(configuration.run.name)
@@ -142,4 +154,7 @@ async def run_environment(
         make=make_for,
         nonce=runtime.nonce,
     )
-    await EnvironmentWorker(bus, configuration=configuration, name=name, drain=drain, lane=lane, context=context).run()
+    worker = EnvironmentWorker(
+        bus, configuration=configuration, name=name, drain=drain, lane=lane, context=context, on_hosting=on_hosting
+    )
+    await worker.run()

@@ -9,12 +9,11 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from email.message import Message
 from typing import Any
 
 import msgspec
 
-from fleetbus_workers.environment.adapters.remote_gym.wire import WireError, decode_response
+from fleetbus_workers.environment.adapters.remote_gym.wire import WireError, decode_response, read_content_type
 
 _DATA = 'Content-Disposition: form-data; name="data"\r\nContent-Type: application/json; charset=utf-8'
 _IMAGE = 'Content-Disposition: form-data; name="images"; filename="{number}.png"\r\nContent-Type: {mime}'
@@ -30,10 +29,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 def read_request(content_type: str, body: bytes) -> Request:
     """The JSON part of a request, whose images are ignored. Raises `WireError` with what is wrong."""
     fields = decode_response(content_type, body).fields
-    header = Message()
-    header["Content-Type"] = content_type
-    boundary = header.get_param("boundary")
-    named = str(boundary).encode() if boundary else b""
+    named = read_content_type(content_type)[1].encode()
     # A client that sends a fixed boundary, or bare JSON, says nothing about repetitions: every request of it is a new call.
     key = hashlib.sha256(named).hexdigest()[:32] if len(named) >= 24 else secrets.token_hex(16)
     return Request(fields=fields, key=key)

@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from fleetbus.bus.objects import ObjectMissing, ObjectStore, get_content
 from fleetbus_schemas import ChatMessage, Image
 from fleetbus_schemas.chat import Text
-from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage
 from fleetbus_workers.gateway.image_format import ImageFormat, protect_last_byte
 
 LoadImage = Callable[[Image], Awaitable[bytes]]
@@ -40,6 +40,25 @@ class InMemoryImageStore:
         while self._bytes > MAX_STORED_BYTES and len(self._stored) > 1:
             self._bytes -= len(self._stored.popitem(last=False)[1])
         return Image(object=name, media_type=picture.media_type, width=picture.width, height=picture.height)
+
+    def before(self, store: StoreImage) -> StoreImage:
+        """``store``, whose newest images are kept here as well: who shows them in this process need not read them back."""
+
+        async def store_both(picture: EncodedImage) -> Image:
+            stored = await store(picture)
+            await self.store_image(picture)
+            return stored
+
+        return store_both
+
+    def load_before(self, load: LoadImage) -> LoadImage:
+        """``load``, asked only for images that are not here."""
+
+        async def load_either(image: Image) -> bytes:
+            found = self._stored.get(image.object)
+            return await load(image) if found is None else found
+
+        return load_either
 
     async def load(self, image: Image) -> bytes:
         if image.object not in self._stored:

@@ -55,7 +55,7 @@ class OpenEnvEpisode:
         self._capacity_seconds = capacity_seconds
         self._call_seconds = call_seconds
         self._load = load
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._number = -1  # of the environment in use, or last used
         self._is_live = False
         self._is_over = True

@@ -25,6 +25,8 @@ MAX_ID_CHARACTERS = 255
 INLINE_BYTES = 64 << 10
 """Larger images are encoded in a thread."""
 
+_write = json.JSONEncoder(allow_nan=False).encode
+
 
 class FrameError(Exception):
     """An error that leaves the session as it is. ``code`` is the protocol's, ``status`` the same over HTTP."""
@@ -55,9 +57,9 @@ def read_frame(text: str | None) -> tuple[str, Any]:
 def write_json(value: Any) -> str:
     """JSON in ASCII; what JSON cannot say is spelled."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return _write(value)
     except ValueError:
-        return json.dumps(to_plain_values(value), allow_nan=False)
+        return _write(to_plain_values(value))
 
 
 def read_object(data: Any) -> dict[str, Any]:

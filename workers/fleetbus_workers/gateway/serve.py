@@ -42,6 +42,7 @@ async def serve(application: Any, listener: socket.socket, stop: anyio.Event, *,
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,
         ws_max_size=MAX_FRAME_BYTES,
+        ws_per_message_deflate=False,  # what goes over loopback, and images, are not worth the CPU and memory per connection
         server_header=False,
     )
     server = SignalFreeServer(configuration)

@@ -39,7 +39,7 @@ def answer_cancelled_calls(application: Application) -> Application:
             await send(message)
 
         try:
-            await application(scope, receive, noted)
+            await application(scope, receive, noted if scope["type"] == "http" else send)
         except anyio.get_cancelled_exc_class():
             log.warning("server is stopping; aborting the call", path=scope.get("path", ""))
             if scope["type"] == "http" and not begun:

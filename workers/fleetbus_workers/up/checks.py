@@ -24,15 +24,17 @@ SERVICE_SECONDS = 2.0
 
 PYTHON_SECONDS = 60.0
 DEFAULT_PORT = 4222
-LOCAL_PACKAGES = ("mcp", "numpy", "safetensors", "tokenizers", "torch", "transformers")
-"""What the three roles import; `up` runs all of them."""
+LOCAL_PACKAGES = ("mcp", "numpy", "tokenizers", "transformers")
+"""What the three roles import, whatever the engine and the trainer; `up` runs all of them."""
+
+TRAINER_PACKAGES = {"torch": ("safetensors", "torch"), "tinker": ("tinker",)}
 
 
 def check_everything(configuration: Configuration, *, local_environment: bool = False, fresh: bool = False) -> None:
     """Raise `UserError` for the first thing that would keep the run from working. ``local_environment``: the environment is
     an object of the caller's, who has checked it. ``fresh``: what the run has so far is to be removed."""
     run, nats = configuration.run, configuration.nats
-    check_installed()
+    check_installed(configuration)
     check_engine(configuration)
     check_writable(Path(run.folder))
     if run.model:
@@ -54,11 +56,14 @@ def check_everything(configuration: Configuration, *, local_environment: bool = 
             check_store(run_folder(run).store, run.name, keys=bool(nats.auth))
 
 
-def check_installed() -> None:
-    """The packages of all roles, found but not imported."""
-    missing = [package for package in LOCAL_PACKAGES if importlib.util.find_spec(package) is None]
+def check_installed(configuration: Configuration) -> None:
+    """The packages of all roles and of the trainer, found but not imported; those of the engine are `check_engine`'s."""
+    trainer = configuration.learner.trainer
+    wanted = (*LOCAL_PACKAGES, *TRAINER_PACKAGES[trainer])
+    missing = [package for package in wanted if importlib.util.find_spec(package) is None]
     if missing:
-        raise UserError(f"{', '.join(missing)} not installed: pip install 'fleetbus[local]'")
+        extra = "local" if trainer == "torch" else "server,environment,tinker"
+        raise UserError(f"{', '.join(missing)} not installed: pip install 'fleetbus[{extra}]'")
 
 
 def check_engine(configuration: Configuration) -> None:

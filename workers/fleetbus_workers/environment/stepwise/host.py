@@ -26,13 +26,25 @@ from fleetbus_workers.environment.episode.attempts import WorkerContext
 from fleetbus_workers.environment.episode.stages import Superseded
 from fleetbus_workers.environment.stepwise.journal_log import append, read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
-from fleetbus_workers.environment.stepwise.session import STORE_SECONDS, LogUnavailable, StepwiseSession, release_held
+from fleetbus_workers.environment.stepwise.session import LogUnavailable, StepwiseSession, release_held
 
 EXPIRY_CHECK_SECONDS = 1.0
 CALLS_PER_SLOT = 4
 """Concurrent calls per slot; further ones are refused as busy."""
 
+TOO_MANY_CALLS = "too many calls at a time"
+
 log = structlog.get_logger()
+
+
+class _LocalCall:
+    """A call from this process; ``answer`` None at the end: it was not answered here."""
+
+    __slots__ = ("answer", "done")
+
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.answer: SessionAnswer | None = None
 
 
 class SessionHost:
@@ -47,6 +59,7 @@ class SessionHost:
         self._admission_locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._calls = 0
         self._draining = False
+        self._group: TaskGroup | None = None
         self.serving = False
         """Whether calls arrive here. A worker that says so earlier is asked, and taken for gone."""
         self._session_removed = Notifier()
@@ -74,18 +87,33 @@ class SessionHost:
             task_status.started()
             try:
                 async with anyio.create_task_group() as group:
+                    self._group = group
                     group.start_soon(self._end_expired, group)
                     group.start_soon(sweep.run)
                     while True:
                         request = await server.receive()
-                        if self._calls >= CALLS_PER_SLOT * self._slots + 1:
+                        if self._is_busy:
                             group.start_soon(self._reject, request)
                         else:
                             self._calls += 1
                             group.start_soon(self._handle, request)
             finally:
+                self.serving, self._group = False, None
                 with anyio.CancelScope(shield=True):  # each close is bounded by its own limit
                     await self._leave_sessions()
+
+    async def call(self, call: SessionCall) -> SessionAnswer | None:
+        """A call from this process, as one over the bus: it runs to its end even if its caller does not wait for it. None if
+        nothing is served here, as where no worker responds."""
+        if self._group is None:
+            return None
+        if self._is_busy:
+            return build_refusal(call, "busy", TOO_MANY_CALLS)
+        self._calls += 1
+        local_call = _LocalCall()
+        self._group.start_soon(self._handle_local, call, local_call)
+        await local_call.done.wait()
+        return local_call.answer
 
     async def drain(self, seconds: float) -> None:
         """Admit no more sessions; after ``seconds`` release those that others can restore, end the rest as ``lost``."""
@@ -114,10 +142,14 @@ class SessionHost:
                 group.start_soon(stepwise_session.leave)
                 self._remove(session)
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._calls >= CALLS_PER_SLOT * self._slots + 1
+
     async def _reject(self, request: Request) -> None:
         call = self._decode_call(request)
         if call is not None:
-            await request.respond(encode(build_refusal(call, "busy", "too many calls at a time")))
+            await request.respond(encode(build_refusal(call, "busy", TOO_MANY_CALLS)))
 
     def _decode_call(self, request: Request) -> SessionCall | None:
         try:
@@ -141,6 +173,18 @@ class SessionHost:
             log.warning("call failed; sending no answer", subject=request.subject, reason=str(error))
         finally:
             self._calls -= 1
+
+    async def _handle_local(self, call: SessionCall, local_call: _LocalCall) -> None:
+        try:
+            local_call.answer = await self._answer(call)
+            self._counters["session_calls"] += 1
+        except BusClosed:
+            raise
+        except BusError as error:
+            log.warning("call failed; sending no answer", session=call.session, reason=str(error))
+        finally:
+            self._calls -= 1
+            local_call.done.set()
 
     def _encode_answer(self, call: SessionCall, answer: SessionAnswer) -> bytes:
         try:
@@ -191,8 +235,7 @@ class SessionHost:
             claim = SessionClaimed(
                 session=call.session, attempt=attempt, worker=context.worker, nonce=context.nonce(), task=task
             )
-            with anyio.fail_after(STORE_SECONDS):
-                await append(context.bus, context.subjects, call.session, journal, claim)
+            await append(context.bus, context.subjects, call.session, journal, claim)
             stepwise_session = StepwiseSession(context, journal, session=call.session)
             self._sessions[call.session] = stepwise_session
             is_hosted = True

@@ -14,6 +14,9 @@ from fleetbus_schemas.stored import STORED
 from fleetbus_workers.environment.episode.stages import Superseded
 
 RETRY_SECONDS = 0.5
+PUBLISH_SECONDS = 30.0
+STORE_SECONDS = 60.0
+"""How long an entry waits for room in the log."""
 
 log = structlog.get_logger()
 
@@ -34,14 +37,18 @@ def decode_journal_entry(entry: StreamEntry) -> JournalEntry | None:
 async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, entry: JournalEntry) -> None:
     """Store the next entry and take it into ``journal``; full logs and lost acks are waited out.
 
-    Raises `Superseded` when somebody else wrote first. The caller's cancel scope is what ends the waiting.
+    Raises `Superseded` when somebody else wrote first, `TimeoutError` after `STORE_SECONDS`.
     """
+    give_up_at = anyio.current_time() + STORE_SECONDS
     subject = subjects.session(session)
     payload = encode(entry, subject=subject)
     while True:
         try:
-            sequence = await _publish_entry(bus, subject, payload, journal.last_sequence)
+            left = give_up_at - anyio.current_time()
+            sequence = await _publish_entry(bus, subject, payload, journal.last_sequence, min(left, PUBLISH_SECONDS))
         except (LogFull, PublishUnanswered, RequestUnanswered) as error:
+            if anyio.current_time() + RETRY_SECONDS >= give_up_at:
+                raise TimeoutError(f"{subject}: {error}") from error
             log.warning("journal write failed; retrying", session=session, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
         else:
@@ -49,10 +56,10 @@ async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, e
             return
 
 
-async def _publish_entry(bus: Bus, subject: str, payload: bytes, expected_last: int) -> int:
+async def _publish_entry(bus: Bus, subject: str, payload: bytes, expected_last: int, timeout: float) -> int:
     """Where it stands, stored now or by an earlier try whose answer was lost."""
     try:
-        return (await bus.publish(subject, payload, expected_last=expected_last)).sequence
+        return (await bus.publish(subject, payload, expected_last=expected_last, timeout=timeout)).sequence
     except SequenceConflict:
         stored = await bus.last(subject)
         if stored is None or stored.payload != payload:

@@ -28,9 +28,6 @@ from fleetbus_workers.environment.validation import validate_return
 MAX_WAITING_CALLS = 16
 """Calls of one session that may wait; further ones are refused as busy."""
 
-STORE_SECONDS = 60.0
-"""How long an answer waits for room in the log before its session is given up here."""
-
 _REPLAYED_CALLS = ("open", "reset", "step")
 
 log = structlog.get_logger()
@@ -39,9 +36,22 @@ log = structlog.get_logger()
 class _PendingCall:
     """A call that runs or waits; repetitions wait for the same answer."""
 
+    __slots__ = ("_done", "answer")
+
     def __init__(self) -> None:
-        self.done = anyio.Event()
         self.answer: SessionAnswer | None = None
+        self._done: anyio.Event | None = None  # hardly any call is repeated while it runs
+
+    async def wait(self) -> SessionAnswer | None:
+        """The answer, or None if there was none."""
+        if self._done is None:
+            self._done = anyio.Event()
+        await self._done.wait()
+        return self.answer
+
+    def finish(self) -> None:
+        if self._done is not None:
+            self._done.set()
 
 
 class StepwiseSession:
@@ -61,7 +71,7 @@ class StepwiseSession:
         self._rewards: list[float] = []
         self._is_episode_over = False
         self._pending: dict[str, _PendingCall] = {}
-        self._call_lock = anyio.Lock()
+        self._call_lock = anyio.Lock(fast_acquire=True)
         self._started_at = self._idle_since = anyio.current_time()
         self._is_closed = False
 
@@ -91,8 +101,7 @@ class StepwiseSession:
                 return stored
         pending = self._pending.get(call.key)
         if pending is not None:
-            await pending.done.wait()
-            return pending.answer or build_refusal(call, "moved", "the session went to another worker")
+            return await pending.wait() or build_refusal(call, "moved", "the session went to another worker")
         if len(self._pending) >= MAX_WAITING_CALLS:
             return build_refusal(call, "busy", f"{MAX_WAITING_CALLS} calls of this session wait already")
         pending = self._pending[call.key] = _PendingCall()
@@ -103,7 +112,7 @@ class StepwiseSession:
         finally:
             del self._pending[call.key]
             self._idle_since = anyio.current_time()
-            pending.done.set()
+            pending.finish()
 
     async def restore(self) -> None:
         """Do again what an earlier worker did, and see the same; otherwise the session ends ``lost``. Calls that come
@@ -290,8 +299,7 @@ class StepwiseSession:
     async def _store(self, entry: JournalEntry) -> None:
         """Append to the journal; raises `Superseded` or `LogUnavailable`, then the session may answer nothing more."""
         try:
-            with anyio.fail_after(STORE_SECONDS):
-                await append(self._context.bus, self._context.subjects, self._session, self._journal, entry)
+            await append(self._context.bus, self._context.subjects, self._session, self._journal, entry)
         except TimeoutError as error:
             raise LogUnavailable from error
 
