@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import anyio
 import msgspec
 
+from fleetbus.actions import LAG_PAUSES_SECONDS
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.client.sessions import SessionClient
 from fleetbus.core.journal import Journal
@@ -85,6 +87,8 @@ class GymCalls:
         self._format = images
         self.sessions: dict[str, SessionInfo] = {}
         self._failed_journals: dict[str, list[dict[str, SessionAnswer]]] = {}
+        self._numbers: dict[str, int] = {}
+        """Of open sessions, by their name on the bus, the newest call that this gateway was answered."""
 
     @property
     def mime(self) -> str:
@@ -212,7 +216,14 @@ class GymCalls:
         raise CallRefused(400, "reset comes before system_prompt")
 
     async def _journal(self, session: str) -> Journal:
-        return await read_session_journal(self._client.bus, self._client.subjects, self._name(session))
+        """As the log has it by now: a replica that is behind does not know yet what this gateway, or another, was answered."""
+        name = self._name(session)
+        for pause in (*LAG_PAUSES_SECONDS, 0.0):
+            journal = await read_session_journal(self._client.bus, self._client.subjects, name)
+            if journal.claim is not None and journal.next_number > self._numbers.get(name, 0):
+                break
+            await anyio.sleep(pause)
+        return journal
 
     def _name(self, session: str) -> str:
         """What the session is called on the bus: with each environment of it that failed and was followed by another, a new
@@ -242,6 +253,10 @@ class GymCalls:
             raise CallRefused(404, f"Session {session} not found")
         if answer.refusal and not (answer.refusal == "conflict" and kind == "step"):
             raise CallRefused(400, answer.error)
+        if answer.end is not None or answer.refusal == "unknown":
+            self._numbers.pop(call.session, None)
+        elif not answer.refusal:
+            self._numbers[call.session] = max(answer.number, self._numbers.get(call.session, 0))
         if answer.end is None and (session_info := self.sessions.get(session)):
             session_info.is_open = True
         return answer
