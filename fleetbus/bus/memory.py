@@ -8,7 +8,7 @@ What may go wrong is `Faults`; what an operator may do is `kill`, `restart` and 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 import msgspec
@@ -61,6 +61,22 @@ class MemoryServer:
     def now_ns(self) -> int:
         """Unix nanoseconds: the fixed epoch plus anyio's clock."""
         return self._epoch_ns + int(anyio.current_time() * 1e9)
+
+    def step_clock(self, seconds: float) -> None:
+        """Set the server's clock forward, or back by a negative number of seconds."""
+        self._epoch_ns += int(seconds * 1e9)
+
+    def renew_consumers(self, stream: str, pick: int) -> None:
+        """Every third consumer of a stream, from one that ``pick`` chooses, was lost and is declared anew: nothing is acked."""
+        for consumer in self.consumers(stream)[pick % 3 :: 3]:
+            consumer.begin_again()
+            consumer.dispatch(anyio.current_time())
+
+    def store_late(self, subject: str, payload: bytes, message_id: str, expected_last: int | None) -> None:
+        """A message arrives whose sender has given it up; whether it is stored or refused nobody hears."""
+        if self._alive:
+            with suppress(BusError):
+                self.stream_for(subject).store(subject, payload, message_id, expected_last, self.now_ns())
 
     def kill(self, *, forgotten_acks: int = REMEMBERED_ACKS) -> None:
         """As SIGKILL: nothing is answered until `restart`; each consumer forgets leases, counts and its last acks."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import anyio
@@ -20,7 +21,7 @@ from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import any_matcher, matcher
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
-from fleetbus.errors import BusError, NoResponders, PublishUnanswered, RequestUnanswered
+from fleetbus.errors import BusError, NoResponders, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus_schemas import Subjects
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ MAX_PAYLOAD_BYTES = 1 << 20
 
 HEADER_BYTES = 128
 RESEND_SECONDS = 2.0
+ELECTION_SECONDS = 2.0
+"""How long a question to a leader waits for the end of an election before it counts as unanswered."""
+
 API_TIMEOUT_SECONDS = 30.0
 
 
@@ -46,6 +50,8 @@ class MemoryBus:
         self._subjects = Subjects(run)
         self._worker = worker
         self._count = 0
+        self._known: dict[str, int] = {}
+        """By subject the highest position that this connection was told: it repeats reads that end before (record 0024)."""
 
     def disconnect(self) -> None:
         """Disconnect this client: messages in both directions are lost, its leases expire."""
@@ -99,40 +105,41 @@ class MemoryBus:
             yield reader
 
     def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
-        return MemoryScan(self._wait_for_server, self._stream_of(subjects), any_matcher(subjects), start)
+        return MemoryScan(self._wait_for_leader, self._stream_of(subjects), any_matcher(subjects), start)
 
     async def last(self, subject: str) -> StreamEntry | None:
         await self._wait_for_server(subject)
-        return self._stream_of((subject,)).last(subject)
+        found = self._read_subject(self._stream_of((subject,)), subject)
+        return found[-1] if found else None
 
     async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
         await self._wait_for_server("history")
         stream = self._stream_of(subjects)
-        entries = [entry for subject in dict.fromkeys(subjects) for entry in stream.on_subject(subject)]
+        entries = [entry for subject in dict.fromkeys(subjects) for entry in self._read_subject(stream, subject)]
         return sorted(entries, key=lambda entry: entry.sequence)
 
     async def last_sequence(self) -> int:
-        await self._wait_for_server("last sequence")
+        await self._wait_for_leader("last sequence")
         return self._server.stream(self._log).last_sequence
 
     async def usage(self) -> tuple[int, int]:
-        await self._wait_for_server("usage")
+        await self._wait_for_leader("usage")
         stream = self._server.stream(self._log)
         return stream.size_bytes, stream.plan.max_bytes
 
     async def duplicate_window_seconds(self) -> float:
-        await self._wait_for_server("duplicate window")
+        await self._wait_for_leader("duplicate window")
         return self._server.stream(self._log).plan.duplicate_window_seconds
 
     async def consumer_floors(self) -> list[ConsumerFloor]:
-        await self._wait_for_server("consumer floors")
+        await self._wait_for_leader("consumer floors")
         return [
             ConsumerFloor(name=consumer.plan.name, filter=consumer.plan.filter, ack_floor=consumer.ack_floor)
             for consumer in self._server.consumers(self._log)
         ]
 
     async def ack_floor(self, consumer: str) -> int:
-        await self._wait_for_server("ack floor")
+        await self._wait_for_leader("ack floor")
         found = self._server.consumer(self._log, consumer)
         if found is None:
             raise BusError(f"consumer {consumer} does not exist: create the run first")
@@ -140,10 +147,13 @@ class MemoryBus:
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         await self._wait_for_server(subject)
-        return self._server.stream(self._log).next(matcher(subject), start)
+        found = self._server.stream(self._log).next(matcher(subject), start)
+        return (
+            found if found is not None and found.sequence <= self._find_end(self._server.stream(self._log), subject) else None
+        )
 
     async def purge(self, subject: str, *, below: int) -> None:
-        await self._wait_for_server("purge")
+        await self._wait_for_leader("purge")
         self._server.stream(self._log).purge(below, matcher(subject))
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
@@ -188,17 +198,25 @@ class MemoryBus:
         fault = self._server.faults.draw_publish_fault(self._worker, subject)
         breaks = self._link.breaks
         await self._delay(fault.seconds_before)
-        if fault.lost == "message" or self._link.breaks != breaks:
+        if fault.stored_after:
+            store = partial(self._server.store_late, subject, payload, identifier, expected_last)
+            self._server.faults.postpone(fault.stored_after, store)
+        if fault.lost == "message" or self._link.breaks != breaks or not self._server.faults.has_leader:
             return None
         stream = self._server.stream_for(subject)
         try:
             published = stream.store(subject, payload, identifier, expected_last, self._server.now_ns())
-        except BusError:
+        except BusError as refused:
             if fault.lost == "answer":
                 return None
+            if isinstance(refused, SequenceConflict):
+                self._known[subject] = stream.last_on(subject)
             raise
         await self._delay(fault.seconds_after)
-        return None if fault.lost == "answer" or self._link.breaks != breaks else published
+        if fault.lost == "answer" or self._link.breaks != breaks:
+            return None
+        self._known[subject] = max(published.sequence, self._known.get(subject, 0))
+        return published
 
     async def _delay(self, seconds: float) -> None:
         if seconds > 0:
@@ -218,6 +236,25 @@ class MemoryBus:
         await anyio.lowlevel.checkpoint()
         if not await self._link.wait(API_TIMEOUT_SECONDS):
             raise RequestUnanswered(f"the server did not answer {what} within {API_TIMEOUT_SECONDS:g} s")
+
+    async def _wait_for_leader(self, what: str) -> None:
+        await self._wait_for_server(what)
+        if not self._server.faults.has_leader:
+            await anyio.sleep(ELECTION_SECONDS)
+            if not self._server.faults.has_leader:
+                raise RequestUnanswered(f"the server did not answer {what}: the stream has no leader")
+
+    def _read_subject(self, stream: MemoryStream, subject: str) -> list[StreamEntry]:
+        """What the replica that answers has on a literal subject."""
+        end = self._find_end(stream, subject)
+        return [entry for entry in stream.on_subject(subject) if entry.sequence <= end]
+
+    def _find_end(self, stream: MemoryStream, subject: str) -> int:
+        """Where the log ends for the replica that answers; never before what this connection knows of the subject."""
+        seconds = self._server.faults.draw_read_lag(self._worker, subject)
+        if not seconds:
+            return stream.last_sequence
+        return max(stream.find_end(self._server.now_ns() - int(seconds * 1e9)), self._known.get(subject, 0))
 
     def _stream_of(self, subjects: Sequence[str]) -> MemoryStream:
         for name, pattern in ((self._log, self._subjects.log), (self._lanes, self._subjects.lanes)):

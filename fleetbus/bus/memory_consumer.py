@@ -118,6 +118,13 @@ class MemoryConsumer:
         self._due_again.clear()
         self._expiries.clear()
 
+    def begin_again(self) -> None:
+        """Apply the loss of the consumer, declared anew: everything in the stream is to be delivered."""
+        self.forget(0)
+        self._acked.clear()
+        self._new = deque(self._stream.find_matches(matcher(self.plan.filter)))
+        self._delivered = 0
+
     def _lease(self, sequence: int, delivered: int, deadline: float) -> None:
         self._leases[sequence] = _Lease(deadline, delivered)
         heapq.heappush(self._expiries, (deadline, sequence))

@@ -41,7 +41,7 @@ class MemoryStream:
 
     def store(self, subject: str, payload: bytes, message_id: str, expected_last: int | None, now_ns: int) -> PublishAck:
         """Store one message; raises `SequenceConflict` or `LogFull`. Expectation first, then the id, then the room."""
-        if expected_last is not None and expected_last != self._last_on(subject):
+        if expected_last is not None and expected_last != self.last_on(subject):
             raise SequenceConflict(subject, expected_last)
         self._forget_ids(now_ns)
         known = self._ids.get(message_id)
@@ -61,7 +61,7 @@ class MemoryStream:
         return self._entries[sequence - 1] if 0 < sequence <= len(self._entries) else None
 
     def last(self, subject: str) -> StreamEntry | None:
-        return self.get(self._last_on(subject))
+        return self.get(self.last_on(subject))
 
     def on_subject(self, subject: str) -> list[StreamEntry]:
         """All entries on a literal subject in order."""
@@ -76,6 +76,13 @@ class MemoryStream:
         following = (self._entries[index] for index in range(max(start, 1) - 1, len(self._entries)))
         return next((entry for entry in following if entry is not None and matches(entry.subject)), None)
 
+    def find_end(self, time_ns: int) -> int:
+        """The last sequence that was stored by then, as far as the newest entries say."""
+        sequence = self.last_sequence
+        while (entry := self.get(sequence)) is not None and entry.time_ns > time_ns:
+            sequence -= 1
+        return sequence
+
     def purge(self, below: int, matches: Matcher | None = None) -> None:
         """Remove all matching entries with a sequence below this one; consumers that have not seen them never will."""
         for sequence in range(1, min(below, len(self._entries) + 1)):
@@ -85,7 +92,8 @@ class MemoryStream:
                 self._by_subject[entry.subject].remove(sequence)
                 self.size_bytes -= self._sizes.pop(sequence)
 
-    def _last_on(self, subject: str) -> int:
+    def last_on(self, subject: str) -> int:
+        """The last sequence on a literal subject, 0 if there is none."""
         sequences = self._by_subject.get(subject)
         return sequences[-1] if sequences else 0
 

@@ -12,7 +12,6 @@ is one, do not count them.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -166,7 +165,7 @@ class _GroupRunner:
 
     async def play_group(self, task: Task, finished: MemoryObjectSendStream[RolloutGroup]) -> None:
         """One group from its requests to its last episode."""
-        group_id = f"r{secrets.token_hex(8)}"
+        group_id = f"r{self._runtime.nonce()}"
         episodes: dict[int, Episode] = {}
 
         async def play_episode(index: int) -> None:

@@ -16,6 +16,7 @@ from fleetbus_workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
     from fleetbus_workers.simulation.run import Report
+    from fleetbus_workers.simulation.scenario import FaultSet
 
 SHOWN_VIOLATIONS = 5
 LARGEST_SEED = (1 << 63) - 1
@@ -33,8 +34,14 @@ PROCESSES = 2
 @click.option(
     "--trace", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="With --seed: write every event to FILE"
 )
+@click.option(
+    "--faults",
+    type=click.Choice(["usual", "all"]),
+    default="usual",
+    help="all: also servers' clocks, elections and replicas, disks, and clients of sessions and rollouts",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed")
-def command(seed: int | None, seeds: str | None, processes: int, trace: Path | None, as_json: bool) -> int:
+def command(seed: int | None, seeds: str | None, processes: int, trace: Path | None, faults: FaultSet, as_json: bool) -> int:
     """Run the real workers together in one thread, under virtual time, with faults generated from the seed.
 
     Crashes and restarts of every role and of the server, pauses, cut connections, delayed, lost and repeated messages, hanging
@@ -47,9 +54,9 @@ def command(seed: int | None, seeds: str | None, processes: int, trace: Path | N
     if (seed is None) == (seeds is None):
         raise UserError("give either --seed N or --seeds A-B")
     if seeds is not None:
-        return _run_many(parse_seeds(seeds), processes, as_json)
+        return _run_many(parse_seeds(seeds), processes, faults, as_json)
     assert seed is not None
-    return _run_one(seed, trace, as_json)
+    return _run_one(seed, trace, faults, as_json)
 
 
 def parse_seeds(text: str) -> range:
@@ -60,12 +67,12 @@ def parse_seeds(text: str) -> range:
     return range(int(found[1]), int(found[2]) + 1)
 
 
-def _run_one(seed: int, trace: Path | None, as_json: bool) -> int:
+def _run_one(seed: int, trace: Path | None, faults: FaultSet, as_json: bool) -> int:
     from fleetbus_workers.simulation.run import run_seed
 
     if trace is not None:
         _check_writable(trace)
-    report = run_seed(seed, keep_lines=trace is not None)
+    report = run_seed(seed, keep_lines=trace is not None, faults=faults)
     if trace is not None:
         trace.write_text("\n".join(report.lines) + "\n")
     if as_json:
@@ -89,13 +96,13 @@ def _check_writable(trace: Path) -> None:
         raise UserError(f"--trace {trace} cannot be written ({error.strerror}): give another file") from error
 
 
-def _run_many(seeds: range, processes: int, as_json: bool) -> int:
+def _run_many(seeds: range, processes: int, faults: FaultSet, as_json: bool) -> int:
     from fleetbus_workers.simulation.seed_pool import run_seeds
 
     started = time.monotonic()
     failed: list[int] = []
     cpu_seconds = 0.0
-    for done, report in enumerate(run_seeds(seeds, processes=processes), start=1):
+    for done, report in enumerate(run_seeds(seeds, processes=processes, faults=faults), start=1):
         cpu_seconds += report.cpu_seconds
         if as_json:
             _print_json(report)

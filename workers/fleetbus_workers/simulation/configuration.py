@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from fleetbus.config.settings import (
+    AlgorithmSettings,
     Configuration,
     EnvironmentSettings,
     EpisodeSettings,
@@ -15,17 +16,14 @@ from fleetbus.config.settings import (
     LimitSettings,
     NatsSettings,
     RunSettings,
+    WeightsSettings,
 )
 from fleetbus_schemas import Task
 from fleetbus_workers.simulation.process import RUN
 from fleetbus_workers.simulation.scenario import Scenario
 
 ARCHIVE = "archive"
-LANES = 12
 LOG_BYTES = 1 << 30
-
-TURNS = (2, 3, 4, 4, 5, 6, 7)
-MAX_TURNS = 6
 
 CHECKPOINT_WAIT_SECONDS = 60.0
 """What a learner waits for a checkpoint before it leaves the decision to an operator."""
@@ -35,8 +33,8 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     """What every worker of the scenario is given."""
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder), seed=scenario.seed),
-        nats=NatsSettings(lanes=LANES, max_bytes=LOG_BYTES),
-        episode=EpisodeSettings(max_turns=MAX_TURNS),
+        nats=NatsSettings(lanes=scenario.lanes, max_bytes=LOG_BYTES),
+        episode=EpisodeSettings(max_turns=scenario.max_turns),
         limits=LimitSettings(
             open=20,
             reset=20,
@@ -45,11 +43,15 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
             verify=15,
             close=10,
             idle=scenario.idle_seconds,
-            episode=600,
+            episode=scenario.episode_seconds,
             grace=40,
             drain=scenario.drain_seconds,
         ),
-        environment=EnvironmentSettings(slots=scenario.environment_slots),
+        environment=EnvironmentSettings(
+            slots=scenario.environment_slots,
+            session_slots=scenario.session_slots if scenario.session_clients + scenario.gateway_clients else 0,
+            max_attempts=scenario.max_attempts,
+        ),
         inference=InferenceSettings(slots=scenario.inference_slots),
         learner=LearnerSettings(
             steps=scenario.steps,
@@ -57,14 +59,22 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
             group_size=scenario.group_size,
             checkpoint_every=scenario.checkpoint_every,
             max_staleness=scenario.max_staleness,
+            stale_groups=scenario.stale_groups,
+            advantage_estimator=scenario.advantage_estimator,
             checkpoint_wait=CHECKPOINT_WAIT_SECONDS,
             archive=str(folder / ARCHIVE) if scenario.recorder else "",
         ),
-        evaluation=EvaluationSettings(episodes=scenario.evaluation_episodes),
+        algorithm=AlgorithmSettings(
+            dynamic_sampling=scenario.dynamic_sampling,
+            mask_truncated_completions=scenario.mask_truncated,
+            credit_assignment="turn" if scenario.credit_per_turn else "episode",
+        ),
+        weights=WeightsSettings(store="nats" if scenario.weights_in_bucket else "folder"),
+        evaluation=EvaluationSettings(episodes=scenario.evaluation_episodes, every=scenario.evaluation_every),
     )
 
 
 def build_tasks(scenario: Scenario) -> list[Task]:
     """Tasks of different lengths; some are longer than the policy's turns."""
     draw = random.Random(f"tasks/{scenario.seed}")
-    return [Task(key=f"task-{index}", config={"turns": draw.choice(TURNS)}) for index in range(24)]
+    return [Task(key=f"task-{index}", config={"turns": draw.choice(scenario.turns)}) for index in range(scenario.tasks)]

@@ -5,21 +5,25 @@ Which endings are right is judged here: a worker ends because it was killed, dra
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
+import structlog
 from anyio.abc import TaskGroup
 
+from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import BusError, UserError
 from fleetbus.lanes import LaneLost
 from fleetbus.runtime import Runtime
+from fleetbus_schemas import Task
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
@@ -29,15 +33,29 @@ from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import run_recorder
+from fleetbus_workers.simulation.clients import GatewayCaller, SessionCaller, run_rollouts
 from fleetbus_workers.simulation.configuration import build_tasks
 from fleetbus_workers.simulation.engines import SimulatedSampler
 from fleetbus_workers.simulation.environments import SimulatedEnvironment
 from fleetbus_workers.simulation.fixtures import SimulationFixtures
+from fleetbus_workers.simulation.observer import ALL_WORKERS
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.simulated_bus import SimulatedBus
+from fleetbus_workers.weights.fetch import WeightsFetcher
 
 RESTART_SECONDS = (0.2, 4.0)
 """Shortest and longest delay before an ended process is restarted."""
+
+CHECKPOINT_FAULTS = frozenset({"spoil_checkpoint", "lose_checkpoints", "rewind_checkpoints"})
+
+CLIENTS = frozenset({"session_client", "gateway", "rollouts"})
+"""Roles that end when they have done what they came for."""
+
+
+class PerTask(msgspec.Struct, frozen=True):
+    """See `fleetbus_workers.environment.base.TaskEnvironmentFactory`."""
+
+    for_task: Callable[[Task], SimulatedEnvironment]
 
 
 class Deployment:
@@ -60,16 +78,22 @@ class Deployment:
             inference=self._scenario.inference_workers,
             learner=1,
             recorder=int(self._scenario.recorder),
+            session_client=self._scenario.session_clients,
+            gateway=self._scenario.gateway_clients,
+            rollouts=self._scenario.rollout_clients,
         )
         self.training_finished = anyio.Event()
         self.is_closing = False
+        self._orders = 0
+        self._bucket: dict[str, bytes] | None = {} if self._scenario.weights_in_bucket else None
 
     def start(self, role: str) -> Process:
         """One more process of that role."""
         name = f"{role}-{self._numbers[role]}"
         self._numbers[role] += 1
         slots = {"environment": self._scenario.environment_slots, "inference": self._scenario.inference_slots}.get(role, 1)
-        process = self._oracle.processes[name] = Process(role, name, slots, self._observer)
+        process = Process(role, name, slots, self._observer, session_slots=self._configuration.environment.session_slots)
+        self._oracle.processes[name] = process
         self._group.start_soon(self._supervise, process)
         return process
 
@@ -82,10 +106,14 @@ class Deployment:
         return [process for process in self._oracle.processes.values() if process.role == role and process.is_alive]
 
     async def _supervise(self, process: Process) -> None:
-        await process.live(self._server, self._fixtures.network_faults, self._oracle, lambda wire: self._work(process, wire))
+        faults, bucket = self._fixtures.network_faults, self._bucket
+        await process.live(self._server, faults, self._oracle, lambda wire: self._work(process, wire), bucket)
         self._check_ending(process)
         if process.role == "learner" and self._log_checker.training.finished:
             self.training_finished.set()
+            return
+        if process.role in CLIENTS and process.ending == "finished":
+            self.wanted[process.role] -= 1
             return
         await anyio.sleep(self._draw.uniform(*RESTART_SECONDS))
         if not self.is_closing and len(self.alive(process.role)) < self.wanted[process.role]:
@@ -100,7 +128,7 @@ class Deployment:
             for leaf in wrong:
                 where = "".join(traceback.format_exception(leaf)[-3:])
                 self._observer.violate("no fault ends a worker", f"{process.name}: {type(leaf).__name__}: {leaf}\n{where}")
-        elif process.ending == "finished" and not process.drain.is_set():
+        elif process.ending == "finished" and process.role not in CLIENTS and not process.drain.is_set():
             is_done = process.role == "learner" and self._log_checker.training.finished
             self._observer.require(is_done, "a worker works until it is told to stop", process.name)
 
@@ -112,12 +140,22 @@ class Deployment:
             return self._order_restart()
         if isinstance(error, (LaneLost, BusError)):
             return self._observer.was_disturbed(process.name, since=anyio.current_time() - 60)
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            return any(each.kind == "disk_failed" and each.worker == process.name for each in self._observer.disturbances)
+        if isinstance(error, UserError) and "already has a recorder" in str(error):
+            return self._observer.was_disturbed(ALL_WORKERS, since=anyio.current_time() - 60)
         return isinstance(error, UserError) and "server is down" in str(error)
 
     def _order_restart(self) -> bool:
-        """An operator reads that no checkpoint can be read, and restarts the training; False if none was spoiled."""
-        spoiled = [each for each in self._observer.disturbances if each.kind == "spoil_checkpoint"]
-        learner = msgspec.structs.replace(self._configuration.learner, restart_from=f"{START}/{len(spoiled)}")
+        """An operator reads that no checkpoint can be read, and says where to resume; False if none was spoiled.
+
+        That is where the newest checkpoint lies that counts and is whole, or else the beginning.
+        """
+        spoiled = [each for each in self._observer.disturbances if each.kind in CHECKPOINT_FAULTS]
+        self._orders += 1
+        step = self._log_checker.training.find_readable_step(run_folder(self._configuration.run).checkpoints)
+        order = f"{START if step is None else step}/{self._orders}"
+        learner = msgspec.structs.replace(self._configuration.learner, restart_from=order)
         self._configuration = msgspec.structs.replace(self._configuration, learner=learner)
         return bool(spoiled)
 
@@ -129,13 +167,18 @@ class Deployment:
             "inference": self._run_inference,
             "learner": self._run_learner,
             "recorder": self._run_recorder,
+            "session_client": self._run_client,
+            "gateway": self._run_client,
+            "rollouts": self._run_client,
         }
         await work[process.role](process, wire)
 
     async def _run_environment(self, process: Process, wire: SimulatedBus) -> None:
         draw = random.Random(f"environments/{self._scenario.seed}/{process.name}")
 
-        def make() -> SimulatedEnvironment:
+        def make(task: Task) -> SimulatedEnvironment:
+            is_session = "episode" not in structlog.contextvars.get_contextvars()
+            sessions = self._log_checker.sessions
             return SimulatedEnvironment(
                 process,
                 self._scenario.fault_profile,
@@ -143,7 +186,8 @@ class Deployment:
                 seed=self._scenario.seed,
                 draw=draw,
                 observer=self._observer,
-                register=self._oracle.register_environment,
+                register=sessions.register_environment if is_session else self._oracle.register_environment,
+                session=task.key if is_session else "",
             )
 
         await run_environment(
@@ -151,7 +195,7 @@ class Deployment:
             configuration=self._configuration,
             name=process.name,
             drain=process.drain,
-            make=make,
+            make=PerTask(make),
             runtime=self._runtime(process),
         )
 
@@ -165,6 +209,7 @@ class Deployment:
             drain=process.drain,
             sampler=SimulatedSampler(process, fault_profile, seed=self._scenario.seed, draw=draw, observer=self._observer),
             template=ScriptedTemplate(),
+            fetch=WeightsFetcher(self._fixtures.folder / "fetched" / process.name, wire.objects("")).fetch_local,
             runtime=self._runtime(process),
         )
 
@@ -194,6 +239,19 @@ class Deployment:
             runtime=self._runtime(process, seconds=0.05),
         )
 
+    async def _run_client(self, process: Process, wire: SimulatedBus) -> None:
+        draw = random.Random(f"client/{self._scenario.seed}/{process.name}")
+        match process.role:
+            case "session_client":
+                await SessionCaller(process, self._log_checker.sessions, self._observer, draw).run(wire)
+            case "gateway":
+                await GatewayCaller(process, self._log_checker.sessions, self._observer, draw).run(wire)
+            case _:
+                await run_rollouts(
+                    process, wire, self._configuration, self._tasks, self._log_checker.episodes, self._observer,
+                    self._runtime(process),
+                )  # fmt: skip
+
     def _runtime(self, process: Process, *, seconds: float = 1.0) -> Runtime:
         """Blocking work runs inline and takes up to ``seconds`` before and after; file times are virtual, too."""
         draw = random.Random(f"ports/{self._scenario.seed}/{process.name}")
@@ -201,7 +259,7 @@ class Deployment:
 
         async def offload(function: Any, *args: Any, **options: Any) -> Any:
             await anyio.sleep(draw.uniform(0, seconds))
-            result = function(*args, **options)
+            result = self._fixtures.disks.run(process, function, *args, **options)
             if isinstance(result, Path):
                 now_ns = self._server.now_ns()
                 os.utime(result, ns=(now_ns, now_ns))
@@ -211,7 +269,7 @@ class Deployment:
         def nonce() -> str:
             nonlocal count
             count += 1
-            return f"{process.name}.{count}"
+            return f"{process.name}_{count}"
 
         return Runtime(offload=offload, nonce=nonce)
 

@@ -6,8 +6,11 @@ So a wrong history, a wrong version or a wrong seed shows in the tokens, and `co
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 
@@ -57,11 +60,21 @@ class SimulatedSampler(StubSampler):
     async def load(self, policy: PolicyPublished) -> None:
         self._process.rejected_at = None
         await anyio.sleep(0.2 * self._draw.random())
+        self._check_weights(policy)
         if self.version >= 0 and self._draw.random() < self._mischief.weights_rejected:
             self._observer.disturb("weights_rejected", self._process.name)
             self._process.rejected_at = anyio.current_time()
             raise WeightsRejected("a tensor is not finite")
         self.version = policy.version
+
+    def _check_weights(self, policy: PolicyPublished) -> None:
+        """What was fetched are the weights that the version's step made, whatever happened on their way."""
+        try:
+            updates = json.loads(Path(urlsplit(policy.uri).path).read_text())["updates"]
+        except OSError as error:  # an old version, whose file is gone
+            raise WeightsRejected(f"{policy.uri}: {error}") from error
+        name = f"{self._process.name}: version {policy.version} of step {policy.step} has {updates} updates"
+        self._observer.require(updates == policy.step, "an engine loads what was published", name)
 
     async def _generate(self, request: GenerationRequest) -> Generation:
         before = self.version

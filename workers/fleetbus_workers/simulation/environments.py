@@ -66,7 +66,8 @@ def compute_reward(seen: str) -> float:
 
 
 class SimulatedEnvironment:
-    """One episode's world; ``draw`` decides what goes wrong with this very instance, ``register`` hears when it is opened."""
+    """One episode's world, or one of a step-wise ``session``; ``draw`` decides what goes wrong with this very instance,
+    ``register`` hears when it is opened."""
 
     def __init__(
         self,
@@ -78,11 +79,14 @@ class SimulatedEnvironment:
         draw: random.Random,
         observer: Observer,
         register: Callable[[EnvironmentRecord], None],
+        session: str = "",
     ) -> None:
-        context = structlog.contextvars.get_contextvars()
+        context: dict[str, Any] = {"episode": session, "attempt": 0}
+        context |= {} if session else structlog.contextvars.get_contextvars()
         self.environment_record = EnvironmentRecord(
             process=process, episode=str(context["episode"]), attempt=int(context["attempt"])
         )
+        self._is_session = bool(session)
         self.replayable = replayable
         self._mischief = fault_profile
         self._seed = seed
@@ -98,7 +102,7 @@ class SimulatedEnvironment:
 
     async def open(self, task: Task) -> None:
         self._register(self.environment_record)
-        self.environment_record.process.hold(environments=1)
+        self._hold(1)
         self._turns = int(task.config["turns"])
         self._start = f"{task.key}{self._salt}"
         await self._work("open", 0.3)
@@ -111,8 +115,8 @@ class SimulatedEnvironment:
         await self._work("step", 0.4)
         if is_selected(f"{self._seed}/poison/{self.environment_record.episode}", self._mischief.poison_episode):
             await self._kill_worker()
-        self._sampled.append(action.sampled)
-        failed = self._draw.random() < self._mischief.tool_error
+        self._sampled.append(action.sampled or action.text.encode())
+        failed = is_selected(self._render(), self._mischief.tool_error)
         if len(self._sampled) >= self._turns:
             return Step(terminated=True, tool_calls=1, tool_errors=int(failed))
         shown = ChatMessage(role="tool", content=self._render())
@@ -136,7 +140,13 @@ class SimulatedEnvironment:
             await self._work("close", 0.2)
             self.environment_record.closed = True
         finally:
-            self.environment_record.process.hold(environments=-1)
+            self._hold(-1)
+
+    def _hold(self, count: int) -> None:
+        if self._is_session:
+            self.environment_record.process.hold(sessions=count)
+        else:
+            self.environment_record.process.hold(environments=count)
 
     def _render(self) -> str:
         return render_observation(self._start, self._sampled)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import anyio
 import msgspec
 
+from fleetbus.bus.streams import StreamPlan, lane_stream, log_stream
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import ControlRequested, Subjects, encode
@@ -13,6 +16,7 @@ from fleetbus_workers.simulation.deployment import Deployment
 from fleetbus_workers.simulation.fixtures import SimulationFixtures
 from fleetbus_workers.simulation.process import RUN, Process
 from fleetbus_workers.simulation.scenario import ScheduledFault
+from fleetbus_workers.simulation.storage_faults import AWAY_SHARE, rewind_checkpoints, take_away
 
 MOST_WORKERS = 4
 LONGEST_RESTART_SECONDS = 5.0
@@ -29,8 +33,9 @@ class FaultInjector:
         self._server = fixtures.server
         self._log_checker = fixtures.log_checker
         self._observer = fixtures.observer
-        self._log_plan = fixtures.log.plan
-        self._fills = 0
+        self._plans: dict[str, StreamPlan] = {}
+        self._fills: Counter[str] = Counter()
+        self._elections = 0
 
     async def run(self, fault_schedule: tuple[ScheduledFault, ...]) -> None:
         """Each at its time, side by side, until the training is finished."""
@@ -43,7 +48,7 @@ class FaultInjector:
 
     async def _inject(self, fault: ScheduledFault) -> None:
         match fault.kind:
-            case "crash" | "pause" | "cut" | "drain":
+            case "crash" | "pause" | "cut" | "drain" | "slow_consumer":
                 process = self._pick_process(fault)
                 if process is not None:
                     await self._inject_process_fault(fault, process)
@@ -54,11 +59,26 @@ class FaultInjector:
             case "restart_server":
                 await self._restart_server(fault)
             case "fill_log":
-                await self._fill_log(fault.seconds)
+                await self._fill_log(log_stream(RUN), fault.seconds)
+            case "fill_lanes":
+                await self._fill_log(lane_stream(RUN), fault.seconds)
             case "cancel":
                 await self._cancel(fault.pick)
             case "spoil_checkpoint":
                 await self._corrupt_checkpoint(fault)
+            case "elect":
+                await self._elect(min(fault.seconds, LONGEST_RESTART_SECONDS))
+            case "step_clock":
+                self._step_clock(fault)
+            case "renew_consumers":
+                self._observer.disturb("renew_consumers")
+                self._server.renew_consumers(log_stream(RUN), fault.pick)
+            case "break_disk":
+                self._fixtures.disks.fail_soon(fault.role)
+            case "lose_checkpoints":
+                await self._lose_checkpoints(fault.seconds * AWAY_SHARE)
+            case "rewind_checkpoints":
+                self._rewind_checkpoints(1 + fault.pick % 2)
 
     def _pick_process(self, fault: ScheduledFault) -> Process | None:
         alive = [process for process in self._fleet.alive(fault.role) if process.gate.is_open]
@@ -72,6 +92,8 @@ class FaultInjector:
                 await process.pause(fault.seconds)
             case "cut":
                 await process.cut_off(fault.seconds)
+            case "slow_consumer":
+                await process.fall_behind(fault.seconds)
             case "drain":
                 process.stop()
 
@@ -87,16 +109,48 @@ class FaultInjector:
         await anyio.sleep(seconds)
         self._server.restart()
 
-    async def _fill_log(self, seconds: float) -> None:
-        """The log refuses everything until an operator gives it room."""
-        stream = self._fixtures.log
+    async def _fill_log(self, name: str, seconds: float) -> None:
+        """A stream refuses everything until an operator gives it room."""
+        stream = self._server.stream(name)
+        plan = self._plans.setdefault(name, stream.plan)
         self._observer.disturb("fill_log", seconds=seconds)
-        self._fills += 1
-        stream.plan = msgspec.structs.replace(self._log_plan, max_bytes=max(stream.size_bytes, 1))
+        self._fills[name] += 1
+        stream.plan = msgspec.structs.replace(plan, max_bytes=max(stream.size_bytes, 1))
         await anyio.sleep(seconds)
-        self._fills -= 1
-        if not self._fills:
-            stream.plan = self._log_plan
+        self._fills[name] -= 1
+        if not self._fills[name]:
+            stream.plan = plan
+
+    async def _elect(self, seconds: float) -> None:
+        """The streams have no leader: nothing is stored, delivered or acked, while replicas answer reads."""
+        faults = self._fixtures.network_faults
+        self._observer.disturb("elect", seconds=seconds)
+        faults.has_leader, self._elections = False, self._elections + 1
+        await anyio.sleep(seconds)
+        self._elections -= 1
+        faults.has_leader = not self._elections
+
+    def _step_clock(self, fault: ScheduledFault) -> None:
+        seconds = fault.seconds * (1 if fault.pick % 2 else -1)
+        self._observer.disturb("step_clock", seconds=abs(seconds))
+        self._fixtures.oracle.clock_slack_seconds += abs(seconds)
+        self._server.step_clock(seconds)
+
+    async def _lose_checkpoints(self, seconds: float) -> None:
+        """The disk with the checkpoints is away while a learner dies, and comes back."""
+        folder = run_folder(self._fixtures.configuration.run).checkpoints
+        learners = self._fleet.alive("learner")
+        if folder.is_dir() and learners:
+            self._observer.disturb("lose_checkpoints", seconds=seconds)
+            learners[-1].crash()
+            await take_away(folder, seconds)
+
+    def _rewind_checkpoints(self, count: int) -> None:
+        learners = self._fleet.alive("learner")
+        gone = rewind_checkpoints(run_folder(self._fixtures.configuration.run).checkpoints, count)
+        if gone and learners:
+            self._observer.disturb("rewind_checkpoints", ",".join(gone))
+            learners[-1].crash()
 
     async def _cancel(self, pick: int) -> None:
         """An operator cancels an episode that is being played."""

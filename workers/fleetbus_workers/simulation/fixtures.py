@@ -11,13 +11,14 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.streams import lane_stream, log_stream, plan_run
 from fleetbus.config.settings import Configuration
-from fleetbus_workers.simulation.configuration import ARCHIVE, LANES, LOG_BYTES, build_configuration
+from fleetbus_workers.simulation.configuration import ARCHIVE, LOG_BYTES, build_configuration
 from fleetbus_workers.simulation.log_checker import LogChecker
 from fleetbus_workers.simulation.network_faults import SeededNetworkFaults
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.oracle import FaultOracle
 from fleetbus_workers.simulation.process import RUN
 from fleetbus_workers.simulation.scenario import Scenario
+from fleetbus_workers.simulation.storage_faults import Disks
 
 
 class SimulationFixtures(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,8 @@ class SimulationFixtures(msgspec.Struct, frozen=True, kw_only=True):
     observer: Observer
     oracle: FaultOracle
     log_checker: LogChecker
+    disks: Disks
+    folder: Path
 
     @property
     def log(self) -> MemoryStream:
@@ -40,12 +43,13 @@ class SimulationFixtures(msgspec.Struct, frozen=True, kw_only=True):
 def build_fixtures(scenario: Scenario, observer: Observer, folder: Path) -> SimulationFixtures:
     """A server with the run declared on it, and checkers that receive every entry."""
     configuration = build_configuration(scenario, folder)
-    network_faults = SeededNetworkFaults(scenario.network_faults, random.Random(f"noise/{scenario.seed}"), observer)
+    network_faults = SeededNetworkFaults(scenario.network_faults, scenario.seed, observer)
     server = MemoryServer(faults=network_faults)
     oracle = FaultOracle(observer, grace_seconds=configuration.limits.grace, idle_seconds=configuration.limits.idle)
+    oracle.now_ns = server.now_ns
     log_checker = LogChecker(observer, oracle, scenario, str(folder))
     window_seconds = scenario.duplicate_window_seconds
-    server.declare(plan_run(RUN, lanes=LANES, max_bytes=LOG_BYTES, duplicate_window_seconds=window_seconds))
+    server.declare(plan_run(RUN, lanes=scenario.lanes, max_bytes=LOG_BYTES, duplicate_window_seconds=window_seconds))
     server.stream(log_stream(RUN)).on_stored["log_checker"] = log_checker.on_stored
     server.stream(lane_stream(RUN)).on_stored["log_checker"] = log_checker.on_lane
     return SimulationFixtures(
@@ -57,4 +61,6 @@ def build_fixtures(scenario: Scenario, observer: Observer, folder: Path) -> Simu
         observer=observer,
         oracle=oracle,
         log_checker=log_checker,
+        disks=Disks(random.Random(f"disks/{scenario.seed}"), observer),
+        folder=folder,
     )

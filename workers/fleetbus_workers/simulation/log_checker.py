@@ -9,6 +9,7 @@ from fleetbus_workers.simulation.episode_checker import EpisodeChecker
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.oracle import FaultOracle
 from fleetbus_workers.simulation.scenario import Scenario
+from fleetbus_workers.simulation.session_checker import SessionChecker
 from fleetbus_workers.simulation.training_checker import TrainingChecker
 
 
@@ -25,10 +26,11 @@ class LogChecker:
         self.training = TrainingChecker(
             observer,
             self.episodes,
-            max_staleness=scenario.max_staleness,
+            max_staleness=scenario.max_staleness if scenario.stale_groups == "drop" else None,
             groups=scenario.groups,
             group_size=scenario.group_size,
         )
+        self.sessions = SessionChecker(observer, replayable=scenario.replayable)
         oracle.record = self.episodes.record
 
     def on_stored(self, entry: StreamEntry) -> None:
@@ -47,6 +49,8 @@ class LogChecker:
                 self.episodes.apply_action(entry)
             case "episode":
                 self.episodes.on_episode(entry, at)
+            case "session":
+                self.sessions.on_session(entry)
             case "policy":
                 self.training.apply_publication(entry)
                 self._oracle.newest_version = self.training.newest_version

@@ -5,25 +5,62 @@ Asked by the server in memory once per event, in the order of events; see `fleet
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
+from collections.abc import Callable
+
+import anyio
 
 from fleetbus.bus.memory_faults import NO_DELIVERY_FAULT, NO_PUBLISH_FAULT, DeliveryFault, Faults, PublishFault
+from fleetbus.notifier import Notifier
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.scenario import NetworkFaultRates
 
 
 class SeededNetworkFaults(Faults):
-    """Faults at the rates of ``rates``, from ``draw``."""
+    """Faults at the rates of ``rates``, the same ones for each seed. `run` has to be running for what is stored late."""
 
-    def __init__(self, rates: NetworkFaultRates, draw: random.Random, observer: Observer) -> None:
+    def __init__(self, rates: NetworkFaultRates, seed: int, observer: Observer) -> None:
         self._rates = rates
-        self._draw = draw
+        self._draw = random.Random(f"noise/{seed}")
+        self._more = random.Random(f"replicas/{seed}")
         self._observer = observer
         self._is_silent = rates == NetworkFaultRates()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._put_off = 0
+        self._changed = Notifier()
+
+    def heal(self) -> None:
+        """From now on the network delays, loses and repeats nothing."""
+        self._rates, self._is_silent = NetworkFaultRates(), True
+
+    async def run(self) -> None:
+        """Store what is late, until cancelled."""
+        while True:
+            wait = self._later[0][0] - anyio.current_time() if self._later else math.inf
+            with anyio.move_on_after(wait):
+                await self._changed.wait()
+            while self._later and self._later[0][0] <= anyio.current_time():
+                heapq.heappop(self._later)[2]()
+
+    def postpone(self, seconds: float, action: Callable[[], None]) -> None:
+        self._put_off += 1
+        heapq.heappush(self._later, (anyio.current_time() + seconds, self._put_off, action))
+        self._changed.notify()
+
+    def draw_read_lag(self, worker: str, subject: str) -> float:
+        if not self._rates.read_behind or self._more.random() >= self._rates.read_behind:
+            return 0.0
+        return self._more.random() * self._rates.longest_lag_seconds
 
     def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         if self._is_silent:
             return NO_PUBLISH_FAULT
+        if self._rates.publish_late and self._more.random() < self._rates.publish_late:
+            self._observer.disturb_message("publish_late", subject)
+            seconds = self._more.random() * self._rates.longest_late_seconds
+            return PublishFault(lost="message", stored_after=seconds)
         chance = self._draw.random()
         if chance < self._rates.publish_lost:
             self._observer.disturb_message("publish_lost", subject)
@@ -35,6 +72,8 @@ class SeededNetworkFaults(Faults):
         return PublishFault(seconds_before=before, seconds_after=after) if before or after else NO_PUBLISH_FAULT
 
     def draw_delivery_fault(self, worker: str, consumer: str, subject: str) -> DeliveryFault:
+        if not self.has_leader:
+            return DeliveryFault(lost=True)
         if self._is_silent:
             return NO_DELIVERY_FAULT
         chance = self._draw.random()
@@ -54,6 +93,8 @@ class SeededNetworkFaults(Faults):
 
     def loses_ack_message(self, subject: str) -> bool:
         """Whether an ack, nak or extension of a delivery of this subject gets lost on its way."""
+        if not self.has_leader:
+            return True
         if not self._rates.ack_lost or self._draw.random() >= self._rates.ack_lost:
             return False
         self._observer.disturb_message("ack_lost", subject)

@@ -89,6 +89,10 @@ class Observer:
     def disturbances_since(self, since: float) -> int:
         return sum(each.stop >= since for each in self.disturbances)
 
+    def message_fault_count(self, since: float) -> int:
+        """Faults of messages of anything at or after ``since``."""
+        return sum(at >= since for faults in self._message_faults.values() for at, _, _ in faults)
+
     def message_faults(self, episode: str, *, since: float = 0.0, kind: str = "", subject: str = "") -> int:
         """Faults of messages of an episode; ``subject`` is the kind of subject: task, obs, act, episode."""
         return sum(

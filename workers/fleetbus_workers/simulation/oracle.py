@@ -6,7 +6,7 @@ known here: disturbances by the simulation, and what each environment really did
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import anyio
 
@@ -51,6 +51,9 @@ class FaultOracle:
         self.record: Mapping[str, EpisodeRecord] = {}
         self.cancelled: set[str] = set()
         self.newest_version = -1
+        self.clock_slack_seconds = 0.0
+        """By how much the server's clock was set, forward or back, all steps together."""
+        self.now_ns: Callable[[], int] = lambda: EPOCH_NS + int(anyio.current_time() * 1e9)
         self._superseded: dict[tuple[str, int], float] = {}
 
     # Claims and results
@@ -176,7 +179,7 @@ class FaultOracle:
     def compute_seconds_late(self, record: EpisodeRecord, at: float) -> float:
         """Seconds beyond the instant by which the episode must have an outcome."""
         deadline = (record.request.deadline_ns - EPOCH_NS) / 1e9
-        return at - deadline - self._grace_seconds - OUTCOME_MARGIN_SECONDS
+        return at - deadline - self._grace_seconds - OUTCOME_MARGIN_SECONDS - self.clock_slack_seconds
 
     # What only a wire sees
 
@@ -197,7 +200,7 @@ class FaultOracle:
         answered = (observation.attempt, observation.turn) in record.turns
         is_stale = record.result is not None or len(record.claims) > observation.attempt
         is_outdated = record.last_actions.get(observation.environment_lane, 0) != observation.action_sequence
-        is_expired = EPOCH_NS + anyio.current_time() * 1e9 >= record.request.deadline_ns
+        is_expired = self.now_ns() + int(self.clock_slack_seconds * 1e9) >= record.request.deadline_ns
         right = answered or is_stale or is_outdated or is_expired
         self._observer.require(right, "an observation is acked after its action", f"{record.request.episode_id} {worker}")
 

@@ -19,7 +19,7 @@ import structlog
 
 from fleetbus_workers.simulation.deterministic import run_deterministically
 from fleetbus_workers.simulation.observer import Observer, Violation
-from fleetbus_workers.simulation.scenario import Scenario, draw_scenario
+from fleetbus_workers.simulation.scenario import FaultSet, Scenario, draw_scenario
 from fleetbus_workers.simulation.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -45,11 +45,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not self.violations
 
 
-def run_seed(seed: int, *, keep_lines: bool = False, scenario: Scenario | None = None) -> Report:
+def run_seed(seed: int, *, keep_lines: bool = False, scenario: Scenario | None = None, faults: FaultSet = "usual") -> Report:
     """Simulate one seed from beginning to end; anything that is no violation but an error of the simulation is raised."""
     folder = Path(tempfile.mkdtemp(prefix="fleetbus-sim-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
     try:
-        return _run(scenario or draw_scenario(seed), folder, keep_lines)
+        return _run(scenario or draw_scenario(seed, faults), folder, keep_lines)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         gc.collect(0)  # everything made during the run is young, for nothing was collected then

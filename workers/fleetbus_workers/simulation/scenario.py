@@ -5,6 +5,7 @@ Not every kind of fault takes part in every seed: with a few kinds at a time, on
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Literal
 
@@ -21,7 +22,18 @@ FaultKind = Literal[
     "fill_log",
     "cancel",
     "spoil_checkpoint",
+    "elect",
+    "step_clock",
+    "renew_consumers",
+    "slow_consumer",
+    "fill_lanes",
+    "break_disk",
+    "lose_checkpoints",
+    "rewind_checkpoints",
 ]
+"""The last eight take part with ``faults="all"`` only."""
+
+FaultSet = Literal["usual", "all"]
 
 ROLES = ("environment", "inference", "learner")
 """Roles that every fleet has; some have a recorder, too."""
@@ -57,6 +69,12 @@ class NetworkFaultRates(msgspec.Struct, frozen=True, kw_only=True):
     delivery_repeated: float = 0.0
     ack_lost: float = 0.0
     call_lost: float = 0.0
+    publish_late: float = 0.0
+    """Messages that are stored up to ``longest_late_seconds`` after they were sent, whatever their sender did meanwhile."""
+    longest_late_seconds: float = 20.0
+    read_behind: float = 0.0
+    """Reads that a replica answers which is up to ``longest_lag_seconds`` behind."""
+    longest_lag_seconds: float = 1.5
 
 
 class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +96,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one simulated run that its seed decides beforehand.
 
     In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what training,
-    saving weights or writing a checkpoint takes.
+    saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
+    wait has a bound.
     """
 
     seed: int
@@ -98,13 +117,37 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     blocking_seconds: float = 1.0
     replayable: bool = True
     recorder: bool = False
+    session_clients: int = 0
+    gateway_clients: int = 0
+    rollout_clients: int = 0
+    session_slots: int = 8
+    weights_in_bucket: bool = False
+    evaluation_every: int = 0
+    lanes: int = 12
+    episode_seconds: float = 600.0
+    stale_groups: Literal["drop", "keep", "wait"] = "drop"
+    dynamic_sampling: bool = False
+    mask_truncated: bool = False
+    credit_per_turn: bool = False
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch"] = "grpo"
+    max_attempts: int = 3
+    max_turns: int = 6
+    turns: tuple[int, ...] = (2, 3, 4, 4, 5, 6, 7)
+    exclusions_per_entry: int = 0
+    tasks: int = 24
+    heals_at: float = math.inf
     network_faults: NetworkFaultRates = NetworkFaultRates()
     fault_profile: FaultProfile = FaultProfile()
     fault_schedule: tuple[ScheduledFault, ...] = ()
 
 
-def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed."""
+def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
+    """The scenario of a seed; with all faults it is the usual one, with more clients and more that goes wrong."""
+    scenario = _draw_usual(seed)
+    return scenario if faults == "usual" else _add_faults(scenario, random.Random(f"all/{seed}"))
+
+
+def _draw_usual(seed: int) -> Scenario:
     draw = random.Random(f"scenario/{seed}")
     groups, group_size = draw.choice(((5, 4), (5, 4), (10, 2)))
     scenario = Scenario(
@@ -182,13 +225,73 @@ def _draw_fault_schedule(draw: random.Random, *, recorder: bool) -> tuple[Schedu
     }
     kinds = [kind for kind in weights if draw.random() < 0.6] or ["crash"]
     fault_schedule = [
-        ScheduledFault(
-            kind=draw.choices(kinds, [weights[kind] for kind in kinds])[0],
-            at=round(draw.uniform(0, FAULT_WINDOW_SECONDS), 3),
-            seconds=round(draw.choice((0.3, 3.0, 14.0)) * draw.uniform(0.5, 1.0), 3),
-            role=draw.choice((*ROLES, "recorder") if recorder else ROLES),
-            pick=draw.randrange(1000),
-        )
+        _draw_fault(draw, draw.choices(kinds, [weights[kind] for kind in kinds])[0], more=("recorder",) if recorder else ())
         for _ in range(draw.randint(1, 10))
     ]
     return tuple(sorted(fault_schedule, key=lambda happening: happening.at))
+
+
+ADDED_WEIGHTS: dict[FaultKind, float] = {
+    "elect": 2,
+    "step_clock": 1,
+    "renew_consumers": 1,
+    "slow_consumer": 2,
+    "fill_lanes": 0.5,
+    "break_disk": 2,
+    "lose_checkpoints": 0.7,
+    "rewind_checkpoints": 0.5,
+}
+
+
+def _add_faults(scenario: Scenario, draw: random.Random) -> Scenario:
+    scenario = msgspec.structs.replace(
+        scenario,
+        session_clients=draw.choice((0, 0, 1, 3)),
+        gateway_clients=draw.choice((0, 0, 1, 2)),
+        rollout_clients=draw.choice((0, 0, 1)),
+        session_slots=draw.choice((2, 8)),
+        weights_in_bucket=draw.random() < 0.5,
+        evaluation_every=draw.choice((0, 0, 1, 2)),
+        recorder=scenario.recorder or draw.random() < 0.4,
+        stale_groups=draw.choice(("drop", "drop", "keep", "wait")),
+        dynamic_sampling=draw.random() < 0.3,
+        mask_truncated=draw.random() < 0.2,
+        credit_per_turn=draw.random() < 0.3,
+    )
+    if not scenario.fault_schedule:
+        return scenario
+    heals_at = draw.choice((math.inf, draw.uniform(30.0, FAULT_WINDOW_SECONDS)))
+    clients = {
+        "session_client": scenario.session_clients,
+        "gateway": scenario.gateway_clients,
+        "rollouts": scenario.rollout_clients,
+    }
+    more = (*(("recorder",) if scenario.recorder else ()), *(role for role, count in clients.items() if count))
+    weights: dict[FaultKind, float] = {**ADDED_WEIGHTS, "crash": 1, "pause": 1, "cut": 1}
+    kinds: list[FaultKind] = [kind for kind in weights if draw.random() < 0.5] or ["elect"]
+    added = [
+        _draw_fault(draw, draw.choices(kinds, [weights[kind] for kind in kinds])[0], more=more)
+        for _ in range(draw.randint(1, 8))
+    ]
+    schedule = sorted([*scenario.fault_schedule, *added], key=lambda fault: fault.at)
+    return msgspec.structs.replace(
+        scenario,
+        heals_at=heals_at,
+        network_faults=msgspec.structs.replace(
+            scenario.network_faults,
+            publish_late=draw.choice((0.0, 0.0, 0.01, 0.05)),
+            read_behind=draw.choice((0.0, 0.05, 0.5)),
+            longest_lag_seconds=draw.choice((0.1, 0.5, 1.5)),
+        ),
+        fault_schedule=tuple(fault for fault in schedule if fault.at < heals_at),
+    )
+
+
+def _draw_fault(draw: random.Random, kind: FaultKind, *, more: tuple[str, ...]) -> ScheduledFault:
+    return ScheduledFault(
+        kind=kind,
+        at=round(draw.uniform(0, FAULT_WINDOW_SECONDS), 3),
+        seconds=round(draw.choice((0.3, 3.0, 14.0)) * draw.uniform(0.5, 1.0), 3),
+        role=draw.choice((*ROLES, *more)),
+        pick=draw.randrange(1000),
+    )

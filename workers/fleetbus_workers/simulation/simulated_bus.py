@@ -18,6 +18,7 @@ from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, WorkerStarted, decode, encode
+from fleetbus_workers.simulation.bucket import SimulatedObjects
 from fleetbus_workers.simulation.network_faults import SeededNetworkFaults
 from fleetbus_workers.simulation.observer import Observer
 
@@ -88,20 +89,28 @@ class SimulatedDelivery:
 
 
 class GatedReceiver(Generic[T]):
-    """What is received reaches the process only while it runs; cancelling loses nothing."""
+    """What is received reaches the process only while it runs and receives; cancelling loses nothing.
 
-    def __init__(self, receive: Callable[[], Awaitable[T]], gate: Gate) -> None:
+    ``lags``: what is read comes from a replica, which may be behind.
+    """
+
+    def __init__(self, receive: Callable[[], Awaitable[T]], wire: SimulatedBus, *, lags: bool = False) -> None:
         self._receive = receive
-        self._gate = gate
+        self._wire = wire
+        self._lags = lags
         self._buffer: list[T] = []
 
     async def receive(self) -> T:
+        wire = self._wire
         while True:
             if not self._buffer:
                 self._buffer.append(await self._receive())
-            if self._gate.is_open:
+                if self._lags and (seconds := wire.network_faults.draw_read_lag(wire.worker, "reader")):
+                    await anyio.sleep(seconds)
+            if wire.gate.is_open and wire.inbox.is_open:
                 return self._buffer.pop()
-            await self._gate.wait_open()
+            await wire.gate.wait_open()
+            await wire.inbox.wait_open()
 
 
 class SimulatedSubscription:
@@ -111,7 +120,7 @@ class SimulatedSubscription:
         self._inner = inner
         self._wire = wire
         self._consumer = consumer
-        self._receiver = GatedReceiver(inner.receive, wire.gate)
+        self._receiver = GatedReceiver(inner.receive, wire)
 
     @property
     def credits(self) -> int:
@@ -141,16 +150,20 @@ class SimulatedBus:
         inner: MemoryBus,
         worker: str,
         gate: Gate,
+        inbox: Gate,
         network_faults: SeededNetworkFaults,
         observer: Observer,
         witness: BusObserver,
+        bucket: dict[str, bytes] | None = None,
     ) -> None:
         self._inner = inner
         self.worker = worker
         self.gate = gate
+        self.inbox = inbox
         self.network_faults = network_faults
         self.observer = observer
         self.witness = witness
+        self._bucket = bucket
 
     def disconnect(self) -> None:
         self._inner.disconnect()
@@ -162,7 +175,7 @@ class SimulatedBus:
         return self._inner.now_ns()
 
     def objects(self, bucket: str) -> ObjectStore | None:
-        return self._inner.objects(bucket)
+        return SimulatedObjects(self._bucket, self) if self._bucket is not None else None
 
     async def declare(self, plan: RunPlan) -> None:
         await self._inner.declare(plan)
@@ -191,7 +204,7 @@ class SimulatedBus:
     @asynccontextmanager
     async def read(self, subjects: Sequence[str], *, start: int = 1) -> AsyncGenerator[Reader]:
         async with self._inner.read(subjects, start=start) as reader:
-            yield GatedReceiver(reader.receive, self.gate)
+            yield GatedReceiver(reader.receive, self, lags=True)
 
     def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
         return self._inner.scan(subjects, start=start)
@@ -242,7 +255,7 @@ class SimulatedBus:
     @asynccontextmanager
     async def serve(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[RequestServer]:
         async with self._inner.serve(subject, limit=limit) as server:
-            yield GatedReceiver(server.receive, self.gate)
+            yield GatedReceiver(server.receive, self)
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
         await self.gate.wait_open()
@@ -252,7 +265,7 @@ class SimulatedBus:
     @asynccontextmanager
     async def listen(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Listener]:
         async with self._inner.listen(subject, limit=limit) as listener:
-            yield SimulatedListener(listener.receive, self.gate)
+            yield SimulatedListener(listener.receive, self)
 
     async def _delay_one_way(self) -> None:
         """One way of a question or of its answer."""

@@ -42,7 +42,7 @@ class TrainingChecker:
     learner that had been replaced; ``replaced`` is when that happened to whom."""
 
     def __init__(
-        self, observer: Observer, episodes: EpisodeChecker, *, max_staleness: int, groups: int, group_size: int
+        self, observer: Observer, episodes: EpisodeChecker, *, max_staleness: int | None, groups: int, group_size: int
     ) -> None:
         self._observer = observer
         self._episodes = episodes
@@ -93,6 +93,11 @@ class TrainingChecker:
             right = policy.step == self.steps
             require(right, "a version says which step made it", f"{name}: {policy.step}, {self.steps} trained")
         self._step_of[policy.version] = policy.step
+
+    def find_readable_step(self, folder: Path) -> int | None:
+        """The newest step that counts whose checkpoint lies in ``folder`` and is whole."""
+        found = [read_checkpoint(path) for path in folder.glob("l*-*")] if folder.is_dir() else []
+        return max((each.step for each in found if each is not None and each.step in self._checkpoints), default=None)
 
     def _order(self, lineage: str) -> int:
         """Lineages begin on ``train.<name>``, one after the other; that a later one has begun there while an earlier one's
@@ -155,7 +160,8 @@ class TrainingChecker:
             )
             return
         behind = lag(self.steps - 1, tuple(self._step_of.get(version, 0) for version in result.policy_versions))
-        self._observer.require(behind <= self._max_staleness, "staleness is bounded", f"{episode}: {behind} steps")
+        right = self._max_staleness is None or behind <= self._max_staleness
+        self._observer.require(right, "staleness is bounded", f"{episode}: {behind} steps")
 
     def _exclude(self, excluded: tuple[Exclusion, ...]) -> None:
         for exclusion in excluded:

@@ -42,6 +42,7 @@ class World:
             async with anyio.create_task_group() as living:
                 fleet = Deployment(self._fixtures, living)
                 living.start_soon(self._check_periodically)
+                living.start_soon(self._fixtures.network_faults.run)
                 fleet.start_all()
                 await self._run_until_finished(fleet, living)
                 await self._drain_all(fleet)
@@ -100,6 +101,7 @@ class World:
         if self._observer.violations:
             return
         self._oracle.check_environments()
+        self.log_checker.sessions.check_environments()
         self._check_audit()
         self._check_archive()
         left = trio.lowlevel.current_statistics().tasks_living - tasks_before

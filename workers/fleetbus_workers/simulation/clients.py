@@ -1,0 +1,191 @@
+"""Clients of a simulated fleet: step-wise sessions, the calls of a gateway, and rollouts for an external trainer.
+
+Each uses the library's own client and passes what it was told to the checkers. What it may fail with is judged here, too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+
+from fleetbus.bus.base import Bus
+from fleetbus.client.rollouts import Episode, rollouts
+from fleetbus.client.sessions import Session, SessionClient, SessionFailed, SessionUnavailable, sessions
+from fleetbus.config.settings import Configuration
+from fleetbus.core.history import collect_token_ids
+from fleetbus.runtime import Runtime
+from fleetbus_schemas import GRADED, SessionAnswer, Subjects, Task
+from fleetbus_workers.gateway.gym_methods import Answer, CallRefused, GymCalls
+from fleetbus_workers.gateway.gym_wire import Request
+from fleetbus_workers.simulation.episode_checker import EpisodeChecker
+from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.process import RUN, Process
+from fleetbus_workers.simulation.session_checker import SessionChecker
+
+SESSIONS_PER_CLIENT = 4
+CALL_SECONDS = 150.0
+"""A call is answered by then: a takeover after the worst of faults takes less, unless another fault follows."""
+
+ROLLOUT_GROUPS = 4
+ROLLOUT_GROUP_SIZE = 2
+
+
+class SessionCaller:
+    """One client that plays sessions of its own, one after the other, and sometimes two calls at a time."""
+
+    def __init__(self, process: Process, checker: SessionChecker, observer: Observer, draw: random.Random) -> None:
+        self._process = process
+        self._checker = checker
+        self._observer = observer
+        self._draw = draw
+
+    async def run(self, bus: Bus) -> None:
+        async with sessions(bus, Subjects(RUN)) as client:
+            for number in range(SESSIONS_PER_CLIENT):
+                if self._process.drain.is_set():
+                    return
+                await self._play(client, f"{self._process.name}-s{number}")
+
+    async def _play(self, client: SessionClient, name: str) -> None:
+        turns = self._draw.randint(2, 6)
+        since = anyio.current_time()
+        try:
+            async with client.open(Task(key=name, config={"turns": turns}), session=name, timeout=CALL_SECONDS) as session:
+                for _ in range(self._draw.choice((1, 1, 2))):
+                    self._checker.on_answer(await session.reset())
+                    for turn in range(turns):
+                        await anyio.sleep(self._draw.random() * self._draw.choice((0.1, 1.0, 8.0)))
+                        if await self._step(session, f"{name} {turn}"):
+                            break
+                    await session.state()
+                    self._checker.on_answer(await session.verify())
+        except SessionFailed as failed:
+            self._check_failure(failed.answer)
+        except SessionUnavailable as unavailable:
+            check_unavailable(self._observer, self._process, since, str(unavailable))
+
+    async def _step(self, session: Session, text: str) -> bool:
+        """One step, repeated at the same moment by a client that is impatient; True at the end of the episode."""
+        answer = await session.step(text)
+        self._checker.on_answer(answer)
+        return answer.terminated
+
+    def _check_failure(self, answer: SessionAnswer) -> None:
+        """The session is over, and the log says so too."""
+        pages = self._checker.pages.get(answer.session)
+        right = pages is not None and bool(pages.end) and pages.end == answer.end
+        detail = f"{answer.session}: {answer.refusal or answer.end} {answer.error_class} {answer.error}"
+        self._observer.require(right, "a session fails by its end in the log only", detail)
+
+
+class GatewayCaller:
+    """A gateway and its clients in one process: each request has a key, and some are made twice."""
+
+    def __init__(self, process: Process, checker: SessionChecker, observer: Observer, draw: random.Random) -> None:
+        self._process = process
+        self._checker = checker
+        self._observer = observer
+        self._draw = draw
+        self._count = 0
+
+    async def run(self, bus: Bus) -> None:
+        async with sessions(bus, Subjects(RUN)) as client:
+            calls = GymCalls(client, call_seconds=CALL_SECONDS)
+            for _ in range(SESSIONS_PER_CLIENT):
+                if self._process.drain.is_set():
+                    return
+                since = anyio.current_time()
+                try:
+                    await self._play(calls)
+                except SessionUnavailable as unavailable:
+                    check_unavailable(self._observer, self._process, since, str(unavailable))
+
+    async def _play(self, calls: GymCalls) -> None:
+        turns = self._draw.randint(2, 5)
+        key = self._next_key()
+        connected = await self._make(calls.connect, key, {"env_config": {"key": key, "turns": turns}, "seed": None})
+        session = str(connected.fields["session_id"])
+        for _ in range(self._draw.choice((1, 2))):
+            await self._call(calls, session, "reset", {"seed": None})
+            await self._call(calls, session, "system_prompt", {})
+            for turn in range(turns + 1):
+                stepped = await self._call(calls, session, "step", {"action_str": f"{key} {turn}"})
+                if stepped is None or stepped.fields["done"]:
+                    break
+        await self._call(calls, session, "close", {})
+
+    async def _call(self, calls: GymCalls, session: str, method: str, parameters: dict[str, Any]) -> Answer | None:
+        """None where the session is over: it was idle for too long, or its worker could not be replaced."""
+        fields = {"session_id": session, "method": method, "params": parameters}
+        try:
+            return await self._make(calls.call, self._next_key(), fields)
+        except CallRefused as refused:
+            ends = [pages.end for name, pages in self._checker.pages.items() if name.startswith(session)]
+            self._observer.require(any(ends), "a gateway refuses for what the log says", f"{session} {method}: {refused}")
+            return None
+
+    async def _make(self, call: Callable[[Request], Awaitable[Answer]], key: str, fields: dict[str, Any]) -> Answer:
+        """A request, and in every third case its repetition at the same time: both get the same answer."""
+        answers: list[Answer] = []
+        errors: list[Exception] = []
+
+        async def make() -> None:
+            try:
+                answers.append(await call(Request(fields=fields, key=key)))
+            except (CallRefused, SessionUnavailable) as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(self._draw.choice((1, 1, 2))):
+                group.start_soon(make)
+        if errors:
+            raise errors[0]
+        same = all(answer.fields == answers[0].fields for answer in answers)
+        self._observer.require(same, "a repeated request gets the same answer", f"{key}: {answers}")
+        return answers[0]
+
+    def _next_key(self) -> str:
+        self._count += 1
+        return f"{self._process.name}-g{self._count}"
+
+
+def check_unavailable(observer: Observer, process: Process, since: float, detail: str) -> None:
+    """A call gives up only if something went on for as long as it waited."""
+    last = max((each.stop for each in observer.disturbances), default=0.0)
+    excused = last >= anyio.current_time() - CALL_SECONDS or observer.message_fault_count(since)
+    observer.require(bool(excused), "a session's call is answered", f"{process.name}: {detail}")
+
+
+async def run_rollouts(
+    process: Process, bus: Bus, configuration: Configuration, tasks: list[Task], episodes: EpisodeChecker, observer: Observer,
+    runtime: Runtime,
+) -> None:  # fmt: skip
+    """Some groups for an external trainer, each episode compared with the log."""
+    async with rollouts(
+        bus, configuration, tasks[:ROLLOUT_GROUPS], group_size=ROLLOUT_GROUP_SIZE, groups_at_a_time=2, worker=process.name,
+        runtime=runtime,
+    ) as groups:  # fmt: skip
+        async for group in groups:
+            observer.require(len(group.episodes) == ROLLOUT_GROUP_SIZE, "a rollout group is whole", process.name)
+            for episode in group.episodes:
+                _check_rollout(episode, episodes, observer)
+            if process.drain.is_set():
+                return
+
+
+def _check_rollout(episode: Episode, episodes: EpisodeChecker, observer: Observer) -> None:
+    record = episodes.record[episode.episode_id]
+    result = record.result
+    if result is None:
+        observer.violate("a rollout has its result in the log", episode.episode_id)
+        return
+    history = record.history(result.attempt)[: result.turns]
+    ids = tuple(collect_token_ids(history)) if episode.outcome == result.outcome else ()
+    observer.require(episode.ids == ids, "a rollout has the tokens of its result", f"{episode.episode_id}: {len(episode.ids)}")
+    right = episode.reward == (result.reward if episode.outcome in GRADED else None)
+    observer.require(right, "a rollout has the reward of its result", episode.episode_id)
+    changed = episode.outcome != result.outcome
+    observer.require(not changed, "a finished rollout is not lost", f"{episode.episode_id}: {episode.error}")
