@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
+from fleetbus_workers.gateway.gym_methods import Answer, GymCalls
+from fleetbus_workers.gateway.gym_wire import Request
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
@@ -40,6 +42,8 @@ from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.simulation.run import run_seed
 from tests.support.single_engine import HeldSampler, inference_worker, make_first_observation
 from tests.support.small_deployment import run_inline
+from tests.support.stepwise_fixtures import World as SessionWorld
+from tests.support.stepwise_fixtures import session_fixture
 
 RUN = "findings"
 PORTS = Runtime(offload=run_inline)
@@ -239,3 +243,30 @@ async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waite
 
         monkeypatch.setattr(bus, "history", lagging)
         assert await read_actions(bus, SUBJECTS, [result], archive=None, runtime=PORTS) == {"e": actions}
+
+
+async def test_a_reset_that_two_requests_repeat_after_a_failure_begins_one_environment() -> None:
+    """A client of a gateway that repeats its request before the answer came: both get the same one."""
+    world = SessionWorld()
+    async with session_fixture() as here:
+        here.worker("e1", world)
+        calls = GymCalls(here.client, call_seconds=60)
+
+        async def call(method: str, key: str) -> Answer:
+            return await calls.call(Request(fields={"session_id": "c", "method": method, "params": {"seed": None}}, key=key))
+
+        await calls.connect(Request(fields={"env_config": {"key": "t"}}, key="c"))
+        await call("reset", "r1")
+        world.error = RuntimeError("gone")
+        assert (await call("step", "s1")).fields["done"]
+        world.error = None
+        answers: list[Answer] = []
+        async with anyio.create_task_group() as group:
+            for _ in range(2):
+                group.start_soon(lambda: collect(answers, call("reset", "r2")))
+        assert answers[0] == answers[1]
+        assert not (await call("step", "s2")).fields["done"]
+
+
+async def collect(answers: list[Answer], answer: Awaitable[Answer]) -> None:
+    answers.append(await answer)

@@ -153,7 +153,7 @@ class GymCalls:
     async def _reset(self, session: str, key: str, seed: int | None) -> Answer:
         answer = await self._execute(session, "reset", key, seed=seed)
         if answer.end in FAILURES and answer.refusal:
-            answer = await self._reset_in_new_environment(session, key, seed)
+            answer = await self._reset_in_new_environment(session, answer.session, key, seed)
         if answer.end is not None:
             return Answer(_build_failure(answer))
         text, images = await render_messages(
@@ -186,11 +186,11 @@ class GymCalls:
             raise CallRefused(400, refused.error)
         return last
 
-    async def _reset_in_new_environment(self, session: str, key: str, seed: int | None) -> SessionAnswer:
+    async def _reset_in_new_environment(self, session: str, failed: str, key: str, seed: int | None) -> SessionAnswer:
         """The reset of a session whose environment failed: in an environment of its own, under the next name on the bus."""
         journal = await self._journal(session)
         assert journal.claim is not None, "what was never opened has not failed"
-        self._failed_journals.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
+        self._leave_failed(session, failed, journal)
         opened = await self._execute(session, "open", f"{key}o", task=journal.claim.task)
         return opened if opened.end is not None else await self._execute(session, "reset", key, seed=seed)
 
@@ -266,9 +266,14 @@ class GymCalls:
         following = f"{session}-{len(self._failed_journals.get(session, ())) + 1}"
         if await self._client.bus.last(self._client.subjects.session(following)) is None:
             return False
-        journal = await self._journal(session)
-        self._failed_journals.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
+        failed = self._name(session)
+        self._leave_failed(session, failed, await self._journal(session))
         return True
+
+    def _leave_failed(self, session: str, failed: str, journal: Journal) -> None:
+        """The session has its next name from now on, unless a repetition of the same call gave it that meanwhile."""
+        if self._name(session) == failed:
+            self._failed_journals.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
 
     @contextmanager
     def _mark_in_use(self, session: str) -> Iterator[None]:
