@@ -135,6 +135,7 @@ class GatewayCaller:
         async def make() -> None:
             try:
                 answers.append(await call(Request(fields=fields, key=key)))
+                self._observer.trace("gateway", key, fields.get("method", "connect"), answers[-1].fields)
             except (CallRefused, SessionUnavailable) as error:
                 errors.append(error)
 

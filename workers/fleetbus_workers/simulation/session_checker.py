@@ -85,7 +85,7 @@ class SessionChecker:
         pages.records.append(recorded)
         if answer.end is not None:
             self._apply_end(pages, recorded.session, answer.end, answer.error_class)
-        elif recorded.call.call in ("reset", "step") and self._is_predictable(recorded.session):
+        elif recorded.call.call in ("reset", "step") and self._is_predictable(pages):
             shown = "".join(str(message.content) for message in answer.messages)
             expected = "" if answer.terminated else self._render(pages)
             require(shown == expected, "a step of a session follows all steps before", f"{name}: {shown}, not {expected}")
@@ -93,18 +93,22 @@ class SessionChecker:
     def _apply_end(self, pages: SessionPages, session: str, end: str, error_class: str) -> None:
         pages.end = end
         name = f"{session}: {end} {error_class}"
-        environments = self.environments.get(session, [])
+        environments = self._find_environments(pages)
         failed = any(record.fault_profile for record in environments)
         moved = len(pages.claims) > 1 or any(record.process.drain.is_set() for record in environments)
         has_cause = {
             "env_failed": failed,
             "timeout": failed,
-            "lost": moved and (not self._replayable or not self._is_predictable(session)),
+            "lost": moved and (not self._replayable or not self._is_predictable(pages)),
         }
         self._observer.require(has_cause.get(end, end in GIVEN_UP_CAUSES), "every end of a session has a cause", name)
 
-    def _is_predictable(self, session: str) -> bool:
-        return self._replayable and not any(record.diverges for record in self.environments.get(session, []))
+    def _is_predictable(self, pages: SessionPages) -> bool:
+        return self._replayable and not any(record.diverges for record in self._find_environments(pages))
+
+    def _find_environments(self, pages: SessionPages) -> list[EnvironmentRecord]:
+        """Those of its task: a gateway that begins anew gives the session another name, and the same task."""
+        return self.environments.get(pages.claims[0].task.key, []) if pages.claims else []
 
     def _render(self, pages: SessionPages) -> str:
         """What a replayable environment shows after the calls so far."""

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 from fleetbus.archive import read_archive
 from fleetbus.audit import enter
 from fleetbus.core.audit import Audit
-from fleetbus_workers.simulation.deployment import Deployment
+from fleetbus_workers.simulation.deployment import CLIENTS, Deployment
 from fleetbus_workers.simulation.fault_schedule import FaultInjector
 from fleetbus_workers.simulation.fixtures import build_fixtures
 from fleetbus_workers.simulation.observer import Observer
@@ -68,7 +68,9 @@ class World:
         fleet.is_closing = True
         started = anyio.current_time()
         for process in self._oracle.processes.values():
-            if process.is_alive:
+            if process.role in CLIENTS:
+                process.abort()
+            elif process.is_alive:
                 process.stop()
         for process in self._oracle.processes.values():
             with anyio.move_on_after(max(started + LEAVE_SECONDS - anyio.current_time(), 0.001)):
