@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fleetbus_workers.simulation.scenario import ROLES, FaultKind, FaultProfile, NetworkFaultRates, draw_scenario
+from fleetbus_workers.simulation.scenario import ADDED_WEIGHTS, ROLES, FaultKind, FaultProfile, NetworkFaultRates, draw_scenario
 
 SEEDS = range(200)
 
@@ -17,13 +17,15 @@ def test_a_seed_draws_the_same_scenario_every_time() -> None:
 def test_every_kind_of_fault_happens_to_every_role() -> None:
     happened = {(happening.kind, happening.role) for seed in SEEDS for happening in draw_scenario(seed).fault_schedule}
     assert happened >= {(kind, role) for kind in ("crash", "pause", "cut", "drain") for role in ROLES}
-    assert {kind for kind, _ in happened} == set(get_args(FaultKind))
+    assert {kind for kind, _ in happened} == set(get_args(FaultKind)) - set(ADDED_WEIGHTS)
+    added = {happening.kind for seed in SEEDS for happening in draw_scenario(seed, "all").fault_schedule}
+    assert added == set(get_args(FaultKind))
 
 
 def test_every_rate_is_zero_in_some_seeds_and_not_in_others() -> None:
-    scenarios = [draw_scenario(seed) for seed in SEEDS]
+    scenarios = [draw_scenario(seed, "all") for seed in SEEDS]
     for part in ("network_faults", "fault_profile"):
-        for rate in set(getattr(scenarios[0], part).__struct_fields__) - {"tool_error"}:
+        for rate in set(getattr(scenarios[0], part).__struct_fields__) - {"tool_error", "longest_late_seconds"}:
             values = {getattr(getattr(scenario, part), rate) for scenario in scenarios}
             assert len(values) > 1, f"{part}.{rate} never changes"
 

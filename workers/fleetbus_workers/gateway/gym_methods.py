@@ -250,10 +250,11 @@ class GymCalls:
             if answer.end in FAILURES:
                 return answer
             self._failed_journals.pop(session, None)
+            self._numbers.pop(call.session, None)
             raise CallRefused(404, f"Session {session} not found")
         if answer.refusal and not (answer.refusal == "conflict" and kind == "step"):
             raise CallRefused(400, answer.error)
-        if answer.end is not None or answer.refusal == "unknown":
+        if answer.end is not None:
             self._numbers.pop(call.session, None)
         elif not answer.refusal:
             self._numbers[call.session] = max(answer.number, self._numbers.get(call.session, 0))
