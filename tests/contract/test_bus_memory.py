@@ -18,14 +18,12 @@ from fleetbus.bus.memory_subjects import SubjectIndex, any_matcher, matcher
 from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.errors import BusError, PublishUnanswered, RequestUnanswered, SequenceConflict, UserError
 from fleetbus_schemas import Subjects
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("r")
 CONSUMER = tasks_consumer("default")
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 def ready(server: MemoryServer, **settings: Any) -> MemoryServer:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
 from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions
+from tests.support.virtual_time import virtual_time
 
 
 class SlowClosingEpisode:
@@ -31,9 +30,7 @@ class SlowClosingEpisode:
         self.closed_at = anyio.current_time()
 
 
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class SessionsFixture:

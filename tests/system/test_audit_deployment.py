@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
@@ -15,14 +12,12 @@ from fleetbus_schemas import Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 STEPS, GROUPS, GROUP_SIZE = 6, 2, 4
 TASKS = [Task(key=f"task-{index}", prompt="play") for index in range(4)]
 
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def test_the_log_of_a_fleet_whose_workers_were_killed_balances(tmp_path: Path) -> None:

@@ -12,21 +12,18 @@ import anyio
 import msgspec
 import pytest
 import structlog
-import trio.testing
 
 from fleetbus.config.settings import LearnerSettings
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import Member
+from tests.support.virtual_time import virtual_time
 from tests.system.test_failure_table_learner import Training, damage, training
 
 STEPS = 12
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 @asynccontextmanager

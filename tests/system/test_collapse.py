@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import pytest
 import structlog
-import trio.testing
 from rich.console import Console
 
 from fleetbus.config.settings import (
@@ -38,15 +36,13 @@ from fleetbus_workers.overview.state import RunState
 from fleetbus_workers.top.view import build_facts, screen
 from fleetbus_workers.watchdog import Stall, find_notes, find_stalls
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 1}) for index in range(20)]
 GROUPS, SIZE = 8, 4
 GOOD_STEPS = 12
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Policy:

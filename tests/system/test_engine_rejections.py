@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus_workers.inference.base import Generation, GenerationRequest, RequestRefused
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import small_deployment
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Refusing(ScriptedSampler):

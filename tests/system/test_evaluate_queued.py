@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, EpisodeFinished, Task
@@ -14,14 +10,12 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.learner.held_out import MAX_UNCLAIMED, find_newest_version, play
 from tests.support.small_deployment import LIMITS, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 EPISODES = 40
 TURN_SECONDS = 2.0
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Slow(ScriptedEnvironment):

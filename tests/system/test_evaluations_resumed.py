@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.episodes import decode_entries
@@ -18,13 +16,11 @@ from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(8)]
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def until_entry(fleet: SmallDeployment, kind: type[Message], step: int) -> None:

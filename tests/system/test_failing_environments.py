@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, NatsSettings, RunSettings
@@ -18,14 +16,12 @@ from fleetbus_workers.learner import pool
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import LANES, RUN, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 OUTAGE_SECONDS = 1200.0
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class ServiceDown(ScriptedEnvironment):

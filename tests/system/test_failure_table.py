@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, TASK_LEASE_SECONDS
 from fleetbus.episodes import decode_entries
@@ -41,15 +39,13 @@ from tests.support.interrupted_deployment import (
     start_deployment,
 )
 from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 ENVIRONMENT_RECOVERY_SECONDS = TASK_LEASE_SECONDS + 2.0
 INFERENCE_RECOVERY_SECONDS = OBSERVATION_LEASE_SECONDS + 2.0
 LIFE = (WorkerStarted, WorkerDraining, WorkerStopped, WorkerFailed)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Unrepeatable(ScriptedEnvironment):

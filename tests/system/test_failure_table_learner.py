@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
@@ -38,14 +37,12 @@ from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 ENTRIES = (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Training:

@@ -6,11 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus_schemas import Action, ChatMessage, PolicyPublished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -25,11 +23,9 @@ from tests.support.interrupted_deployment import (
     start_deployment,
 )
 from tests.support.small_deployment import Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 # an episode that kills whoever runs it; an observation that kills the engine: after 3 tries a recorded outcome; the fleet lives

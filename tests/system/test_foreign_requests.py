@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def test_a_learner_begins_beside_requests_of_others_and_does_not_train_them(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ import errno
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
@@ -20,13 +18,11 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.file import write_weights
 from tests.support.small_deployment import RUN, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class TwiceFull(ScriptedTrainer):

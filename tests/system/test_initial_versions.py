@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus_schemas import PolicyPublished, Task
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import SmallDeployment, small_deployment
+from tests.support.virtual_time import virtual_time
 
 LOADING_SECONDS = 2.0
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class SlowToLoad(ScriptedSampler):

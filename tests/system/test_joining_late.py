@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
@@ -32,13 +31,11 @@ from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.resume import find_resume_point, read_book, read_published_versions
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import run_inline, small_deployment
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("r")
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.base import Bus
 from fleetbus.core.journal import Journal
@@ -15,13 +14,11 @@ from fleetbus_schemas import SessionClaimed, Subjects, Task
 from fleetbus_workers.environment.episode.stages import Superseded
 from fleetbus_workers.environment.stepwise.journal_log import append, read_session_journal
 from fleetbus_workers.replay.fixtures import memory_bus
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("run")
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Silent:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.bus.base import Bus, StreamEntry
@@ -21,14 +19,12 @@ from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 from tests.system.test_failure_table_learner import training
 
 PATIENT = LimitSettings(action=300, drain=10)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 def lag_behind(patch: pytest.MonkeyPatch, role: str, seconds: float) -> None:

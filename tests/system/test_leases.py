@@ -6,7 +6,6 @@ from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryServer
@@ -22,15 +21,13 @@ from fleetbus_workers.environment.base import Step
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 LONG_SECONDS = 60.0
 PATIENT = LimitSettings(step=200, action=200, drain=3)
 LINGERING = LimitSettings(step=200, action=200, drain=100)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class SlowEnvironment(ScriptedEnvironment):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.bus.base import StreamEntry
@@ -19,14 +17,12 @@ from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 AWAY_SECONDS = 600.0
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def train(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch | None = None) -> ScriptedTrainer:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import msgspec
-import pytest
-import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, observations_consumer, plan_run
 from fleetbus_schemas import Action, AttemptStarted, PolicyPublished, Subjects, decode, encode
 from tests.support.single_engine import HeldSampler, inference_worker, make_first_observation
+from tests.support.virtual_time import virtual_time
 
 RUN = "again"
 SUBJECTS = Subjects(RUN)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def test_what_was_routed_again_is_answered_once_and_acked_with_what_it_replaced() -> None:

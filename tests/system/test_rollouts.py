@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.client.rollouts import rollouts
@@ -15,13 +12,11 @@ from fleetbus_schemas import Action, SessionAnswer, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from tests.support.small_deployment import small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"t{number}", prompt=f"play {number}") for number in range(6)]
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class FailsSometimes(ScriptedEnvironment):

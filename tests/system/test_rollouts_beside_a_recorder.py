@@ -9,8 +9,6 @@ from typing import Any
 
 import anyio
 import msgspec
-import pytest
-import trio.testing
 
 from fleetbus.bus.streams import log_stream
 from fleetbus.client.rollouts import RolloutGroup, rollouts
@@ -19,14 +17,12 @@ from fleetbus_schemas import Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from tests.support.small_deployment import RUN, Member, SmallDeployment, small_deployment
+from tests.support.virtual_time import virtual_time
 
 TASK = Task(key="t", prompt="play")
 EPISODES = 8
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 @asynccontextmanager

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.memory_faults import NO_DELIVERY_FAULT, DeliveryFault, Faults
 from fleetbus.bus.streams import actions_consumer, observations_consumer
@@ -25,14 +23,12 @@ from fleetbus_workers.environment.base import Step
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 LATE = LimitSettings().late
 PATIENT = LimitSettings(action=60, drain=10)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class LosesDeliveries(Faults):

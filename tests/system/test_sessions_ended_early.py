@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.config.settings import LimitSettings
 from fleetbus_schemas import Task
@@ -21,11 +18,9 @@ from tests.support.faulty_sessions import (
     start_deployment,
 )
 from tests.support.small_deployment import small_deployment
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 # The deadline

@@ -6,12 +6,10 @@ All on virtual time. After each test everything has come to rest: slots, session
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import anyio
 import msgspec
 import pytest
-import trio.testing
 
 from fleetbus_schemas import ChatMessage, Text
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -29,11 +27,9 @@ from tests.support.faulty_sessions import (
     start_deployment,
 )
 from tests.support.small_deployment import LIMITS, small_deployment
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 # A stage hangs

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.config.settings import InferenceSettings
 from fleetbus_schemas import ChatMessage, EpisodeFinished, ToolSpec, VersionSpan
@@ -17,14 +15,12 @@ from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from tests.support.small_deployment import build_configuration, small_deployment
 from tests.support.tool_calls import ConstantGrader
+from tests.support.virtual_time import virtual_time
 
 FIRST_BYTE = 2
 """Ids below are the template's own."""
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Speaker(ScriptedSampler):

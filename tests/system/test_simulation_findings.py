@@ -9,7 +9,6 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
-import trio.testing
 
 from fleetbus.actions import MissingActions, read_actions
 from fleetbus.archive_writer import open_archive
@@ -44,16 +43,14 @@ from tests.support.single_engine import HeldSampler, inference_worker, make_firs
 from tests.support.small_deployment import run_inline
 from tests.support.stepwise_fixtures import World as SessionWorld
 from tests.support.stepwise_fixtures import session_fixture
+from tests.support.virtual_time import virtual_time
 
 RUN = "findings"
 PORTS = Runtime(offload=run_inline)
 SUBJECTS = Subjects(RUN)
 TRAIN, POLICY = SUBJECTS.train("default"), SUBJECTS.policy("default")
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 @asynccontextmanager

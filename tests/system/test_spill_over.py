@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus_schemas import Heartbeat, Subjects, Task
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 def beat(lane: str, in_flight: int, *, draining: bool = False) -> Heartbeat:

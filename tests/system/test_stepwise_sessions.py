@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import msgspec
 import pytest
-import trio.testing
 
 from fleetbus.audit import audit_run
 from fleetbus.client.sessions import Session, SessionFailed
 from fleetbus_schemas import MAX_MESSAGE_BYTES, SessionCall
 from tests.support.small_deployment import SmallDeployment
 from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def test_a_session_opens_resets_steps_verifies_and_closes() -> None:

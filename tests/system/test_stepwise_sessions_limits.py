@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.client.sessions import SessionFailed, SessionUnavailable
 from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
 from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def test_who_finds_no_slot_waits_for_one() -> None:

@@ -6,18 +6,15 @@ from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus_schemas import MalformedMessage, SessionCall
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from tests.support.small_deployment import Member
 from tests.support.stepwise_fixtures import TASK, SessionFixture, World, read_text, session_fixture
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def start_local(here: SessionFixture, name: str, world: World) -> Member:

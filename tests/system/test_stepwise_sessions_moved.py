@@ -8,18 +8,15 @@ from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.client.sessions import SessionFailed, sessions
 from fleetbus_schemas import SessionCall, Task
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import MARGIN_SECONDS
 from tests.support.stepwise_fixtures import TASK, CountingEnvironment, World, read_text, session_fixture
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def test_a_session_goes_on_at_another_worker_when_its_own_is_killed() -> None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus_schemas import Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.tracing.fold import LogTraces
 from fleetbus_workers.tracing.span import Span
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
 EPISODES = 12
 
-
-@pytest.fixture
-def anyio_backend() -> Any:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def spans_of(fleet: SmallDeployment) -> list[Span]:

@@ -4,11 +4,9 @@ is a tree, and says what its journal says."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.client.sessions import Session, SessionFailed
 from fleetbus.core.trace_ids import compute_session_trace_id
@@ -17,11 +15,9 @@ from fleetbus_workers.tracing.fold import LogTraces
 from fleetbus_workers.tracing.span import Span
 from tests.support.small_deployment import RUN
 from tests.support.stepwise_fixtures import TASK, SessionFixture, World, session_fixture
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def opened(here: SessionFixture) -> Session:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -33,16 +30,14 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
 from tests.support.small_deployment import run_inline
+from tests.support.virtual_time import virtual_time
 
 RUN = "ends"
 SUBJECTS = Subjects(RUN)
 GROUPS = 50
 """More than a learner reads on the side while it finishes."""
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 def entries_of(group: int) -> list[tuple[str, Message]]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -16,15 +13,13 @@ from fleetbus.recording.export import END_SECONDS, Export
 from fleetbus.recording.format import RecordingHeader, compute_message_schema
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import Subjects
+from tests.support.virtual_time import virtual_time
 
 RUN = "followed"
 SUBJECTS = Subjects(RUN)
 ENTRIES = 3000
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def followed(server: MemoryServer, file: Path, *, killed: bool = False) -> int:

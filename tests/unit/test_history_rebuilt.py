@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
@@ -23,14 +21,12 @@ from fleetbus_workers.inference.history_cache import (
     HistoryMismatch,
     StaleObservation,
 )
+from tests.support.virtual_time import virtual_time
 
 RUN = "h"
 SUBJECTS = Subjects(RUN)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Log:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, JetStreamApi
 from fleetbus.bus.nats.request_mux import Answer, RequestMux
 from fleetbus.bus.streams import API
 from fleetbus.errors import BusError, RequestUnanswered
+from tests.support.virtual_time import virtual_time
 
 NOBODY: Answer = (b"", b"NATS/1.0 503\r\n\r\n")
 INFO: Answer = (b'{"state": {"last_seq": 7}}', None)
 NO_QUORUM, OFFLINE = 10008, 10118
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 def refusal(code: int) -> Answer:

@@ -6,7 +6,6 @@ from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
@@ -15,13 +14,11 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, claim_lane
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("r")
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class LostAnswers(Faults):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
@@ -14,13 +11,11 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, StepTrained, Subjects
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
+from tests.support.virtual_time import virtual_time
 
 TRAIN = Subjects("r").train("default")
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class SlowAnswers(Faults):

@@ -9,7 +9,6 @@ from typing import Any
 import anyio
 import pytest
 import structlog
-import trio.testing
 
 from fleetbus.bus.memory import Faults, MemoryBus, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
@@ -18,14 +17,12 @@ from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings,
 from fleetbus.episodes import read_episode_state
 from fleetbus.requests import Requests
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("r")
 LIMITS = LimitSettings(episode=60, grace=10)
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class LostAnswer(Faults):

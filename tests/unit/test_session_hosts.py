@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
-import pytest
-import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.client.session_hosts import SessionHosts
 from fleetbus.heartbeats import LOST_AFTER_SECONDS
 from fleetbus_schemas import Heartbeat, Subjects, encode
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("r")
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 @asynccontextmanager

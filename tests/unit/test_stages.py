@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded, find_root_cause, to_printable
+from tests.support.virtual_time import virtual_time
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 async def test_a_stage_within_its_limit_is_timed() -> None:
