@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trio.testing
 
 from fleetbus.core.advantages import ADVANTAGES, grpo
 from fleetbus.core.ledger import Ledger
@@ -66,6 +67,7 @@ def test_two_such_rewards_would_spoil_all_advantages_of_their_group() -> None:
         assert not np.isfinite(grpo(np.array([1e308, 1e308, 0.0, 1.0]), np.zeros(4, dtype=int))).all()
 
 
+@pytest.mark.parametrize("anyio_backend", [("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)})], ids=["trio"])
 @pytest.mark.parametrize("reward", [1e308, -1e308, 1e7])
 async def test_a_worker_gives_no_grade_for_such_a_step_or_verdict(reward: float) -> None:
     stepped = await play_episode(FaultyStages(step=make_returning(Step(reward=reward))))
