@@ -110,6 +110,10 @@ golden:
 map folder="":
     @python3 docs/file_map.py {{folder}}
 
+# The contract and unit tests on Python 3.12, 3.13 and 3.14, whichever are here: `just test-pythons 3.13`
+test-pythons *versions:
+    bash .ci/pythons {{versions}}
+
 # Run exactly what continuous integration runs
 ci:
     bash .ci/run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from fleetbus_workers.environment.isolation.sandbox.inside.database import Datab
 
 
 @pytest.fixture
-def database() -> Database:
+def database() -> Iterator[Database]:
     connection = sqlite3.connect(":memory:")
     connection.executescript(
         "CREATE TABLE items (id, name, price); CREATE TABLE orders (item, count);"
@@ -26,7 +28,8 @@ def database() -> Database:
             raise RuntimeError(f"LookupError: {error}") from error
         return {"columns": [column[0] for column in cursor.description], "rows": [list(row) for row in cursor]}
 
-    return Database(ask, "seed")
+    with closing(connection):
+        yield Database(ask, "seed")
 
 
 def test_conditions_order_and_limits_choose_rows(database: Database) -> None:
