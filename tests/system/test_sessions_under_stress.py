@@ -11,6 +11,7 @@ import anyio
 import msgspec
 import pytest
 
+from fleetbus.core.evaluation_summary import summarise_results
 from fleetbus_schemas import ChatMessage, Text
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
@@ -187,19 +188,17 @@ async def test_an_observation_that_cannot_travel_ends_its_episode_alone(messages
     assert_not_graded(result, "env_failed", "MalformedMessage")
 
 
-async def test_a_prompt_longer_than_the_model_is_an_outcome_without_tokens_and_says_how_long_it_is() -> None:
+@pytest.mark.parametrize("grade", [0.0, 1.0, None])
+async def test_an_episode_whose_prompt_is_too_long_is_no_zero_and_says_how_long_it_is(grade: float | None) -> None:
     start = Start(messages=(ChatMessage(role="user", content="x" * 5000),))
-    result = await play_episode(FaultyStages(reset=make_returning(start)))
-    assert (result.outcome, result.error_class) == ("truncated", "tokens")
+    verdict = Verdict(reward=grade, reason="nothing was played")
+    result = await play_episode(FaultyStages(reset=make_returning(start), verify=make_returning(verdict)))
+    assert_not_graded(result, "verifier_unknown", "prompt_too_long")
+    assert "the prompt leaves no room for a turn" in result.error
     assert "the prompt has 5," in result.error and "(inference.max_model_len)" in result.error
     assert (result.turns, result.actions, result.tokens) == (0, (), 0)
-    assert "the prompt leaves no room for a turn" in result.error
 
-
-async def test_without_a_verdict_an_episode_whose_prompt_is_too_long_says_so() -> None:
-    start = Start(messages=(ChatMessage(role="user", content="x" * 5000),))
-    result = await play_episode(
-        FaultyStages(reset=make_returning(start), verify=make_returning(Verdict(reward=None, reason="no reward yet")))
-    )
-    assert (result.outcome, result.error_class) == ("verifier_unknown", "prompt_too_long")
-    assert "the prompt leaves no room for a turn" in result.error
+    played = await play_episode(FaultyStages(verify=make_returning(Verdict(reward=1.0))))
+    summary = summarise_results([result, played], [1])
+    assert (summary.mean_reward, summary.graded, summary.episodes) == (1.0, 1, 2), "the mean is that of graded episodes"
+    assert summary.not_graded == {"verifier_unknown": 1}

@@ -133,10 +133,10 @@ class EpisodeRunner:
             messages, tools = start.messages, start.tools
         while self.turn < self._request.max_turns:
             turn = await self._obtain_turn(messages, tools)
+            if turn is None and not self.turn:  # no work of the policy is in such an episode: a grade would say nothing of it
+                return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=self._no_room())
             if turn is None:
-                return Conclusion(
-                    outcome="truncated", error_class="tokens", error=self._no_room(), note=self._describe_used_tokens()
-                )
+                return Conclusion(outcome="truncated", error_class="tokens", note=self._describe_used_tokens())
             step = await self._step_environment(turn)
             if step.terminated:
                 return Conclusion(outcome="completed")
@@ -174,16 +174,14 @@ class EpisodeRunner:
         return turn
 
     def _no_room(self) -> str:
-        """Why nothing was played, if nothing was."""
-        if self.turn:
-            return ""
+        """Why nothing was played."""
         limit = self._request.max_tokens
         reason = self._lack_of_room or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
         return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
 
     def _describe_used_tokens(self) -> str:
         """What the tokens were used for, if they were used up in the first or the second turn."""
-        if not 0 < self.turn <= FEW_TURNS:
+        if self.turn > FEW_TURNS:
             return ""
         prompt, limit = count_tokens(self._turns[0].action.prompt_delta), self._request.max_tokens
         return (
@@ -230,8 +228,6 @@ class EpisodeRunner:
             with self._stages.time_limit("verify", self._limits.verify, shield=True):
                 verdict = validate_return(Verdict, await environment.verify(), "verify", environment)
         except EpisodeEnded as ended:
-            if self.turn == 0:
-                return _conclude_unplayed(conclusion)
             return Conclusion(
                 outcome="verifier_unknown",
                 error_class="no_verdict",
@@ -245,8 +241,6 @@ class EpisodeRunner:
                 error = f"the verdict is {verdict.reward:g}"
                 return Conclusion(outcome="verifier_unknown", error_class=problem, error=error, location=location)
             return msgspec.structs.replace(conclusion, reward=verdict.reward)
-        if self.turn == 0:
-            return _conclude_unplayed(conclusion)
         reason = verdict.reason
         if verdict.reward is not None:
             reason = f"verify: the reward is {verdict.reward}, which is no grade{f'; {reason}' if reason else ''}"
@@ -298,8 +292,3 @@ class EpisodeRunner:
             traceback=conclusion.traceback,
             note=conclusion.note,
         )
-
-
-def _conclude_unplayed(conclusion: Conclusion) -> Conclusion:
-    """Nothing was played: that is why there is nothing to grade."""
-    return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=conclusion.error)
