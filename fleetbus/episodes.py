@@ -83,11 +83,20 @@ async def read_observations(
     bus: Bus, subjects: Subjects, policy: str, episode_id: str, turns: Iterable[Turn]
 ) -> dict[int, tuple[ChatMessage, ...]]:
     """The recorded observation messages that the given turns answered, by turn."""
+    answered = await read_answered_observations(bus, subjects, policy, episode_id, turns)
+    return {number: observation.messages for number, observation in answered.items()}
+
+
+async def read_answered_observations(
+    bus: Bus, subjects: Subjects, policy: str, episode_id: str, turns: Iterable[Turn]
+) -> dict[int, Observation]:
+    """The recorded observations that the given turns answered, by turn."""
+    turns = tuple(turns)
     wanted = {(turn.action.attempt, turn.action.turn) for turn in turns}
     lanes = sorted({ANY_LANE, *(turn.action.lane for turn in turns if turn.action.lane)})
     entries = await bus.history([subjects.observation(policy, lane, episode_id) for lane in lanes])
     return {
-        observation.turn: observation.messages
+        observation.turn: observation
         for _, observation in decode_entries(Observation, entries)
         if (observation.attempt, observation.turn) in wanted
     }

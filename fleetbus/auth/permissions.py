@@ -207,7 +207,7 @@ def _build_inference_rights(run: _RunSubjects) -> Rights:
     subjects = run.subjects
     actions = subjects.action("*", "*")
     said = (*_needs(actions), *_api(f"{run.direct}.{actions}", f"{run.direct}.{subjects.policy('*')}"))
-    read = run.read(subjects.policy("*"), subjects.episode("*"), actions)
+    read = run.read(subjects.policy("*"), subjects.episode("*"), subjects.observation("*", "*", "*"), actions)
     return run.allow_worker_reports(
         "inference", *said, *run.lane("inference"), *run.pull("obs_"), *read, *run.allow_object_reads()
     )

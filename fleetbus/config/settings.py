@@ -111,6 +111,9 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "compact", "fleet", "template"],
         Meta(description="How tools are described to the policy; auto: compact for the warehouse, fleet elsewhere"),
     ] = "auto"
+    parallel_calls: Annotated[
+        int, Meta(ge=1, description="Tool calls of one response executed at the same time, with prompt = template")
+    ] = 8
     observation_bytes: Annotated[int, Meta(ge=1024, description="Maximum text of one observation, in bytes")] = 32_768
     processes: Annotated[int, Meta(ge=0, description="Maximum number of processes of pool:MODULE:CLASS; 0: one per slot")] = 0
     devices: Annotated[str, Meta(description="Devices assigned in turn to your own environments, such as cuda:0,cuda:1")] = ""

@@ -45,8 +45,8 @@ class ParsedText(msgspec.Struct, frozen=True, kw_only=True):
         return self.calls[0] if self.calls else None
 
 
-class _Block(msgspec.Struct, frozen=True):
-    """One tagged stretch ``[start, stop)`` of the text and what was in it."""
+class CallBlock(msgspec.Struct, frozen=True):
+    """One stretch ``[start, stop)`` of a text that is a call: the call, or what is wrong with it."""
 
     start: int
     stop: int
@@ -59,7 +59,7 @@ def parse_tool_calls(text: str, *, strict: bool = False) -> ParsedText:
     if strict:
         call = _parse_strict_call(text)
         return ParsedText(calls=() if call is None else (call,))
-    blocks = list(_find_blocks(text))
+    blocks = list(find_tagged_calls(text))
     return ParsedText(
         calls=tuple(block.call for block in blocks if block.call is not None),
         errors=tuple(block.error for block in blocks if block.call is None),
@@ -74,14 +74,15 @@ def is_done(text: str) -> bool:
 def final_answer(text: str) -> str:
     """What remains of the text without tool calls and end marks."""
     kept, position = [], 0
-    for block in _find_blocks(text):
+    for block in find_tagged_calls(text):
         kept.append(text[position : block.start])
         position = block.stop
     kept.append(text[position:])
     return _DONE.sub("", "".join(kept)).strip()
 
 
-def _find_blocks(text: str) -> Iterator[_Block]:
+def find_tagged_calls(text: str) -> Iterator[CallBlock]:
+    """The tagged stretches of ``text`` in order, `MAX_CALLS` at most."""
     opening = _OPENING.search(text)
     count = 0
     while opening is not None and count < MAX_CALLS:
@@ -91,35 +92,36 @@ def _find_blocks(text: str) -> Iterator[_Block]:
         opening = _OPENING.search(text, block.stop)
 
 
-def _read_block(text: str, start: int, after_tag: int) -> _Block:
+def _read_block(text: str, start: int, after_tag: int) -> CallBlock:
     skipped = _BEFORE_JSON.match(text, after_tag)
     begin = skipped.end() if skipped else after_tag
-    value, stop, error = _decode(text, begin)
+    limit, following = _find_extent(text, begin)
+    value, stop, error = read_json(text, begin, limit)
     if error:
-        return _Block(start, stop, None, error)
+        return CallBlock(start, following, None, error)
+    stop = following if stop == limit else stop
     closing = _AFTER_JSON.match(text, stop)
     if closing:
         stop = closing.end()
     try:
-        return _Block(start, stop, _validate_call(value))
+        return CallBlock(start, stop, build_call(value))
     except ValueError as problem:
-        return _Block(start, stop, None, str(problem))
+        return CallBlock(start, stop, None, str(problem))
 
 
-def _decode(text: str, begin: int) -> tuple[Any, int, str]:
-    """The JSON value at ``begin``, where it ends, and what was wrong with it."""
+def read_json(text: str, begin: int, limit: int) -> tuple[Any, int, str]:
+    """The JSON value at ``begin``, where it ends, and what was wrong with it. One that lacks closing brackets ends at
+    ``limit``, wherever its strings do."""
     try:
         value, stop = _decoder.raw_decode(text, begin)
     except (ValueError, RecursionError) as problem:
-        limit, stop = _find_extent(text, begin)
-        body = text[begin:limit].rstrip().rstrip("`")
-        balanced = _close_brackets(body)
+        balanced = _close_brackets(text[begin:limit].rstrip().rstrip("`"))
         if balanced is not None:
             try:
-                return _decoder.decode(balanced), stop, ""
+                return _decoder.decode(balanced), limit, ""
             except (ValueError, RecursionError):
                 pass
-        return None, stop, f"not JSON: {problem}"
+        return None, limit, f"not JSON: {problem}"
     return value, stop, ""
 
 
@@ -161,7 +163,8 @@ def _close_brackets(body: str) -> str | None:
     return "".join((*pieces, body[position:], *reversed(closers)))
 
 
-def _validate_call(value: Any) -> ToolCall:
+def build_call(value: Any) -> ToolCall:
+    """The call that a JSON value describes. Raises `ValueError` that says what it lacks."""
     if not isinstance(value, dict):
         raise ValueError("a tool call must be a JSON object")
     name = value.get("name") or value.get("tool")

@@ -41,6 +41,9 @@ class Action(Message, frozen=True, kw_only=True):
 
     ``segment`` is the sequence that this turn belongs to, ``origin`` where it leaves its parent, in its first turn only. They
     are the Observation's, unless the worker had to begin a segment of its own: what an Action says holds.
+
+    ``tool_call_errors`` has one line for each thing in the text that looked like a tool call and was none, where the model's
+    own chat template described the tools.
     """
 
     episode_id: str
@@ -65,3 +68,4 @@ class Action(Message, frozen=True, kw_only=True):
     images: tuple[ShownImage, ...] = ()
     segment: int = 0
     origin: SegmentOrigin | None = None
+    tool_call_errors: tuple[str, ...] = ()

@@ -41,13 +41,28 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the policy is sampled. ``temperature`` 0 is greedy; ``max_tokens`` bounds one turn; ``stop`` are token strings
-    that end a turn besides the model's end-of-turn token; ``seed`` makes the episode's sampling repeatable."""
+    that end a turn besides the model's end-of-turn token; ``seed`` makes the episode's sampling repeatable.
+
+    ``top_p``, ``top_k`` (0: all tokens) and ``min_p`` (a share of the likeliest token's probability) leave tokens out;
+    ``presence_penalty``, ``frequency_penalty`` and ``repetition_penalty`` (1: none) make repeated ones less likely.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def distorting(self) -> tuple[str, ...]:
+        """The settings that make another distribution than the policy's at its temperature, by name."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return tuple(name for name, value in (neutral | {"repetition_penalty": 1.0}).items() if getattr(self, name) != value)
 
 
 class EpisodeRequested(Message, frozen=True, kw_only=True):

@@ -53,7 +53,18 @@ from fleetbus_schemas import (
 from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs, pack_mask
 
 PARAMETERS = {"type": "object", "properties": {"item": {"type": "string"}, "count": {"type": "integer"}}}
-SAMPLING = SamplingSettings(temperature=0.75, top_p=0.9, max_tokens=128, stop=("</tool_call>",), seed=1234)
+SAMPLING = SamplingSettings(
+    temperature=0.75,
+    top_p=0.9,
+    max_tokens=128,
+    stop=("</tool_call>",),
+    seed=1234,
+    top_k=20,
+    min_p=0.05,
+    presence_penalty=0.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.1,
+)
 SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 TASK = Task(
@@ -186,6 +197,7 @@ _EXAMPLES: tuple[Message, ...] = (
         images=(ShownImage(object="5" * 64, start=1, stop=3),),
         segment=2,
         origin=ORIGIN,
+        tool_call_errors=("not JSON: Expecting value",),
     ),
     EpisodeFinished(
         episode_id="s3-g7-k2",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
+from fleetbus.core.tool_formats import HERMES, ParsedResponse, parse_response
 from fleetbus_schemas import ChatMessage, ToolSpec, VersionSpan
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
@@ -47,6 +48,9 @@ class RuleTemplate:
 
     def decode_text(self, ids: Sequence[int]) -> str:
         return bytes(one - FIRST_BYTE for one in ids if one >= FIRST_BYTE).decode("utf-8", "replace")
+
+    def parse_text(self, text: str, tools: Sequence[ToolSpec], *, calls_before: int = 0) -> ParsedResponse:
+        return parse_response(text, HERMES, tools)
 
     def token_to_id(self, token: str) -> int | None:
         return None

@@ -136,3 +136,29 @@ def test_where_nothing_isolates_coding_is_refused_before_anything_starts(monkeyp
     monkeypatch.setattr(backends, "_detected", {backends.KINDS: "nothing here"})
     with pytest.raises(UserError, match="install bubblewrap"):
         build_environment_factory("coding", verifier=Verifier())
+
+
+async def test_with_the_template_s_own_prompt_every_call_is_answered_by_role_and_plain_words_are_the_answer() -> None:
+    try:
+        await find_isolation()
+    except IsolationUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    verifier = Verifier(VerifierLimits(seconds=40))
+    factory = build_environment_factory("coding", verifier=verifier, prompt="template")
+    calls = tuple(ToolCall(name="python", arguments={"code": f"print({number})"}, id=f"c{number}") for number in (7, 8))
+    async with verifier.run(), factory.run():
+        environment = await opened(factory, Task(key="t", prompt="Compute 6 * 7."))
+        start = await environment.reset()
+        assert [tool.name for tool in start.tools] == ["python"]
+        with anyio.fail_after(50):
+            done = await environment.step(Action(episode_id="e", attempt=1, turn=0, text="", tool_calls=calls))
+            broken = await environment.step(Action(episode_id="e", attempt=1, turn=1, text="", tool_call_errors=("not JSON",)))
+            last = await environment.step(Action(episode_id="e", attempt=1, turn=2, text="<think>easy</think>42"))
+        await environment.close()
+    assert [(message.role, message.tool_call_id) for message in done.messages] == [("tool", "c7"), ("tool", "c8")]
+    assert "7" in str(done.messages[0].content)
+    assert "not executed" in str(done.messages[1].content)
+    assert [(message.role, message.content) for message in broken.messages] == [
+        ("user", "Error: malformed tool call: not JSON")
+    ]
+    assert last.terminated

@@ -12,7 +12,7 @@ import pytest
 
 from fleetbus.core.prompts import NO_CALL
 from fleetbus.errors import UserError
-from fleetbus_schemas import Task
+from fleetbus_schemas import Task, ToolCall
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
 from fleetbus_workers.environment.adapters.openenv.client import (
     ActionRefused,
@@ -116,8 +116,11 @@ async def test_an_action_with_several_fields_is_one_tool() -> None:
         async with playing(double, prompt="template") as (environment, start):
             (tool,) = start.tools
             assert set(tool.parameters["properties"]) == {"row", "column"}
-            await environment.step(call("act", message="b2"))
+            made = tuple(ToolCall(name="act", arguments={"message": text}, id=text) for text in ("b2", "c3"))
+            step = await environment.step(say("Two.", *made))
             assert double.frames[-1] == {"type": "step", "data": {"message": "b2"}}
+            assert [(message.role, message.tool_call_id) for message in step.messages] == [("tool", "b2"), ("tool", "c3")]
+            assert (await environment.step(say("I am done."))).terminated
 
 
 async def test_a_refused_action_is_shown_to_the_policy_and_the_session_goes_on() -> None:

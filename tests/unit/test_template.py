@@ -63,10 +63,7 @@ def write_folder(folder: Path, template: str | None) -> Path:
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTemplate]:
-    return {
-        name: ChatTemplate(write_folder(tmp_path_factory.mktemp(name), text), template_tools=name == "reasoning")
-        for name, text in APPENDING.items()
-    }
+    return {name: ChatTemplate(write_folder(tmp_path_factory.mktemp(name), text)) for name, text in APPENDING.items()}
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +165,10 @@ def test_stop_ids_include_those_of_the_generation_settings(tmp_path: Path) -> No
     assert ChatTemplate(folder).stop_ids == {2, 7}
 
 
-def test_tools_reach_the_template_only_if_asked_for(templates: dict[str, ChatTemplate], chatml: ChatTemplate) -> None:
+def test_tools_that_a_template_does_not_show_are_refused_and_not_forgotten(chatml: ChatTemplate) -> None:
     tools = [ToolSpec(name="find_item", description="Finds.", parameters={"type": "object"})]
-    described = templates["reasoning"]
-    assert '"find_item"' in described._decode_ids(described.encode_prompt([user("Go")], tools))
-    assert chatml.encode_prompt([user("Go")], tools) == chatml.encode_prompt([user("Go")], [])
+    with pytest.raises(UserError, match=r"shows no tools to the model: set environment\.prompt = fleet or compact"):
+        chatml.encode_prompt([user("Go")], tools)
 
 
 def test_text_parts_are_joined_and_images_refused(chatml: ChatTemplate) -> None:

@@ -85,7 +85,12 @@ class AdapterContext:
         """What every environment over MCP is made with."""
         settings = self.settings.environment
         output_chars = settings.output_chars if settings.context_tools else None
-        return {**self.grading_arguments(style), "output_chars": output_chars, "store_image": self.store_image}
+        return {
+            **self.grading_arguments(style),
+            "output_chars": output_chars,
+            "parallel_calls": settings.parallel_calls,
+            "store_image": self.store_image,
+        }
 
     def build_factory(self, spec: str) -> EnvironmentFactory:
         """The factory of another spec, with all else the same."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from fleetbus.core.tool_formats import ParsedResponse
 from fleetbus_schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ShownImage, ToolSpec, VersionSpan
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.weights.file import WeightsRejected
@@ -107,6 +108,10 @@ class Template(Protocol):
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """The sampled ids as text, without the end-of-turn token; `<done>` and tool-call tags stay."""
+
+    def parse_text(self, text: str, tools: Sequence[ToolSpec], *, calls_before: int = 0) -> ParsedResponse:
+        """A sampled text in its parts; ``tools`` are those of the prompt, whose calls get ids that go on counting from
+        ``calls_before`` in this episode."""
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its string, None if the vocabulary has no such single token."""

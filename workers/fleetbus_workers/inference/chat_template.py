@@ -12,12 +12,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from fleetbus.core.tool_formats import HERMES, ParsedResponse, number_calls, parse_response
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, Text, ToolSpec
+from fleetbus_workers.inference.tool_support import (
+    ToolSupport,
+    build_tool_schema,
+    find_reasoning_marks,
+    prove_tools,
+    render_results,
+)
 
 MAX_CACHED_DELTAS = 512
 """Rendered and tokenised texts kept per template: groups share their prompts, episodes many of their observations."""
@@ -32,8 +43,8 @@ _BASE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
 
 class ChatTemplate:
     """`Template` for any folder with a tokenizer and a chat template. Raises `UserError` if it has none, or if the template
-    rewrites earlier turns, so that no history could grow by appending. ``template_tools`` hands the tools to the template;
-    by default the environment's own messages describe them. Special tokens within message contents are broken by a
+    rewrites earlier turns, so that no history could grow by appending. Tools that come with a prompt are for the template to
+    describe (see `tools`); otherwise the environment's own messages do. Special tokens within message contents are broken by a
     zero-width space, so that no observation can end a turn or begin one.
 
     ``drops_reasoning`` says that the template leaves earlier reasoning out; with ``reasoning`` "refuse" such a model is
@@ -42,11 +53,8 @@ class ChatTemplate:
 
     stop_ids: frozenset[int]
 
-    def __init__(
-        self, folder: Path, *, template_tools: bool = False, reasoning: str = "keep", thinking: bool | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, reasoning: str = "keep", thinking: bool | None = None) -> None:
         self._folder = folder
-        self._template_tools = template_tools
         self._template_options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         self._tokenizer = _open_tokenizer(folder)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -56,10 +64,12 @@ class ChatTemplate:
         self._control = re.compile("|".join(re.escape(token) for token, special in self._added.items() if special) or "(?!)")
         self._turn_end = self._find_turn_end()
         self._turn_end_id = self._encode_text(self._turn_end)[0]
-        self.stop_ids = frozenset({self._turn_end_id, *_read_end_ids(folder, self._tokenizer)})
+        self._ends = _read_end_ids(folder, self._tokenizer)
+        self.stop_ids = frozenset({self._turn_end_id, *self._ends})
         self.turn_end = self._turn_end_id
         self._joins_system = False
         self._check_append_only()
+        self._tools = self._prove_tools()
         self.drops_reasoning = self._detect_dropped_reasoning()
         if self.drops_reasoning and reasoning == "refuse":
             raise UserError(
@@ -69,18 +79,62 @@ class ChatTemplate:
         self._cached_ids = lru_cache(MAX_CACHED_DELTAS)(self._encode_ids)
         self._cached_delta = lru_cache(MAX_CACHED_DELTAS)(self._encode_delta)
 
+    @property
+    def tools(self) -> ToolSupport:
+        """What the template does with tools, proved. Raises `UserError` if it cannot do what it takes to use them."""
+        if isinstance(self._tools, UserError):
+            raise UserError(
+                f"{self._folder}: {self._tools}: set environment.prompt = fleet or compact, which describe tools in words"
+            )
+        return self._tools
+
+    def _prove_tools(self) -> ToolSupport | UserError:
+        try:
+            support = prove_tools(
+                self._render,
+                turn_end=self._turn_end,
+                ends=[self.decode([end]) for end in sorted(self._ends)],
+                special=[token for token, special in self._added.items() if special],
+            )
+        except UserError as error:
+            return error
+        self.stop_ids |= {self._encode_text(support.call_end)[0]}
+        return support
+
+    @cached_property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        """The marks around the model's reasoning, None if its template knows of none."""
+        return find_reasoning_marks(str(self._tokenizer.chat_template))
+
+    def parse_text(self, text: str, tools: Sequence[ToolSpec], *, calls_before: int = 0) -> ParsedResponse:
+        """See `Template.parse_text`. Without ``tools`` the environment's own messages asked for the format that is read."""
+        if not tools:
+            return parse_response(text, HERMES)
+        support, marks = self.tools, self.reasoning_marks
+        if marks is not None and self._opening.rstrip().endswith(marks[0]):
+            text = marks[0] + text
+        parsed = number_calls(parse_response(text, support.format, tools, reasoning=marks), support.format, calls_before)
+        if support.parallel or len(parsed.calls) < 2:
+            return parsed
+        error = f"{len(parsed.calls) - 1} further tool calls not executed: one per message"
+        return msgspec.structs.replace(parsed, calls=parsed.calls[:1], errors=(*parsed.errors, error))
+
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         """Ids of the whole prompt of turn 0, ending where the assistant begins. Raises `UserError` if the template refuses."""
-        tool_schemas = [_build_tool_schema(tool) for tool in tools] if self._template_tools and tools else None
+        if tools:
+            _ = self.tools
         plain = [self._convert_message(message) for message in messages]
-        text = self._render(_merge_system_message(plain) if self._joins_system else plain, tools=tool_schemas)
+        text = self._render(
+            _merge_system_message(plain) if self._joins_system else plain, [build_tool_schema(tool) for tool in tools] or None
+        )
         return list(self._cached_ids(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode_ids(text))
 
     def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids between the last sampled token and the assistant's next turn. Raises `UserError` if the template refuses."""
+        """Ids between the last sampled token and the assistant's next turn. Results of tools with a ``tool_call_id`` come first
+        among ``messages``. Raises `UserError` if the template refuses."""
         short = sum(map(_count_characters, messages)) <= MAX_CACHED_CHARACTERS
         delta = (self._cached_delta if short else self._encode_delta)(tuple(messages))
-        ended = bool(last_sampled) and last_sampled[-1] == self._turn_end_id
+        ended = bool(last_sampled) and last_sampled[-1] == delta[0]
         return list(delta[1:] if ended else delta)
 
     def decode_text(self, ids: Sequence[int]) -> str:
@@ -106,7 +160,12 @@ class ChatTemplate:
 
     def _encode_delta(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
         """From the end-of-turn token on, which is tokenised along: some tokenizers treat the start of a text differently."""
-        following = self._render_following([self._convert_message(message) for message in messages])
+        plain = [self._convert_message(message) for message in messages]
+        results = list(takewhile(lambda message: message.get("tool_call_id"), plain))
+        if results:
+            following = render_results(self._render, self.tools, results, plain[len(results) :])
+            return tuple(self._encode_text(following))
+        following = self._render_following(plain)
         return tuple(self._encode_text(following[following.index(self._turn_end) :]))
 
     def _render_following(self, messages: list[dict[str, Any]]) -> str:
@@ -118,7 +177,12 @@ class ChatTemplate:
 
     def _convert_message(self, message: ChatMessage) -> dict[str, Any]:
         content = message.content if isinstance(message.content, str) else self._join_text(message.content)
-        return {"role": message.role, "content": self._escape_special_tokens(content)}
+        return {"role": message.role, "content": self._escape_special_tokens(content), **self._convert_reference(message)}
+
+    def _convert_reference(self, message: ChatMessage) -> dict[str, str]:
+        """Which call a result is of; both may be the policy's own words."""
+        named = {"tool_call_id": message.tool_call_id, "name": message.name}
+        return {key: self._escape_special_tokens(value) for key, value in named.items() if value}
 
     def _escape_special_tokens(self, text: str) -> str:
         """The text without special tokens."""
@@ -130,14 +194,14 @@ class ChatTemplate:
             raise UserError(f"{self._folder}: this model reads text only, and a message has an image")
         return "".join(texts)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
         from jinja2 import TemplateError
 
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._template_options
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:  # a template may add a text to what is none
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(f"{self._folder}: the chat template refuses messages of roles {roles}: {error}") from error
         return rendered
@@ -168,31 +232,32 @@ class ChatTemplate:
             self._joins_system = True
 
     def _check_opening(self, opening: list[dict[str, Any]]) -> None:
+        """A turn to come may open with more than a past one shows (``<think>``), a past one with what the model samples itself
+        (a space, an empty thought); but always with the same."""
         question = {"role": "user", "content": "And then?"}
-        rendered_opening = self._render(opening)
+        self._opening = self._render(opening)
         whole = self._render([*opening, _BASE[1], question, _BASE[1], question])
-        header = whole.partition(_ANSWER)[0]
         following = self._render_following([question])
-        past_rendering = self._find_past_rendering(rendered_opening, header, following)
-        if past_rendering is None or whole != header + _ANSWER + past_rendering + _ANSWER + following:
+        place, openers = 0, set()
+        for piece in (self._opening, following):
+            end = whole.find(_ANSWER, place)
+            shown = self._count_shared(piece, whole[place:end])
+            openers.add((piece[shown:], whole[place + shown : end]))
+            place = end + len(_ANSWER)
+        sampled = "".join(opener[1] for opener in openers)
+        for token in self._added:
+            sampled = sampled.replace(token, "")
+        if len(openers) > 1 or sampled.strip() or whole[place:] != following:
             raise UserError(
                 f"{self._folder}: the chat template rewrites earlier turns when later ones are added; "
                 "put a chat_template.jinja that only appends into the folder"
             )
 
-    @staticmethod
-    def _find_past_rendering(rendered_opening: str, header: str, following: str) -> str | None:
-        """``following`` as the template writes it once the turn that it opens is past; None if that cannot be.
-
-        A turn to come may open with more than a past one shows (``<think>``), or a past one with a space that the model
-        samples itself.
-        """
-        if rendered_opening.startswith(header):
-            opener = rendered_opening[len(header) :]
-            return following.removesuffix(opener) if following.endswith(opener) else None
-        if header.startswith(rendered_opening) and header[len(rendered_opening) :].isspace():
-            return following + header[len(rendered_opening) :]
-        return None
+    def _count_shared(self, one: str, other: str) -> int:
+        """How many characters both begin with, in whole tokens."""
+        pieces = re.compile("|".join([*map(re.escape, sorted(self._added, key=len, reverse=True)), "."]), re.DOTALL)
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(pieces.findall(one), pieces.findall(other), strict=False))
+        return sum(len(piece) for piece, _ in shared)
 
     def _detect_dropped_reasoning(self) -> bool:
         """True if the template leaves the reasoning of earlier turns out."""
@@ -249,8 +314,3 @@ def _read_end_ids(folder: Path, tokenizer: Any) -> set[int]:
     declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
     ends = declared if isinstance(declared, list) else [declared]
     return {end for end in (tokenizer.eos_token_id, *ends) if end is not None}
-
-
-def _build_tool_schema(tool: ToolSpec) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}

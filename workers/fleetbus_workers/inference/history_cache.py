@@ -14,8 +14,8 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.core.history import Turn, collect_images, collect_token_ids, history_hash
-from fleetbus.episodes import read_episode_state, read_turns
-from fleetbus_schemas import Observation, ShownImage, Subjects
+from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
+from fleetbus_schemas import Observation, ShownImage, Subjects, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 
 REBUILD_TRIES = 2
@@ -36,11 +36,13 @@ class StaleObservation(Exception):
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """All token ids of an episode so far, and the images that they show. The caller may extend ``ids``: it is no longer
-    kept."""
+    kept. ``tools`` are those that the prompt came with, ``calls`` how many calls of them were sampled."""
 
     digest: bytes
     ids: list[int]
     images: tuple[ShownImage, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+    calls: int = 0
 
 
 class HistoryCache:
@@ -63,7 +65,7 @@ class HistoryCache:
         """
         entry = self.forget(observation.episode_id)
         if observation.history_hash == EMPTY_HISTORY:
-            return History(digest=EMPTY_HISTORY, ids=[])
+            return History(digest=EMPTY_HISTORY, ids=[], tools=observation.tools)
         if entry is not None and entry.digest == observation.history_hash:
             return entry
         return await self._rebuild(observation)
@@ -77,7 +79,14 @@ class HistoryCache:
             if turns is not None and history_hash(turns) == observation.history_hash:
                 self.rebuilt += 1
                 images = tuple(collect_images(turns))
-                return History(digest=observation.history_hash, ids=collect_token_ids(turns), images=images)
+                first = await read_answered_observations(self._bus, self._subjects, observation.policy, episode, turns[:1])
+                return History(
+                    digest=observation.history_hash,
+                    ids=collect_token_ids(turns),
+                    images=images,
+                    tools=first[0].tools if first else (),
+                    calls=sum(len(turn.action.tool_calls) for turn in turns),
+                )
             tries += turns is not None
             if tries >= REBUILD_TRIES or anyio.current_time() >= give_up_at:
                 break

@@ -6,6 +6,7 @@ What an image token becomes is for `ImagePrompts` to say, which knows the images
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ class ImageTemplate(ChatTemplate):
             {"type": "text", "text": self._escape_special_tokens(part.text)} if isinstance(part, Text) else {"type": "image"}
             for part in message.content
         ]
-        return {"role": message.role, "content": parts}
+        return {"role": message.role, "content": parts, **self._convert_reference(message)}
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
         """Templates of such models want contents in parts; a few take text alone for a text."""
         if not self._in_parts:
             return super()._render(messages, tools)

@@ -16,7 +16,6 @@ import structlog
 
 from fleetbus.bus.base import Bus, Delivery
 from fleetbus.core.history import shift_images
-from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
@@ -208,13 +207,18 @@ class ObservationHandler:
         prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
         digest = extend_history(observation.history_hash, prompt_delta, sampled, [image.object for image in delta.images])
         ids += generation.ids
-        self._histories.put(observation.episode_id, History(digest=digest, ids=ids, images=images))
-        self._count(generation, len(delta.ids))
         text = self._template.decode_text(generation.ids)
+        parsed = self._template.parse_text(text, history.tools, calls_before=history.calls)
+        calls = history.calls + len(parsed.calls)
+        self._histories.put(
+            observation.episode_id, History(digest=digest, ids=ids, images=images, tools=history.tools, calls=calls)
+        )
+        self._count(generation, len(delta.ids))
         return self._fill_action(
             observation,
             text=text,
-            tool_calls=parse_tool_calls(text).calls,
+            tool_calls=parsed.calls,
+            tool_call_errors=parsed.errors if history.tools else (),
             prompt_delta=prompt_delta,
             images=delta.images,
             sampled=sampled,

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from fleetbus.core.tool_formats import HERMES, ParsedResponse, parse_response
 from fleetbus_schemas import ChatMessage, PolicyPublished, ToolSpec, VersionSpan
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 
@@ -71,6 +72,9 @@ class ScriptedTemplate:
 
     def decode_text(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
+
+    def parse_text(self, text: str, tools: Sequence[ToolSpec], *, calls_before: int = 0) -> ParsedResponse:
+        return parse_response(text, HERMES, tools)
 
     def token_to_id(self, token: str) -> int | None:
         return None

@@ -23,6 +23,12 @@ from fleetbus.core.prompts import (
 )
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
+from fleetbus_workers.environment.adapters.common.tool_results import (
+    answer_first_call,
+    build_tool_messages,
+    is_final_answer,
+    read_final_answer,
+)
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.isolation.sandbox import CallResult, ExecutionResult, SandboxSession
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
@@ -98,6 +104,17 @@ class CodingEnvironment:
 
     async def step(self, action: Action) -> Step:
         """Execute the first piece of code of the action, if any; then the episode is over if the action says so."""
+        if self._prompt != "template":
+            return await self._execute(action)
+        if is_final_answer(action):
+            self._conversation.append(ChatMessage(role="assistant", content=action.text))
+            self._answer = read_final_answer(action)
+            return Step(terminated=True)
+        if not action.tool_calls:
+            return Step(messages=build_tool_messages(action, ()))
+        return answer_first_call(action, await self._execute(action))
+
+    async def _execute(self, action: Action) -> Step:
         assert self._session is not None
         done = is_done(action.text)
         self._conversation.append(ChatMessage(role="assistant", content=action.text))

@@ -32,6 +32,7 @@ def build_fleet_factory(
     prompt: PromptStyle,
     observation_bytes: int,
     output_chars: int | None = None,
+    parallel_calls: int = 1,
     store_image: StoreImage | None = None,
 ) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
     """Environments on the platform at ``address``, else at ``FLEET_BASE_URL``, else at Fleet itself.
@@ -62,6 +63,7 @@ def build_fleet_factory(
             store_image=store_image,
             first_call=choose_first_call,
             output_chars=output_chars,
+            parallel_calls=parallel_calls,
         )
 
     return make, host.run

@@ -25,8 +25,15 @@ from fleetbus.core.prompts import (
     truncate_text,
 )
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
-from fleetbus_schemas import Action, ChatMessage, Image, Task, Text, ToolCall, ToolSpec
+from fleetbus.task_groups import open_first_error_task_group
+from fleetbus_schemas import Action, ChatMessage, Task, Text, ToolCall, ToolSpec
 from fleetbus_schemas.tokens import count_tokens
+from fleetbus_workers.environment.adapters.common.tool_results import (
+    Content,
+    build_tool_messages,
+    is_final_answer,
+    read_final_answer,
+)
 from fleetbus_workers.environment.adapters.mcp import context_tools
 from fleetbus_workers.environment.adapters.mcp.connection import Connection, ToolResult, tool_output
 from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
@@ -35,8 +42,6 @@ from fleetbus_workers.environment.images.observation import StoreImage
 from fleetbus_workers.environment.isolation.verifier.base import Grader, HasDatabases, grade, to_plain_text
 
 log = structlog.get_logger(__name__)
-
-Content = str | tuple[Text | Image, ...]
 
 PromptStyle = Literal["compact", "fleet", "template"]
 """What describes the tools to the policy: a short prompt, Fleet's long one, or the model's own chat template."""
@@ -52,7 +57,10 @@ FirstCall = Callable[[Task], ToolCall | None]
 class McpEnvironment:
     """One episode with the tools of an MCP server. ``observation_bytes`` bounds each observation's text. Images that tools
     show are stored with ``store_image`` and referenced; without it a placeholder replaces each. With ``output_chars`` the
-    policy gets context tools, and outputs longer than that are cut with a way back to the rest."""
+    policy gets context tools, and outputs longer than that are cut with a way back to the rest.
+
+    With the prompt ``template`` all calls of a response are executed, at most ``parallel_calls`` at a time, and answered in
+    order; in a replayable environment one after another. A response without a call is the final answer."""
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class McpEnvironment:
         store_image: StoreImage | None = None,
         first_call: FirstCall = lambda _: None,
         output_chars: int | None = None,
+        parallel_calls: int = 1,
     ) -> None:
         self.replayable = replayable
         self._connect = connect
@@ -76,6 +85,7 @@ class McpEnvironment:
         self._store_image = store_image
         self._first_call = first_call
         self._context = None if output_chars is None else ContextTools(output_chars)
+        self._parallel_calls = 1 if replayable else parallel_calls
         self._task: Task | None = None
         self._connection: Connection | None = None
         self._tools: tuple[ToolSpec, ...] = ()
@@ -134,12 +144,14 @@ class McpEnvironment:
 
     async def step(self, action: Action) -> Step:
         """Execute the first call of the action, if any; then the episode is over if the action says so."""
-        calls = action.tool_calls or parse_tool_calls(action.text).calls
-        done = is_done(action.text)
-        self._conversation.append(ChatMessage(role="assistant", content=action.text))
         if self._context is not None:
             self._context.turns += 1
             self._context.tokens += count_tokens(action.prompt_delta) + count_tokens(action.sampled)
+        if self._prompt == "template":
+            return await self._step_with_template(action)
+        calls = action.tool_calls or parse_tool_calls(action.text).calls
+        done = is_done(action.text)
+        self._conversation.append(ChatMessage(role="assistant", content=action.text))
         if done:
             self._answer = final_answer(action.text)
         if not calls:
@@ -155,6 +167,51 @@ class McpEnvironment:
         output = tool_output(result, self._observation_bytes)
         return Step(messages=step.messages, terminated=done, tool_calls=1, tool_errors=int(result.failed), output=output)
 
+    async def _step_with_template(self, action: Action) -> Step:
+        """Execute all calls of the action; without any it is the final answer."""
+        calls = action.tool_calls
+        self._conversation.append(ChatMessage(role="assistant", content=action.text, tool_calls=calls))
+        if is_final_answer(action):
+            self._answer = read_final_answer(action)
+            return Step(terminated=True)
+        results = await self._execute_side_by_side(calls)
+        limit = self._observation_bytes // max(len(calls), 1)
+        contents = [await self._attach_images(self._format_output(result, limit), result) for result in results]
+        messages = build_tool_messages(action, contents)
+        self._conversation += messages
+        errors = sum(result.failed for result in results)
+        self._tool_calls += len(results)
+        self._tool_errors += errors
+        ended = [result for result in results if result.ends]
+        if ended:
+            self._answer = next((result.answer for result in ended if result.answer is not None), read_final_answer(action))
+        return Step(
+            messages=() if ended else messages,
+            terminated=bool(ended),
+            tool_calls=len(results),
+            tool_errors=errors,
+            output=tool_output(results[0], self._observation_bytes) if len(results) == 1 else None,
+        )
+
+    async def _execute_side_by_side(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Their results in order. The first server that is gone ends the other calls."""
+        results: dict[int, ToolResult] = {}
+        room = anyio.Semaphore(self._parallel_calls)
+
+        async def execute(number: int, call: ToolCall) -> None:
+            async with room:
+                results[number] = await self._execute(call)
+
+        async with open_first_error_task_group() as group:
+            for number, call in enumerate(calls):
+                group.start_soon(execute, number, call)
+        return [results[number] for number in range(len(calls))]
+
+    def _format_output(self, result: ToolResult, limit: int) -> str:
+        """A result as a message of its own, which needs no words around it."""
+        text = _format_result_text(result).removeprefix(TOOL_RESULT)
+        return truncate_text(self._context.shorten(text) if self._context is not None else text, limit)
+
     def _format_result(self, result: ToolResult, calls: Sequence[ToolCall]) -> str:
         """What the policy reads after the first of ``calls``."""
         text = _format_result_text(result)
@@ -166,17 +223,20 @@ class McpEnvironment:
 
     async def _answer_context_call(self, context: ContextTools, calls: Sequence[ToolCall], *, done: bool) -> Step:
         """A call of a context tool is answered here and counts as none of the server's."""
-        messages = [(message.role, to_plain_text(message.content)) for message in self._conversation]
-        call = calls[0]
-        if context.is_large:  # looking through megabytes would hold up the other episodes
-            result = await anyio.to_thread.run_sync(context.call, call.name, call.arguments, messages, abandon_on_cancel=True)
-        else:
-            result = context.call(call.name, call.arguments, messages)
+        result = await self._call_context_tool(context, calls[0])
         return self._build_step(self._format_result(result, calls), done=done)
+
+    async def _call_context_tool(self, context: ContextTools, call: ToolCall) -> ToolResult:
+        messages = [(message.role, to_plain_text(message.content)) for message in self._conversation]
+        if context.is_large:  # looking through megabytes would hold up the other episodes
+            return await anyio.to_thread.run_sync(context.call, call.name, call.arguments, messages, abandon_on_cancel=True)
+        return context.call(call.name, call.arguments, messages)
 
     async def _execute(self, call: ToolCall) -> ToolResult:
         """An unknown tool is answered here, without a call."""
         assert self._connection is not None
+        if self._context is not None and call.name in context_tools.NAMES:
+            return await self._call_context_tool(self._context, call)
         if all(tool.name != call.name for tool in self._tools):
             return ToolResult(content=format_unknown_tool(call.name, self._tools), failed=True)
         return await self._connection.call_tool(call.name, call.arguments)

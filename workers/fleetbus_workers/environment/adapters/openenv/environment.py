@@ -31,6 +31,12 @@ from fleetbus.core.prompts import (
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolCall, ToolOutput, ToolSpec
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
+from fleetbus_workers.environment.adapters.common.tool_results import (
+    answer_first_call,
+    build_tool_messages,
+    is_final_answer,
+    read_final_answer,
+)
 from fleetbus_workers.environment.adapters.openenv.client import ActionRefused, OpenEnvSession, StepResult
 from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
@@ -145,7 +151,16 @@ class OpenEnvEnvironment:
         self._conversation.append(ChatMessage(role="assistant", content=action.text))
         if self._field:
             return await self._step_server({self._field: extract_action(action.text)})
-        calls = action.tool_calls or parse_tool_calls(action.text).calls
+        if self._prompt != "template":
+            return await self._step_calls(action, action.tool_calls or parse_tool_calls(action.text).calls)
+        if is_final_answer(action):
+            self._answer = read_final_answer(action)
+            return Step(terminated=True)
+        if not action.tool_calls:
+            return Step(messages=build_tool_messages(action, ()))
+        return answer_first_call(action, await self._step_calls(action, action.tool_calls))
+
+    async def _step_calls(self, action: Action, calls: Sequence[ToolCall]) -> Step:
         done = is_done(action.text)
         if done:
             self._answer = final_answer(action.text)
