@@ -1,4 +1,5 @@
-"""Code in the sandbox uses memory that is not its own by name: shared memory, the device of zeros, buffers of sockets."""
+"""Code in the sandbox uses memory that is not its own by name: shared memory, the device of zeros, buffers of sockets, names of
+files, pages in pipes."""
 
 from __future__ import annotations
 
@@ -59,6 +60,66 @@ async def test_shared_memory_is_counted_or_refused(session: SandboxSession, open
         result = await session.run(FILL.format(opened=opened, dropped=dropped))
     refused = "PermissionError" in result.stderr or "OSError: [Errno 19]" in result.stderr
     assert refused or result.ended == "memory", result
+
+
+STREAMS = """
+import os, socket, time
+os.fork(), os.fork()
+pairs = []
+for _ in range(50):
+    pair = socket.socketpair()
+    pairs.append(pair)
+    for end in pair:
+        end.setblocking(False)
+        try:
+            while True: end.send(bytes(100_000))
+        except BlockingIOError: pass
+time.sleep(15)
+"""
+CLOSED_SENDERS = """
+import socket, time
+receivers = []
+for number in range(50):
+    receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    receiver.bind(f"/tmp/{number}")
+    receivers.append(receiver)
+    for _ in range(11):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            try:
+                while True: sender.sendto(bytes(150_000), f"/tmp/{number}")
+            except BlockingIOError: pass
+time.sleep(15)
+"""
+FILES = """
+import os, time
+for number in range(1_000_000): os.mknod(f"/tmp/{number}")
+time.sleep(15)
+"""
+HUGE_PAGES = """
+import ctypes, os
+reading, writing = os.pipe()
+if ctypes.CDLL(None, use_errno=True).vmsplice(writing, None, 0, 0): raise OSError(ctypes.get_errno(), "refused")
+"""
+
+
+@pytest.mark.parametrize("attack", [STREAMS, CLOSED_SENDERS, FILES], ids=["streams", "closed senders", "empty files"])
+async def test_what_no_process_is_charged_for_is_counted(session: SandboxSession, attack: str) -> None:
+    with anyio.fail_after(50):
+        result = await session.run(attack)
+    assert result.ended == "memory", result
+
+
+async def test_pages_in_pipes_are_refused(session: SandboxSession) -> None:
+    with anyio.fail_after(50):
+        assert "PermissionError" in (await session.run(HUGE_PAGES)).stderr
+
+
+async def test_no_socket_has_buffers_that_grow(session: SandboxSession) -> None:
+    for family in ("AF_INET", "AF_INET6", "AF_VSOCK", "AF_ALG"):
+        with anyio.fail_after(50):
+            result = await session.run(f"import socket\nsocket.socket(socket.{family}, socket.SOCK_STREAM)")
+        assert "Address family not supported" in result.stderr, result
 
 
 async def test_buffers_of_sockets_cannot_be_enlarged(session: SandboxSession) -> None:

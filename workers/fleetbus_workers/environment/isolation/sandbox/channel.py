@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from typing import Any
@@ -78,6 +79,19 @@ class Channel:
         if not isinstance(message, dict):
             raise ChannelBroken("not a message")
         return message
+
+    async def receive_descriptors(self, count: int) -> list[int]:
+        """Open files that come with one byte, before any frame; raises `ChannelEnded` unless there are so many."""
+        await anyio.wait_readable(self._socket)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
+        except OSError as error:
+            raise ChannelEnded(str(error)) from error
+        if len(descriptors) != count:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ChannelEnded("it ended without an answer")
+        return descriptors
 
     async def _read(self, count: int) -> bytes:
         while len(self._received) < count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -16,6 +16,12 @@ BUSY_SECONDS, IDLE_ROUNDS = 0.1, 10
 MAX_PROCESSES = 4096
 _COUNTED = (b"RssAnon", b"RssShmem", b"VmSwap")
 
+INODE_BYTES = 1200
+"""About what an empty file in memory takes: its inode and its name."""
+
+MESSAGE_BYTES = 128 << 10
+"""How far the last message may take a socket beyond its buffer."""
+
 
 class WatchedProcess(Protocol):
     """A sandbox that may be looked at, and ended."""
@@ -25,6 +31,10 @@ class WatchedProcess(Protocol):
 
     @property
     def process_id(self) -> int | None: ...
+
+    @property
+    def scratch(self) -> Sequence[int]:
+        """Its folders in memory, opened."""
 
     def end(self, reason: str) -> None: ...
 
@@ -54,27 +64,41 @@ class MemoryWatch:
             await anyio.sleep(BUSY_SECONDS)
             rounds += 1
             looked_at = {
-                sandbox: sandbox.process_id
+                sandbox: (sandbox.process_id, sandbox.scratch)
                 for sandbox in self._watched
                 if sandbox.process_id is not None and (sandbox.busy or rounds % IDLE_ROUNDS == 0)
             }
             if not looked_at:
                 continue
             used = await anyio.to_thread.run_sync(
-                lambda seen: [memory_of_tree(process) for process in seen], [*looked_at.values()]
+                lambda seen: [memory_of_tree(process) + memory_of_files(folders) for process, folders in seen],
+                [*looked_at.values()],
             )
-            for (sandbox, process), size in zip(looked_at.items(), used, strict=True):
+            for (sandbox, (process, _)), size in zip(looked_at.items(), used, strict=True):
                 if size > sandbox.memory_limit and sandbox.process_id == process:
                     sandbox.end("memory")
 
 
+def memory_of_files(folders: Sequence[int]) -> int:
+    """Bytes that file systems in memory take, for content and for names, which no process is charged for."""
+    total = 0
+    for folder in folders:
+        try:
+            state = os.fstatvfs(folder)
+        except OSError:
+            continue  # closed meanwhile
+        total += (state.f_blocks - state.f_bfree) * state.f_frsize + (state.f_files - state.f_ffree) * INODE_BYTES
+    return total
+
+
 def memory_of_tree(process: int) -> int:
-    """Bytes of memory that ``process`` and everything below it have of their own or share by writing to it (files in memory,
-    too); pages that a fork shares count twice."""
-    total, waiting, seen = 0, [process], 0
+    """Bytes of memory that ``process`` and everything below it have of their own or share by writing to it, and the most that
+    the buffers of their sockets can take. Pages that a fork shares count twice."""
+    total, waiting, seen, last = 0, [process], 0, process
     while waiting and seen < MAX_PROCESSES:
         current = waiting.pop()
         seen += 1
+        last = max(last, current)
         try:
             with open(f"/proc/{current}/status", "rb") as file:
                 fields = dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)
@@ -84,4 +108,15 @@ def memory_of_tree(process: int) -> int:
                     waiting += map(int, file.read().split())
         except (OSError, IndexError, ValueError):
             continue  # it has ended meanwhile
-    return total
+    return total + (_memory_of_sockets(last) if last != process else 0)
+
+
+def _memory_of_sockets(process: int) -> int:
+    """The most that the sockets in the network of ``process`` can take, those without a descriptor included."""
+    try:
+        with open(f"/proc/{process}/net/sockstat", "rb") as file:
+            count = int(file.readline().split()[2])  # "sockets: used 3"
+        with open("/proc/sys/net/core/wmem_default", "rb") as file:
+            return count * (int(file.read()) + MESSAGE_BYTES)
+    except (OSError, IndexError, ValueError):
+        return 0  # it has ended meanwhile

@@ -102,6 +102,10 @@ class SandboxSession:
     def process_id(self) -> int | None:
         return self._interpreter.process.pid if self._interpreter else None
 
+    @property
+    def scratch(self) -> Sequence[int]:
+        return self._interpreter.scratch if self._interpreter else ()
+
     def end(self, reason: str) -> None:
         """Kill the interpreter; the code that runs learns the reason."""
         if self._interpreter is not None and reason == "memory":
@@ -211,6 +215,7 @@ class _Interpreter:
         self.process = process
         self.channel = channel
         self._streams = streams
+        self.scratch: list[int] = []
 
     def discard_output(self) -> None:
         for stream in self._streams:
@@ -239,8 +244,9 @@ class _Interpreter:
             with anyio.move_on_after(STOP_SECONDS):
                 await self.process.wait()
             await self.process.aclose()
-        for stream in self._streams:
-            os.close(stream)
+        for descriptor in (*self._streams, *self.scratch):
+            os.close(descriptor)
+        self.scratch = []
 
 
 async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
@@ -286,6 +292,7 @@ async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
     interpreter = _Interpreter(process, channel, streams)
     try:
         with anyio.fail_after(START_SECONDS):
+            interpreter.scratch = await channel.receive_descriptors(2)
             await channel.receive()
     except (ChannelBroken, TimeoutError) as error:
         reason = interpreter.output(2000)[1].strip().splitlines() or [str(error) or f"not ready within {START_SECONDS:g} s"]

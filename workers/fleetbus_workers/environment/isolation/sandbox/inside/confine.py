@@ -25,8 +25,8 @@ CAPABILITY_VERSION_3 = 0x20080522
 SET_DUMPABLE, SET_SECCOMP, NO_NEW_PRIVILEGES = 4, 22, 38
 SECCOMP_FILTER = 2
 ALLOW = 0x7FFF0000
-REFUSE, ABSENT = 0x00050000 | 1, 0x00050000 | 38
-"""Ends of a filter: the call is made, or fails with EPERM or ENOSYS."""
+REFUSE, ABSENT, NO_FAMILY = 0x00050000 | 1, 0x00050000 | 38, 0x00050000 | 97
+"""Ends of a filter: the call is made, or fails with EPERM, ENOSYS or EAFNOSUPPORT."""
 NEW_NAMESPACES = 0x7E020000
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -42,6 +42,7 @@ FORBIDDEN = {
     "mq_open": (240, 180),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    "vmsplice": (278, 75),  # a page in a pipe keeps the large page alive that it was a part of
     # other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -88,7 +89,10 @@ BUFFER_SIZES = (7, 8, 32, 33)
 """SO_SNDBUF, SO_RCVBUF, and the two that exceed the system's limit."""
 
 CLONE, CLONE3 = (56, 220), (435, 435)
-SOCKET = (41, 198)
+SOCKET, SOCKETPAIR = (41, 198), (53, 199)
+FAMILIES = (1, 16)
+"""AF_UNIX and AF_NETLINK. Others have buffers that grow (TCP on loopback) or know no namespaces (AF_VSOCK)."""
+
 TO_OTHERS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "sigqueue": (129, 138), "tgsigqueue": (297, 240)}
 """System calls that signal the process in their first argument, where 0 is a whole group of processes."""
 
@@ -186,6 +190,11 @@ def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
     # Shared memory without a file stays when its pages are dropped from every process, where no count of a process finds it.
     program += jump_if(0x15, MMAP[column], 0, 4) + load(40)
     program += jump_if(0x45, SHARED, 0, 2) + jump_if(0x45, WITHOUT_FILE, 0, 1) + refuse + load(0)
+    for numbers in (SOCKET, SOCKETPAIR):
+        program += jump_if(0x15, numbers[column], 0, len(FAMILIES) + 3) + load(16)
+        for position, family in enumerate(FAMILIES):
+            program += jump_if(0x15, family, len(FAMILIES) - position, 0)
+        program += ret(NO_FAMILY) + load(0)
     program += jump_if(0x15, SETSOCKOPT[column], 0, 2 * len(BUFFER_SIZES) + 2) + load(32)
     for option in BUFFER_SIZES:
         program += jump_if(0x15, option, 0, 1) + refuse

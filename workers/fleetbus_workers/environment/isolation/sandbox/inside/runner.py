@@ -1,8 +1,9 @@
 """The interpreter of one episode: executes pieces of code one after another in one namespace. Standard library alone.
 
-Started inside the isolation as ``runner.py FD LIMITS``. On FD come frames (length in four bytes, then JSON) with code, or the
-call of a function of it, and the seconds that it may take; one frame with the exit code goes back. Standard output and error
-are files that the worker reads. The code shares this process and can forge every answer, so no answer is a verdict.
+Started inside the isolation as ``runner.py FD LIMITS``. To FD goes one byte with the folders of `SCRATCH`, so that what is in
+them can be counted. On FD come frames (length in four bytes, then JSON) with code, or the call of a function of it, and the
+seconds that it may take; one frame with the exit code goes back. Standard output and error are files that the worker reads. The
+code shares this process and can forge every answer, so no answer is a verdict.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ VALUE_BYTES = 48 << 10
 """The largest value of a call, as JSON."""
 
 ERROR_CHARACTERS = 500
+SCRATCH = ("/tmp", "/dev/shm")
 NICENESS = 10
 """Code of models yields to the worker that has to answer for it."""
 
@@ -55,6 +57,10 @@ def main() -> NoReturn:
     signal.signal(signal.SIGALRM, on_alarm)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     os.nice(NICENESS)
+    folders = [os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for path in SCRATCH]
+    socket.send_fds(channel, [b"f"], folders)
+    for folder in folders:
+        os.close(folder)
     confine.confine(settings["limits"], user=settings["user"])
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
