@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -22,6 +24,7 @@ from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
 from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed
+from tests.support.processes import children, until
 
 OTHERS = 32
 P99_SECONDS = 1.0
@@ -163,6 +166,29 @@ async def test_a_bad_mcp_server_ends_its_own_episode_alone(name: str) -> None:
     async with http_server(body, kind=kind, more=more) as url, beside_others(), host.run():
         with pytest.raises(EnvironmentFailed):
             await http_connection(f"{url}/mcp", host, call_seconds=10).open()
+
+
+LINES = {
+    "a line without an end": "while True: sys.stdout.write('x' * 65536)",
+    "a message without an end": "sys.stdout.write('{\"result\": \"')\nwhile True: sys.stdout.write('x' * 65536)",
+    "many values": "print('[' + '[],' * 9_000_000 + '[]]', flush=True)\nwhile sys.stdin.read(1): pass",
+    "silence": "while sys.stdin.read(1): pass",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+async def test_a_bad_mcp_server_over_standard_output_ends_its_own_episode_alone(name: str) -> None:
+    from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command
+
+    host = ConnectionHost()
+    command = [sys.executable, "-c", f"import sys\n{LINES[name]}"]
+    async with beside_others(), host.run():
+        connection = ClientConnection(partial(open_command, command), host, call_seconds=10)
+        with pytest.raises((EnvironmentFailed, TimeoutError)):
+            with anyio.fail_after(3 if name in ("many values", "silence") else 30):
+                await connection.open()
+        await connection.close()
+    await until(lambda: not children())
 
 
 def frame(observation: Any) -> str:

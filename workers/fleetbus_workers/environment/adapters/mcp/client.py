@@ -17,7 +17,6 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 from mcp import Client, MCPError
-from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp_types import CONNECTION_CLOSED
 from pydantic import ValidationError
 
@@ -30,6 +29,7 @@ from fleetbus_workers.environment.adapters.mcp.connection import (
     parse_tool_result,
     parse_tool_spec,
 )
+from fleetbus_workers.environment.adapters.mcp.stdio_transport import open_stdio
 from fleetbus_workers.environment.base import EnvironmentFailed
 
 LIVENESS_SECONDS = 10.0
@@ -213,20 +213,12 @@ class ClientConnection:
 @asynccontextmanager
 async def open_command(command: Sequence[str], spawned: Callable[[], None]) -> AsyncIterator[Client]:
     """A client of a server that runs as a child process and talks over its standard input and output."""
-    parameters = StdioServerParameters(command=command[0], args=list(command[1:]))
     with tempfile.TemporaryFile("w+b") as errors:
         try:
-            async with Client(_open_stdio(parameters, errors, spawned), cache=None) as client:
+            async with Client(open_stdio(command, errors, spawned), cache=None) as client:
                 yield client
         except Exception as error:
             raise EnvironmentFailed(f"{describe_root_cause(error)}{_read_stderr_tail(errors)}") from error
-
-
-@asynccontextmanager
-async def _open_stdio(parameters: StdioServerParameters, errors: IO[bytes], spawned: Callable[[], None]) -> AsyncIterator[Any]:
-    async with stdio_client(parameters, errlog=errors) as streams:  # type: ignore[arg-type] # only its descriptor is used
-        spawned()
-        yield streams
 
 
 @asynccontextmanager
