@@ -128,9 +128,9 @@ test-tinker *arguments:
     test -d .venv-tinker || (python3.11 -m venv .venv-tinker && .venv-tinker/bin/pip install -q uv && .venv-tinker/bin/uv pip install -q --python .venv-tinker/bin/python -e . 'skyrl[tinker,jax]==0.3.0' 'tinker==0.24.1' 'torch==2.13.0' pytest pytest-timeout pytest-xdist hypothesis)
     .venv-tinker/bin/python -m pytest -n0 -q -s -m tinker -W default tests/engines {{arguments}}
 
-# The attacks of docs/security.md, each carried out: none may succeed
+# The attacks of docs/security.md as root and as a user without rights, with bubblewrap, namespaces and neither: none may succeed
 attacks *arguments:
-    .venv/bin/pytest -q tests/attacks {{arguments}}
+    .venv/bin/python -m tests.attacks.run {{arguments}}
 
 # The lock files of deploy/locks, for images and continuous integration: `just lock --upgrade` takes newer versions
 lock *arguments:

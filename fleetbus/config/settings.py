@@ -118,8 +118,11 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     processes: Annotated[int, Meta(ge=0, description="Maximum number of processes of pool:MODULE:CLASS; 0: one per slot")] = 0
     devices: Annotated[str, Meta(description="Devices assigned in turn to your own environments, such as cuda:0,cuda:1")] = ""
     sandbox: Annotated[
-        Literal["auto", "required"],
-        Meta(description="Verifiers without isolation: auto runs them with the available limits, required refuses them"),
+        Literal["auto", "required", "limits"],
+        Meta(
+            description="Verifiers where nothing isolates: auto runs fleetbus's own, limits runs all with the limits that "
+            "there are, required refuses to start"
+        ),
     ] = "auto"
     max_abs_reward: Annotated[
         float, Meta(gt=0, le=1e12, description="Largest reward, either way; an episode with another one is not trained")

@@ -168,7 +168,7 @@ async def confined(request: pytest.FixtureRequest) -> AsyncIterator[Verifier]:
             pytest.skip(str(unavailable))
     elif sys.platform != "linux":
         pytest.skip("the filter of system calls needs Linux")
-    verifier = Verifier(LIMITS, kinds=kinds)
+    verifier = Verifier(LIMITS, kinds=kinds, sandbox="limits")
     async with verifier.run():
         yield verifier
 
@@ -209,7 +209,7 @@ async def test_the_code_has_python_s_library_and_time_zones(confined: Verifier) 
 
 async def test_grading_where_nothing_isolates_can_be_forbidden() -> None:
     with pytest.raises(IsolationUnavailable, match="no sandbox works here"):
-        async with Verifier(LIMITS, required=True, kinds=()).run():
+        async with Verifier(LIMITS, sandbox="required", kinds=()).run():
             raise AssertionError("not reached")
 
 

@@ -94,7 +94,7 @@ async def test_a_process_that_dies_while_it_starts_is_started_again_a_few_times(
     class MortalVerifier(Verifier):
         program = mortal
 
-    verifier = MortalVerifier(LIMITS, kinds=())
+    verifier = MortalVerifier(LIMITS, kinds=(), sandbox="limits")
     async with verifier.run():
         reward, reason = await grade(verifier, "def verify(env): return 1")
     assert (reward, reason) == (

@@ -35,8 +35,7 @@ async def work(
     store_image = build_run_image_store(bus, configuration) if configuration.environment.images else None
     if store_image is not None:
         store_image = keep_image(store_image)
-    required = configuration.environment.sandbox == "required"
-    environments = open_environments(configuration, store_image=store_image, required=required)
+    environments = open_environments(configuration, store_image=store_image, sandbox=configuration.environment.sandbox)
     async with environments as factory, watch or nullcontext():
         await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory, on_hosting=on_hosting)
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.isolation.verifier import Policy, Verifier, VerifierLimits
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory
 from fleetbus_workers.environment.specs import build_environment_factory
 
@@ -21,13 +21,13 @@ async def open_environments(
     *,
     specs: str = "",
     store_image: Any = None,
-    required: bool = False,
+    sandbox: Policy = "auto",
     reuse_verifiers: bool = False,
 ) -> AsyncIterator[Any]:
     """A factory of environments by task, of ``specs`` or of those configured. ``store_image`` stores the pictures that they
-    show; ``required`` and ``reuse_verifiers`` are options of `Verifier`. Raises `UserError`."""
+    show; ``sandbox`` and ``reuse_verifiers`` are options of `Verifier`. Raises `UserError`."""
     limits = VerifierLimits(seconds=configuration.limits.verify)
-    verifier = Verifier(limits, required=required, reuse_processes=reuse_verifiers)
+    verifier = Verifier(limits, sandbox=sandbox, reuse_processes=reuse_verifiers)
     style = configuration.environment.prompt
     make_factory = partial(
         build_environment_factory,

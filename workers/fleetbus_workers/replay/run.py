@@ -76,7 +76,7 @@ async def _replay_environment(context: ReplayContext, folder: Path) -> None:
         context.configuration,
         specs=wanted or "",
         store_image=build_image_store(MemoryObjectStore({})),
-        required=not context.options.trusted,
+        sandbox="auto" if context.options.trusted else "required",
         reuse_verifiers=True,
     ) as make:
         await replay_environment(context, make)

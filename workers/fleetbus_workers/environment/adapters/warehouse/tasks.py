@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.warehouse.items import draw_warehouse, question
+from fleetbus_workers.environment.isolation.verifier.own import WAREHOUSE
 
 ENVIRONMENT = "warehouse"
 
 HELD_OUT_BASE = 1 << 30
 """Seeds from here on are held out; training seeds stay below."""
-
-VERIFIER = '''\
-async def verify(env, final_answer):
-    """1 if the answer is exactly the value that stands in the warehouse."""
-    row = await env.query("SELECT {field} FROM items WHERE name = ?", ["{name}"])
-    return 1.0 if (final_answer or "").strip() == str(row[0][0]) else 0.0
-'''
 
 
 def build_warehouse_task(seed: int) -> Task:
@@ -26,7 +20,7 @@ def build_warehouse_task(seed: int) -> Task:
         env=ENVIRONMENT,
         prompt=question(warehouse),
         seed=seed,
-        verifier=VERIFIER.format(field=warehouse.field, name=warehouse.name),
+        verifier=WAREHOUSE.format(field=warehouse.field, name=warehouse.name),
     )
 
 

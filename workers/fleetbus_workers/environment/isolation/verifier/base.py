@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from fleetbus_schemas import ChatMessage, Image, Task, Text
 from fleetbus_workers.environment.base import Verdict
+
+Policy = Literal["auto", "required", "limits"]
+"""What is graded where nothing isolates: `environment.sandbox`."""
 
 
 class VerifierLimits(msgspec.Struct, frozen=True, kw_only=True):

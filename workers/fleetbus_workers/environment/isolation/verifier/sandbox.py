@@ -7,8 +7,8 @@ clean up in the same way. Nothing that the code does is an exception here: witho
 The warm process stands in the same isolation as model-written code (`isolation.sandbox`), so that a verification pays
 for a fork and not for namespaces: the code has no network, no view of the host's files, no environment variables, none of our
 descriptors, no processes of its own, no way to signal others, and limits. Where the machine permits no isolation, what remains
-are the limits, a filter of system calls, Landlock against the sight of files (Linux 5.13) and a user of its own under root;
-`required` refuses to grade there.
+are the limits, a filter of system calls, Landlock against the sight of files (Linux 5.13) and a user of its own under root:
+there only verifiers that ship with fleetbus are run, unless the operator says otherwise.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from fleetbus_workers.environment.isolation.sandbox.backends import (
     list_readable,
 )
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken
-from fleetbus_workers.environment.isolation.verifier.base import HasDatabases, VerifierLimits, VerifierTools
+from fleetbus_workers.environment.isolation.verifier.base import HasDatabases, Policy, VerifierLimits, VerifierTools
+from fleetbus_workers.environment.isolation.verifier.own import is_own_verifier
 
 START_SECONDS = 10.0
 MAX_STARTS = 3
 STOP_SECONDS = 2.0
 MAX_IDLE = 8
 """Children that wait for another request."""
+_PERMISSION = "or trust the tasks: environment.sandbox = limits runs their verifiers as a process of this user"
 _ZYGOTE = Path(__file__).with_name("zygote.py")
 _log = structlog.get_logger(__name__)
 
@@ -58,7 +60,8 @@ class VerifierNotStarted(Exception):
 class Verifier:
     """Grades episodes; use it inside `run`. ``limits`` hold for each verification.
 
-    ``required``: entering `run` raises `IsolationUnavailable` where the code could see the host's files.
+    ``sandbox`` is about machines where nothing isolates: ``auto`` runs no code but fleetbus's own, ``limits`` runs all with the
+    limits that there are, with ``required`` entering `run` raises `IsolationUnavailable`.
     ``reuse_processes``, for episodes that need no protection from each other: a child gives one verdict after the other.
     Whatever is not a plain verdict there is verified again in a fresh child, and that verdict counts.
     """
@@ -70,12 +73,12 @@ class Verifier:
         self,
         limits: VerifierLimits | None = None,
         *,
-        required: bool = False,
+        sandbox: Policy = "auto",
         kinds: Sequence[Kind] = KINDS,
         reuse_processes: bool = False,
     ) -> None:
         self.limits = limits or VerifierLimits()
-        self._required = required
+        self._sandbox = sandbox
         self._kinds = kinds
         self._reuse_processes = reuse_processes
         self._idle: deque[Channel] = deque()
@@ -90,7 +93,7 @@ class Verifier:
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """The lifetime of the processes; the first verification starts them."""
-        if self._required:
+        if self._sandbox == "required":
             await find_isolation(self._kinds)
         self._starting, self._slots = anyio.Lock(), anyio.CapacityLimiter(self.limits.max_concurrent)
         self._running = True
@@ -110,6 +113,11 @@ class Verifier:
         """The verdict of ``code`` (see `Grader`). Cancelling it kills its process."""
         if not self._running or self._slots is None:
             raise RuntimeError("enter Verifier.run() before the first verification")
+        if self._sandbox == "auto" and not is_own_verifier(code):
+            try:
+                await find_isolation(self._kinds)
+            except IsolationUnavailable as unavailable:
+                return Verdict(reward=None, reason=f"verifiers from elsewhere are not run: {unavailable}; {_PERMISSION}")
         request = {"code": code, "final_answer": final_answer, "conversation": conversation}
         async with self._slots:
             if self._reuse_processes:
