@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ class Tools:
     async def call_tool(self, name: str, arguments: dict[str, object]) -> object:
         raise RuntimeError("no tools here")
 
-    async def query(self, sql: str, parameters: list[object]) -> object:
+    async def query(self, sql: str, params: Sequence[object]) -> object:
         return [[5]]
 
 
