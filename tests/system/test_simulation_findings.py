@@ -10,12 +10,14 @@ import anyio
 import msgspec
 import pytest
 
+import fleetbus_workers.environment.stepwise.host as host
 from fleetbus.actions import MissingActions, read_actions
 from fleetbus.archive_writer import open_archive
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.core.journal import Journal
 from fleetbus.requests import Requests
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
@@ -26,6 +28,8 @@ from fleetbus_schemas import (
     EpisodeRequested,
     LineageStarted,
     PolicyPublished,
+    SessionAnswer,
+    SessionCall,
     Subjects,
     Task,
     decode,
@@ -267,3 +271,22 @@ async def test_a_reset_that_two_requests_repeat_after_a_failure_begins_one_envir
 
 async def collect(answers: list[Answer], answer: Awaitable[Answer]) -> None:
     answers.append(await answer)
+
+
+async def test_a_session_is_unknown_only_where_no_replica_has_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was opened at one worker, and the call goes to another one, whose replica is behind."""
+    async with session_fixture() as here:
+        here.worker("e1", SessionWorld())
+        await here.ask(SessionCall(session="s", call="open", key="o", task=Task(key="t")))
+        behind, read = iter((True, True)), host.read_session_journal
+
+        async def lagging(bus: MemoryBus, subjects: Subjects, session: str) -> Journal:
+            return Journal() if next(behind, False) else await read(bus, subjects, session)
+
+        monkeypatch.setattr(host, "read_session_journal", lagging)
+        here.worker("e2", SessionWorld())
+        reset = SessionCall(session="s", call="reset", key="r")
+        answer = decode(
+            SessionAnswer, await here.fleet.bus.request(here.fleet.subjects.rpc("e2", "s"), encode(reset), timeout=9)
+        )
+        assert not answer.refusal

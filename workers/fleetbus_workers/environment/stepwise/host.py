@@ -16,8 +16,9 @@ import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
+from fleetbus.actions import LAG_PAUSES_SECONDS
 from fleetbus.bus.base import Request
-from fleetbus.core.journal import build_refusal
+from fleetbus.core.journal import Journal, build_refusal
 from fleetbus.errors import BusClosed, BusError
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
@@ -219,7 +220,7 @@ class SessionHost:
     async def _admit(self, call: SessionCall) -> StepwiseSession | SessionAnswer:
         """Look, queue for a slot, look again, claim, restore."""
         context = self._context
-        journal = await read_session_journal(context.bus, context.subjects, call.session)
+        journal = await self._read_journal(call)
         if answer := journal.answer(call):
             return answer
         if self._draining:
@@ -252,6 +253,15 @@ class SessionHost:
         finally:
             if not is_hosted:
                 self._release_slot()
+
+    async def _read_journal(self, call: SessionCall) -> Journal:
+        """At least what its caller knows: the replica that answers may be behind that."""
+        for pause in (*LAG_PAUSES_SECONDS, 0.0):
+            journal = await read_session_journal(self._context.bus, self._context.subjects, call.session)
+            if call.call == "open" or (journal.claim is not None and journal.next_number >= call.number):
+                break
+            await anyio.sleep(pause)
+        return journal
 
     async def _restore(self, session: str, stepwise_session: StepwiseSession) -> None:
         """A session that cannot be restored and recorded frees its slot; its environment is closed already."""
