@@ -285,8 +285,7 @@ async def test_a_session_is_unknown_only_where_no_replica_has_heard_of_it(monkey
 
         monkeypatch.setattr(host, "read_session_journal", lagging)
         here.worker("e2", SessionWorld())
-        reset = SessionCall(session="s", call="reset", key="r")
-        answer = decode(
-            SessionAnswer, await here.fleet.bus.request(here.fleet.subjects.rpc("e2", "s"), encode(reset), timeout=9)
-        )
+        await here.fleet.until(lambda: "e2" in here.fleet.beats and here.fleet.beats["e2"].session_slots > 0)
+        reset, subject = SessionCall(session="s", call="reset", key="r"), here.fleet.subjects.rpc("e2", "s")
+        answer = decode(SessionAnswer, await here.fleet.bus.request(subject, encode(reset), timeout=9))
         assert not answer.refusal
