@@ -82,7 +82,7 @@ def test_the_command_tells_what_happened_and_writes_the_trace(tmp_path: Path, ca
 def test_the_command_prints_the_failing_seeds_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fleetbus_workers.simulation.world.MOST_EPISODES", 1)
+    monkeypatch.setattr("fleetbus_workers.simulation.world.MOST_TIMES", 0)
     assert run_program(["sim", "--seeds", "0-1", "--processes", "1"]) == 1
     printed = capsys.readouterr().out
     assert "seed 0 FAILED" in printed

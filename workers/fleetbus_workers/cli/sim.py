@@ -36,9 +36,9 @@ PROCESSES = 2
 )
 @click.option(
     "--faults",
-    type=click.Choice(["usual", "all"]),
+    type=click.Choice(["usual", "all", "swarm"]),
     default="usual",
-    help="all: also servers' clocks, elections and replicas, disks, and clients of sessions and rollouts",
+    help="all: also clocks, elections, replicas and disks, and clients of sessions; swarm: configurations, too",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed")
 def command(seed: int | None, seeds: str | None, processes: int, trace: Path | None, faults: FaultSet, as_json: bool) -> int:

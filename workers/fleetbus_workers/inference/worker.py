@@ -56,6 +56,7 @@ class InferenceWorker:
         self._fetch = fetch
         self._policy = configuration.run.policy
         self._slot_count = configuration.inference.slots
+        self._lane_slots = self._slot_count // 2  # none of a single slot: then no episode may stick to this lane
         self._drain_seconds = configuration.limits.drain
         self._subjects = Subjects(configuration.run.name)
         self._name = name
@@ -68,7 +69,7 @@ class InferenceWorker:
             bus,
             self._subjects,
             worker=name,
-            lane=lane.name,
+            lane=lane.name if self._lane_slots else ANY_LANE,
             sampler=sampler,
             template=template,
             max_model_len=configuration.inference.max_model_len,
@@ -155,10 +156,9 @@ class InferenceWorker:
 
     async def _answer_observations(self, lifecycle: WorkerLifecycle) -> None:
         """Pull once a version is loaded, until drained; then answer what is held."""
-        lane_slots = self._slot_count // 2
         sources = {
-            observations_consumer(self._policy, self._lane.name): lane_slots,
-            observations_consumer(self._policy, ANY_LANE): self._slot_count - lane_slots,
+            observations_consumer(self._policy, self._lane.name): self._lane_slots,
+            observations_consumer(self._policy, ANY_LANE): self._slot_count - self._lane_slots,
         }
         async with anyio.create_task_group() as answering:
             await run_until_drained(self._drain, self._ready.wait)  # nothing is pulled before a version is loaded

@@ -23,8 +23,6 @@ from fleetbus_workers.simulation.process import RUN
 from fleetbus_workers.simulation.scenario import Scenario
 
 ARCHIVE = "archive"
-LOG_BYTES = 1 << 30
-
 CHECKPOINT_WAIT_SECONDS = 60.0
 """What a learner waits for a checkpoint before it leaves the decision to an operator."""
 
@@ -33,7 +31,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     """What every worker of the scenario is given."""
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder), seed=scenario.seed),
-        nats=NatsSettings(lanes=scenario.lanes, max_bytes=LOG_BYTES),
+        nats=NatsSettings(lanes=scenario.lanes, max_bytes=scenario.log_bytes),
         episode=EpisodeSettings(max_turns=scenario.max_turns),
         limits=LimitSettings(
             open=20,
@@ -61,6 +59,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
             max_staleness=scenario.max_staleness,
             stale_groups=scenario.stale_groups,
             advantage_estimator=scenario.advantage_estimator,
+            min_group_size=scenario.min_group_size,
             checkpoint_wait=CHECKPOINT_WAIT_SECONDS,
             archive=str(folder / ARCHIVE) if scenario.recorder else "",
         ),
@@ -70,7 +69,9 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
             credit_assignment="turn" if scenario.credit_per_turn else "episode",
         ),
         weights=WeightsSettings(store="nats" if scenario.weights_in_bucket else "folder"),
-        evaluation=EvaluationSettings(episodes=scenario.evaluation_episodes, every=scenario.evaluation_every),
+        evaluation=EvaluationSettings(
+            episodes=scenario.evaluation_episodes, every=scenario.evaluation_every, greedy=scenario.eval_greedy
+        ),
     )
 
 

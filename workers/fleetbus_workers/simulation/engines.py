@@ -21,7 +21,7 @@ from fleetbus_workers.inference.scripted import STOP, StubSampler
 from fleetbus_workers.simulation.environments import is_selected
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.process import Process
-from fleetbus_workers.simulation.scenario import FaultProfile
+from fleetbus_workers.simulation.scenario import CALM, FaultProfile
 
 TOKENS = 8
 
@@ -45,10 +45,14 @@ class SimulatedSampler(StubSampler):
     ) -> None:
         self.version = -1
         self._process = process
-        self._mischief = fault_profile
+        self._fault_profile = fault_profile
         self._seed = seed
         self._draw = draw
         self._observer = observer
+
+    @property
+    def _mischief(self) -> FaultProfile:
+        return CALM if self._observer.has_healed else self._fault_profile
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self._process.hold(generations=1)

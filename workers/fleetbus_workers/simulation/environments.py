@@ -21,7 +21,7 @@ from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.process import Process
-from fleetbus_workers.simulation.scenario import FaultProfile
+from fleetbus_workers.simulation.scenario import CALM, FaultProfile
 
 STAGES = ("open", "reset", "step", "verify", "close")
 SLOW_SECONDS = 9.0
@@ -88,7 +88,7 @@ class SimulatedEnvironment:
         )
         self._is_session = bool(session)
         self.replayable = replayable
-        self._mischief = fault_profile
+        self._fault_profile = fault_profile
         self._seed = seed
         self._draw = draw
         self._observer = observer
@@ -99,6 +99,10 @@ class SimulatedEnvironment:
         self._called_until = 0.0
         self.environment_record.diverges = draw.random() < fault_profile.diverge
         self._salt = str(draw.random()) if not replayable or self.environment_record.diverges else ""
+
+    @property
+    def _mischief(self) -> FaultProfile:
+        return CALM if self._observer.has_healed else self._fault_profile
 
     async def open(self, task: Task) -> None:
         self._register(self.environment_record)

@@ -41,6 +41,8 @@ class EpisodeRecord(msgspec.Struct, kw_only=True):
     request: EpisodeRequested
     request_sequence: int
     requested_at: float
+    last_at: float = 0.0
+    """When something was stored for it."""
     claims: list[Claim] = msgspec.field(default_factory=list)
     released: bool = False
     releases: int = 0
@@ -113,13 +115,14 @@ class EpisodeChecker:
         if record is None or not 0 < observation.attempt <= len(record.claims):
             self._observer.violate("observations follow a claim", f"{observation.episode_id} attempt {observation.attempt}")
             return
+        record.last_at = at
         key = (observation.attempt, observation.turn)
         first = record.observations.setdefault(key, observation)
         record.observed_at.setdefault(key, at)
         same = (first.messages, first.history_hash) == (observation.messages, observation.history_hash)
         self._observer.require(same, "a rerouted observation is the same", f"{observation.episode_id} {key}")
 
-    def apply_action(self, entry: StreamEntry) -> None:
+    def apply_action(self, entry: StreamEntry, at: float) -> None:
         action = decode(Action, entry.payload, subject=entry.subject)
         record = self.record.get(action.episode_id)
         key = (action.attempt, action.turn)
@@ -133,6 +136,7 @@ class EpisodeChecker:
             if action.finish_reason != "failed" and action.sampled:
                 self._check_tokens(record, record.observations[key], action, name)
             lane = entry.subject.split(".")[3]
+            record.last_at = at
             record.turns[key] = Turn(sequence=entry.sequence, lane=lane, action=action)
             record.last_actions[lane] = entry.sequence
 
@@ -145,6 +149,7 @@ class EpisodeChecker:
         require(claim.reason == expected, "a claim tells why", f"{name}: {claim.reason} instead of {expected}")
         self._oracle.check_claim(record, claim)
         record.claims.append((at, claim))
+        record.last_at = at
         record.released = False
         recorded = len(record.history(len(record.claims) - 1))
         require(claim.resumed_at_turn <= recorded, "an attempt resumes where the log ends", f"{name}: {claim.resumed_at_turn}")

@@ -20,6 +20,8 @@ class LogChecker:
         self._observer = observer
         self._oracle = oracle
         self._folder = folder.encode()
+        self.stored_at = 0.0
+        """When the last entry of the log was stored."""
         self.entries: list[StreamEntry] = []
         self.episodes = EpisodeChecker(observer, oracle)
         self.episodes.is_trimmed = scenario.recorder
@@ -37,7 +39,7 @@ class LogChecker:
         """One entry of the log, at the instant at which it is stored."""
         self.entries.append(entry)
         self.on_lane(entry)
-        at = anyio.current_time()
+        self.stored_at = at = anyio.current_time()
         match entry.subject.split(".")[2]:
             case "task":
                 record = self.episodes.apply_request(entry, at)
@@ -46,7 +48,7 @@ class LogChecker:
             case "obs":
                 self.episodes.apply_observation(entry, at)
             case "act":
-                self.episodes.apply_action(entry)
+                self.episodes.apply_action(entry, at)
             case "episode":
                 self.episodes.on_episode(entry, at)
             case "session":

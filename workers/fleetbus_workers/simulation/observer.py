@@ -39,6 +39,8 @@ class Observer:
     def __init__(self, *, keep_lines: bool = False) -> None:
         self.violations: list[Violation] = []
         self.violated = anyio.Event()
+        self.has_healed = False
+        """From now on nothing more is caused."""
         self.lines: list[str] | None = [] if keep_lines else None
         self.disturbances: list[Disturbance] = []
         self._message_faults: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
@@ -85,6 +87,11 @@ class Observer:
     def disturbed_until(self, worker: str) -> float:
         """When the last disturbance of this worker, or of all, ended; 0 if there was none."""
         return max((each.stop for each in self.disturbances if each.worker in (worker, ALL_WORKERS)), default=0.0)
+
+    @property
+    def last_disturbed(self) -> float:
+        """When the last disturbance ended; 0 if there was none."""
+        return max((each.stop for each in self.disturbances), default=0.0)
 
     def disturbances_since(self, since: float) -> int:
         return sum(each.stop >= since for each in self.disturbances)

@@ -18,11 +18,18 @@ from fleetbus_workers.simulation.environments import EnvironmentRecord
 from fleetbus_workers.simulation.episode_checker import EpisodeRecord
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.process import Process
+from fleetbus_workers.simulation.scenario import Scenario
 
 LEASE_MARGIN_SECONDS = TASK_LEASE_SECONDS + 4.0
 """How long after a fault a lease that suffered from it may still run out."""
 
 POISON_TRIES = 3
+
+DEADLINE_SECONDS = 600.0
+"""Episodes with as much time, or more, never run out of it but by a fault."""
+
+DEADLINE_MARGIN_SECONDS = 0.01
+"""What time limits may end earlier for rounding: they are counted in seconds from when an attempt began."""
 
 STOP_SECONDS = 60.0
 """A superseded attempt notices by then, unless its worker was disturbed again: when an Action is late (seconds), or when the
@@ -42,10 +49,12 @@ class FaultOracle:
     """``environment_record`` is what happened with environments, by (episode, attempt); ``processes`` are all there ever were,
     by name."""
 
-    def __init__(self, observer: Observer, *, grace_seconds: float, idle_seconds: float) -> None:
+    def __init__(self, observer: Observer, scenario: Scenario, *, grace_seconds: float) -> None:
         self._observer = observer
         self._grace_seconds = grace_seconds
-        self._idle_seconds = idle_seconds
+        self._idle_seconds = scenario.idle_seconds
+        self._max_attempts = scenario.max_attempts
+        self._has_short_deadlines = scenario.episode_seconds < DEADLINE_SECONDS
         self.environment_record: dict[tuple[str, int], EnvironmentRecord] = {}
         self.processes: dict[str, Process] = {}
         self.record: Mapping[str, EpisodeRecord] = {}
@@ -154,7 +163,7 @@ class FaultOracle:
             case "verifier_unknown", _:
                 return bool(fault_profile & {"verify", "step"})
             case "lost", "poison":
-                return len(record.claims) - record.releases >= POISON_TRIES
+                return len(record.claims) - record.releases >= self._max_attempts
             case "lost", "poison_observation":
                 faults = self._observer.message_faults(result.episode_id, since=since)
                 return faults + self._observer.disturbances_since(since) >= POISON_TRIES
@@ -162,9 +171,15 @@ class FaultOracle:
                 return any(each.diverges for key, each in self.environment_record.items() if key[0] == result.episode_id)
             case "timeout", "open_timeout" | "reset_timeout" | "step_timeout":
                 return result.error_class.removesuffix("_timeout") in fault_profile
+            case "timeout", _ if self._has_short_deadlines and self._is_expired(record):
+                return True
             case "timeout", "idle_timeout":
                 return environment_record is not None and environment_record.idle_seconds > self._idle_seconds - 0.001
         return False
+
+    def _is_expired(self, record: EpisodeRecord) -> bool:
+        """The deadline has passed, or had before a clock was set back."""
+        return self.now_ns() + int((self.clock_slack_seconds + DEADLINE_MARGIN_SECONDS) * 1e9) >= record.request.deadline_ns
 
     def _cannot_be_served(self, record: EpisodeRecord) -> bool:
         """An evaluation is pinned to a version; once a newer one exists, or a worker rejected one, no engine may have it."""
@@ -200,8 +215,7 @@ class FaultOracle:
         answered = (observation.attempt, observation.turn) in record.turns
         is_stale = record.result is not None or len(record.claims) > observation.attempt
         is_outdated = record.last_actions.get(observation.environment_lane, 0) != observation.action_sequence
-        is_expired = self.now_ns() + int(self.clock_slack_seconds * 1e9) >= record.request.deadline_ns
-        right = answered or is_stale or is_outdated or is_expired
+        right = answered or is_stale or is_outdated or self._is_expired(record)
         self._observer.require(right, "an observation is acked after its action", f"{record.request.episode_id} {worker}")
 
     def on_broadcast(self, worker: str, subject: str, payload: bytes) -> None:

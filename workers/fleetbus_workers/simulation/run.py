@@ -17,6 +17,7 @@ import anyio
 import msgspec
 import structlog
 
+from fleetbus_workers.learner import pool
 from fleetbus_workers.simulation.deterministic import run_deterministically
 from fleetbus_workers.simulation.observer import Observer, Violation
 from fleetbus_workers.simulation.scenario import FaultSet, Scenario, draw_scenario
@@ -60,7 +61,7 @@ def _run(scenario: Scenario, folder: Path, keep_lines: bool) -> Report:
 
     async def simulate() -> Report:
         observer = Observer(keep_lines=keep_lines)
-        with _capture_logs(observer):
+        with _capture_logs(observer), _tiny_limits(scenario):
             world = World(scenario, observer, folder)
             await world.run()
         return _build_report(scenario.seed, world, observer, anyio.current_time(), time.process_time() - started)
@@ -83,6 +84,17 @@ def _build_report(seed: int, world: World, observer: Observer, virtual_seconds: 
         disturbances=dict(Counter(each.kind for each in observer.disturbances)),
         lines=tuple(observer.lines or ()),
     )
+
+
+@contextmanager
+def _tiny_limits(scenario: Scenario) -> Iterator[None]:
+    """Limits of the workers that no run of a simulation would reach, as small as the scenario says."""
+    before = pool.EXCLUSIONS_PER_ENTRY
+    pool.EXCLUSIONS_PER_ENTRY = scenario.exclusions_per_entry or before
+    try:
+        yield
+    finally:
+        pool.EXCLUSIONS_PER_ENTRY = before
 
 
 @contextmanager

@@ -33,7 +33,8 @@ FaultKind = Literal[
 ]
 """The last eight take part with ``faults="all"`` only."""
 
-FaultSet = Literal["usual", "all"]
+FaultSet = Literal["usual", "all", "swarm"]
+"""``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes."""
 
 ROLES = ("environment", "inference", "learner")
 """Roles that every fleet has; some have a recorder, too."""
@@ -92,6 +93,9 @@ class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
     poison_observation: float = 0.0
 
 
+CALM = FaultProfile()
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one simulated run that its seed decides beforehand.
 
@@ -135,6 +139,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[int, ...] = (2, 3, 4, 4, 5, 6, 7)
     exclusions_per_entry: int = 0
     tasks: int = 24
+    eval_greedy: bool = True
+    min_group_size: int = 2
     heals_at: float = math.inf
     network_faults: NetworkFaultRates = NetworkFaultRates()
     fault_profile: FaultProfile = FaultProfile()
@@ -144,7 +150,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     """The scenario of a seed; with all faults it is the usual one, with more clients and more that goes wrong."""
     scenario = _draw_usual(seed)
-    return scenario if faults == "usual" else _add_faults(scenario, random.Random(f"all/{seed}"))
+    if faults == "usual":
+        return scenario
+    scenario = _add_faults(scenario, random.Random(f"all/{seed}"))
+    return scenario if faults == "all" else _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
 
 
 def _draw_usual(seed: int) -> Scenario:
@@ -294,4 +303,31 @@ def _draw_fault(draw: random.Random, kind: FaultKind, *, more: tuple[str, ...]) 
         seconds=round(draw.choice((0.3, 3.0, 14.0)) * draw.uniform(0.5, 1.0), 3),
         role=draw.choice((*ROLES, *more)),
         pick=draw.randrange(1000),
+    )
+
+
+def _vary_configuration(scenario: Scenario, draw: random.Random) -> Scenario:
+    max_turns = draw.choice((1, 2, 6, 6, 12, 40))
+    groups, group_size = draw.choice(((1, 2), (1, 8), (2, 3), (4, 4), (8, 2)))
+    batches = draw.choice((1, 2, 4, 8, 20)) if max_turns < 12 else draw.choice((1, 2, 3))
+    return msgspec.structs.replace(
+        scenario,
+        steps=batches,
+        groups=groups,
+        group_size=group_size,
+        min_group_size=draw.randint(2, group_size),
+        environment_slots=draw.choice((1, 2, 5, 40)),
+        inference_slots=draw.choice((1, 2, 5, 40)),
+        checkpoint_every=draw.choice((1, 1, 2, 5)),
+        max_staleness=draw.choice((0, 0, 1, 4)),
+        evaluation_episodes=draw.choice((0, 1, 4)),
+        eval_greedy=draw.random() < 0.5,
+        lanes=draw.choice((5, 8, 12)),
+        episode_seconds=draw.choice((15.0, 45.0, 600.0, 600.0)),
+        max_attempts=draw.choice((1, 2, 3, 3)),
+        max_turns=max_turns,
+        turns=(1, 2, max(max_turns - 1, 1), max_turns, max_turns + 1),
+        exclusions_per_entry=draw.choice((0, 1, 5)),
+        tasks=draw.choice((1, 3, 24)),
+        advantage_estimator=draw.choice(("grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch")),
     )

@@ -201,6 +201,9 @@ class TrainingChecker:
     def _apply_finish(self, finished: TrainingFinished) -> None:
         self._exclude(finished.excluded)
         self.finished = True
+
+    def check_settled(self) -> None:
+        """At the end of the world: of finished training nothing is left over that had its result in time."""
         for group, members in self._group_requests().items():
             if len(members) == self._group_size and all(self._had_result(episode) for episode in members):
                 skipped = [episode for episode in members if episode not in self.settled]

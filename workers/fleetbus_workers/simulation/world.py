@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import anyio
@@ -14,13 +15,17 @@ from fleetbus.core.audit import Audit
 from fleetbus_workers.simulation.deployment import CLIENTS, Deployment
 from fleetbus_workers.simulation.fault_schedule import FaultInjector
 from fleetbus_workers.simulation.fixtures import build_fixtures
+from fleetbus_workers.simulation.liveness_checker import LivenessChecker
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.scenario import Scenario
 
 HORIZON_SECONDS = 3600.0
 CHECK_SECONDS = 5.0
-MOST_EPISODES = 1000
-"""Ten times what a calm run requests: with more, something is asked for again and again."""
+MOST_TIMES = 10
+"""How many times as many episodes as a calm run requests are too many: something is asked for again and again then."""
+
+FEWEST_EPISODES = 100
+"""A calm run is taken to request at least so many."""
 
 LEAVE_SECONDS = 90.0
 """A drained worker is gone by then: its drain limit, stages that hang, unanswered last words."""
@@ -34,6 +39,7 @@ class World:
         self._observer = observer
         self._oracle = self._fixtures.oracle
         self.log_checker = self._fixtures.log_checker
+        self._liveness = LivenessChecker(observer, self.log_checker, self._oracle)
 
     async def run(self) -> None:
         tasks_before = trio.lowlevel.current_statistics().tasks_living
@@ -43,6 +49,7 @@ class World:
                 fleet = Deployment(self._fixtures, living)
                 living.start_soon(self._check_periodically)
                 living.start_soon(self._fixtures.network_faults.run)
+                living.start_soon(self._heal)
                 fleet.start_all()
                 await self._run_until_finished(fleet, living)
                 await self._drain_all(fleet)
@@ -78,6 +85,14 @@ class World:
             if not process.ended.is_set():
                 self._observer.violate("a drained worker leaves", process.name)
 
+    async def _heal(self) -> None:
+        """From a scenario's moment on nothing more goes wrong."""
+        if math.isfinite(self._fixtures.scenario.heals_at):
+            await anyio.sleep_until(self._fixtures.scenario.heals_at)
+            self._fixtures.network_faults.heal()
+            self._observer.has_healed = True
+            self._observer.trace("healed")
+
     async def _check_periodically(self) -> None:
         """Periodic checks for events that are missing."""
         while True:
@@ -86,8 +101,10 @@ class World:
             self._oracle.check_superseded()
             self._oracle.check_versions()
             self._oracle.check_replaced(self.log_checker.training.replaced)
-            count = len(self.log_checker.episodes.record)
-            self._observer.require(count < MOST_EPISODES, "the training makes progress", f"{count} episodes requested")
+            self._liveness.check()
+            count, scenario = len(self.log_checker.episodes.record), self._fixtures.scenario
+            calm = max(scenario.steps * scenario.groups * scenario.group_size, FEWEST_EPISODES)
+            self._observer.require(count < MOST_TIMES * calm, "the training makes progress", f"{count} episodes requested")
             for process in self._oracle.processes.values():
                 overdue = process.drained_at and anyio.current_time() - process.drained_at > LEAVE_SECONDS
                 if overdue and not process.ended.is_set() and process.ending != "crashed":
@@ -104,6 +121,7 @@ class World:
             return
         self._oracle.check_environments()
         self.log_checker.sessions.check_environments()
+        self.log_checker.training.check_settled()
         self._check_audit()
         self._check_archive()
         left = trio.lowlevel.current_statistics().tasks_living - tasks_before
