@@ -35,6 +35,7 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
+from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_methods import Answer, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request
 from fleetbus_workers.inference.base import WeightsRejected
@@ -278,7 +279,7 @@ async def test_a_session_is_unknown_only_where_no_replica_has_heard_of_it(monkey
     async with session_fixture() as here:
         here.worker("e1", SessionWorld())
         await here.ask(SessionCall(session="s", call="open", key="o", task=Task(key="t")))
-        behind, read = iter((True, True)), host.read_session_journal
+        behind, read = iter((True, True)), read_session_journal
 
         async def lagging(bus: MemoryBus, subjects: Subjects, session: str) -> Journal:
             return Journal() if next(behind, False) else await read(bus, subjects, session)

@@ -23,6 +23,7 @@ from fleetbus_workers.simulation.process import RUN
 from fleetbus_workers.simulation.scenario import Scenario
 
 ARCHIVE = "archive"
+LOG_BYTES = 1 << 30
 CHECKPOINT_WAIT_SECONDS = 60.0
 """What a learner waits for a checkpoint before it leaves the decision to an operator."""
 
@@ -31,7 +32,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     """What every worker of the scenario is given."""
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder), seed=scenario.seed),
-        nats=NatsSettings(lanes=scenario.lanes, max_bytes=scenario.log_bytes),
+        nats=NatsSettings(lanes=scenario.lanes, max_bytes=LOG_BYTES),
         episode=EpisodeSettings(max_turns=scenario.max_turns),
         limits=LimitSettings(
             open=20,

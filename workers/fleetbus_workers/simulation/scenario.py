@@ -306,24 +306,30 @@ def _draw_fault(draw: random.Random, kind: FaultKind, *, more: tuple[str, ...]) 
     )
 
 
+MOST_TURNS = 1200
+"""What a drawn configuration plays in its calm training, about, so that a run takes seconds."""
+
+
 def _vary_configuration(scenario: Scenario, draw: random.Random) -> Scenario:
     max_turns = draw.choice((1, 2, 6, 6, 12, 40))
     groups, group_size = draw.choice(((1, 2), (1, 8), (2, 3), (4, 4), (8, 2)))
-    batches = draw.choice((1, 2, 4, 8, 20)) if max_turns < 12 else draw.choice((1, 2, 3))
+    steps = min(draw.choice((1, 2, 4, 8, 20)), 1 + MOST_TURNS // (groups * group_size * max_turns))
+    slots = draw.choice((1, 2, 5, 40))
+    has_time = max_turns > 6 or slots < 5  # for what it has to play; with less, nothing would ever be trained
     return msgspec.structs.replace(
         scenario,
-        steps=batches,
+        steps=steps,
         groups=groups,
         group_size=group_size,
         min_group_size=draw.randint(2, group_size),
-        environment_slots=draw.choice((1, 2, 5, 40)),
+        environment_slots=slots,
         inference_slots=draw.choice((1, 2, 5, 40)),
         checkpoint_every=draw.choice((1, 1, 2, 5)),
         max_staleness=draw.choice((0, 0, 1, 4)),
         evaluation_episodes=draw.choice((0, 1, 4)),
         eval_greedy=draw.random() < 0.5,
         lanes=draw.choice((5, 8, 12)),
-        episode_seconds=draw.choice((15.0, 45.0, 600.0, 600.0)),
+        episode_seconds=600.0 if has_time else draw.choice((30.0, 60.0, 600.0)),
         max_attempts=draw.choice((1, 2, 3, 3)),
         max_turns=max_turns,
         turns=(1, 2, max(max_turns - 1, 1), max_turns, max_turns + 1),

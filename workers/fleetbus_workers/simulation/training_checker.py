@@ -75,6 +75,10 @@ class TrainingChecker:
         if not self._is_current(record.request.lineage):
             self.strays.add(record.request.episode_id)
 
+    def is_abandoned(self, record: EpisodeRecord) -> bool:
+        """A held-out episode of a learner that was replaced: its successor asks for its own."""
+        return bool(record.request.lineage) and record.request.split == "eval" and not self._is_current(record.request.lineage)
+
     def apply_publication(self, entry: StreamEntry) -> None:
         """An entry of ``policy.<name>``."""
         policy = decode_any(STORED["policy"], entry.payload, subject=entry.subject)
