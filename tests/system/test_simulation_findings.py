@@ -290,3 +290,18 @@ async def test_a_session_is_unknown_only_where_no_replica_has_heard_of_it(monkey
         reset, subject = SessionCall(session="s", call="reset", key="r"), here.fleet.subjects.rpc("e2", "s")
         answer = decode(SessionAnswer, await here.fleet.bus.request(subject, encode(reset), timeout=9))
         assert not answer.refusal
+
+
+async def test_a_worker_that_lost_a_session_unawares_calls_no_call_of_it_a_mistake() -> None:
+    """It knows of what it did itself only, so the next call of a caller that went on elsewhere seems to be out of order."""
+    async with session_fixture() as here:
+        lost = here.worker("e1", SessionWorld())
+        await here.ask(SessionCall(session="s", call="open", key="o", task=Task(key="t")))
+        lost.cut()
+        here.worker("e2", SessionWorld())
+        await here.ask(SessionCall(session="s", call="reset", key="r"))
+        lost.mend()
+        step, subject = SessionCall(session="s", call="step", key="k", text="one"), here.fleet.subjects.rpc("e1", "s")
+        for call in (step, msgspec.structs.replace(step, number=2)):
+            answer = decode(SessionAnswer, await here.fleet.bus.request(subject, encode(call), timeout=9))
+            assert answer.refusal == "moved"

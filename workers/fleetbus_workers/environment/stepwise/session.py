@@ -98,7 +98,7 @@ class StepwiseSession:
         """What one call leads to, once, however often it is made."""
         if stored := self._journal.answer(call):
             if stored.refusal != "gap" or not self._pending:
-                return stored
+                return await self._confirm(stored)
         pending = self._pending.get(call.key)
         if pending is not None:
             return await pending.wait() or build_refusal(call, "moved", "the session went to another worker")
@@ -154,7 +154,7 @@ class StepwiseSession:
         if self._is_closed:
             return build_refusal(call, "moved", "the session went to another worker")
         if violation := self._check_order(call):
-            return build_refusal(call, "conflict", violation)
+            return await self._confirm(build_refusal(call, "conflict", violation))
         try:
             if call.call == "close":
                 await self.end("closed", key=call.key)
@@ -170,6 +170,16 @@ class StepwiseSession:
         except LogUnavailable:
             await self.leave()
             return build_refusal(call, "log", "the log has no room: what was done is not recorded, and will be done again")
+
+    async def _confirm(self, answer: SessionAnswer) -> SessionAnswer:
+        """A refusal that names a mistake of the caller's, unless the session went on elsewhere: then it is this worker that
+        does not know what was done."""
+        if answer.refusal not in ("gap", "conflict"):
+            return answer
+        stored = await self._context.bus.last(self._context.subjects.session(self._session))
+        if stored is None or stored.sequence <= self._journal.last_sequence:
+            return answer
+        return msgspec.structs.replace(answer, refusal="moved", error="the session went to another worker")
 
     def _check_order(self, call: SessionCall) -> str:
         if call.call == "open":
