@@ -9,7 +9,6 @@ is killed; when a child exits, the zygote reports it on its socket; when FD clos
 
 from __future__ import annotations
 
-import builtins
 import datetime  # noqa: F401
 import gc
 import json
@@ -30,19 +29,15 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 TYPE_CHECKING = False  # the module typing would double the memory that every fork has to copy tables for
 if TYPE_CHECKING:
     from types import CodeType
-    from typing import Any, NoReturn, Protocol
+    from typing import Any, NoReturn
 
-    from fleetbus_workers.environment.isolation.sandbox.inside import confine, database, landlock, read_only
+    from fleetbus_workers.environment.isolation.sandbox.inside import confine, landlock, read_only, verifier_call
 
-    class CallSender(Protocol):
-        """Sends the calls of verifier code to its environment."""
-
-        def ask(self, call: str, *arguments: Any) -> Any: ...
 else:
     import confine
-    import database
     import landlock
     import read_only
+    import verifier_call
 
 
 FIRST_USER = confine.FIRST_USER + 0x20000000
@@ -58,8 +53,6 @@ async def verify(env, final_answer, conversation):
 '''
 NEW_USERS, NEW_NETWORK = 0x10000000, 0x40000000
 PARENT_DEATH_SIGNAL = 1
-KEYWORDS, COROUTINE = 0x08, 0x80
-"""Flags of a code object: it takes any keyword; it makes a coroutine."""
 
 
 def main() -> None:
@@ -99,7 +92,7 @@ def warm_up() -> None:
     code = compile(REHEARSAL, "<verifier>", "exec", dont_inherit=True)
     load_imports(code)
     request = json.loads(frame({"final_answer": "1", "conversation": [{"role": "user", "content": "\u00e9"}]})[4:])
-    assert to_plain_number(call_verifier(code, request, Echo())) == 1.0
+    assert verifier_call.call_verifier(code, request, Echo()) == 1.0
 
 
 def serve(control: socket.socket, limits: dict[str, int]) -> None:
@@ -203,7 +196,7 @@ def run_child(channel: int, limits: dict[str, int]) -> NoReturn:
             if has_rights:
                 drop_rights(zygote)
                 has_rights = False
-            answer: dict[str, Any] = {"reward": to_plain_number(call_verifier(code, request, connection))}
+            answer: dict[str, Any] = {"reward": verifier_call.call_verifier(code, request, connection)}
         except BaseException as error:  # whatever the code does: the verdict is that there is none
             answer = {"error": f"{type(error).__name__}: {error}"[:OUTPUT_CHARACTERS]}
         connection.send(answer | {"output": output.tail()})
@@ -248,98 +241,6 @@ def load_imports(code: CodeType) -> None:
     for constant in code.co_consts:
         if hasattr(constant, "co_code"):
             load_imports(constant)
-
-
-def call_verifier(code: CodeType, request: dict[str, Any], connection: CallSender) -> Any:
-    """What the verifier function of ``code`` returns; raises whatever the code raises."""
-    scope: dict[str, Any] = {"__name__": "verifier", "__builtins__": builtins}
-    exec(code, scope)
-    function = find_function(scope)
-    is_async = bool(function.__code__.co_flags & COROUTINE)
-    available = {
-        "env": AsyncEnvironment(connection) if is_async else Environment(connection),
-        "final_answer": request["final_answer"],
-        "conversation": request["conversation"],
-    }
-    result = function(**select_arguments(function, available))
-    if not is_async:
-        return result
-    asyncio = sys.modules.get("asyncio")
-    return drive(result) if asyncio is None else asyncio.run(result)
-
-
-def find_function(scope: dict[str, Any]) -> Any:
-    """``verify``, or the only function of the code; raises `NameError` if there is neither."""
-    functions = [
-        value for value in scope.values() if getattr(getattr(value, "__code__", None), "co_filename", "") == "<verifier>"
-    ]
-    if callable(scope.get("verify")):
-        return scope["verify"]
-    if len(functions) == 1:
-        return functions[0]
-    raise NameError(
-        f"the verifier must define verify(); it defines {', '.join(f.__name__ for f in functions) or 'no function'}"
-    )
-
-
-def select_arguments(function: Any, available: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``available`` that the function has parameters for; its first parameter is ``env`` whatever it is called."""
-    code = function.__code__
-    if code.co_flags & KEYWORDS:
-        return available
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    arguments = {name: available[name] for name in names if name in available}
-    if code.co_argcount and names[0] not in available:
-        arguments[names[0]] = available["env"]
-    return arguments
-
-
-def drive(coroutine: Any) -> Any:
-    """Run a coroutine that waits for nothing but the environment, whose answers are read right where they are awaited."""
-    try:
-        coroutine.send(None)
-    except StopIteration as finished:
-        return finished.value
-    raise RuntimeError("the verifier waits for something; import asyncio at its top to run it in an event loop")
-
-
-def to_plain_number(value: object) -> float:
-    """The value as a number, or what it is instead."""
-    if isinstance(value, bool | int | float):
-        return float(value)
-    raise TypeError(f"the verifier returned {type(value).__name__}, not a number")
-
-
-class Environment:
-    """What verifier code sees of its episode: calls that the worker makes."""
-
-    def __init__(self, connection: CallSender) -> None:
-        self._ask = connection.ask
-
-    def call_tool(self, name: str, arguments: dict[str, Any] | None = None) -> Any:
-        return self._ask("call_tool", name, arguments or {})
-
-    def query(self, sql: str, params: Any = ()) -> Any:
-        return self._ask("query", sql, list(params))
-
-    def db(self, name: str = "current") -> database.Database:
-        return database.Database(self._ask, name)
-
-
-class AsyncEnvironment:
-    """`Environment` for verifiers that await its calls."""
-
-    def __init__(self, connection: CallSender) -> None:
-        self._ask = connection.ask
-
-    async def call_tool(self, name: str, arguments: dict[str, Any] | None = None) -> Any:
-        return self._ask("call_tool", name, arguments or {})
-
-    async def query(self, sql: str, params: Any = ()) -> Any:
-        return self._ask("query", sql, list(params))
-
-    def db(self, name: str = "current") -> database.AsyncDatabase:
-        return database.AsyncDatabase(self._ask, name)
 
 
 class Echo:
