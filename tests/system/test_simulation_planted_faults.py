@@ -321,9 +321,6 @@ SAMPLE: tuple[Plant, ...] = (
     stale_history_accepted,
     no_compare_and_set_of_actions,
     observation_acked_before_its_action,
-    settled_as_of_the_checkpoint_instead_of_the_step,
-    no_compare_and_set_of_steps,
-    staleness_ignored,
 )
 """Faults that nearly any seed shows, of every role: seconds each, so they are planted in every run of the tests."""
 
