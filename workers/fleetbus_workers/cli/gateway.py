@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -191,17 +191,6 @@ def _build_gateway_work(host: str, port: int, application: Callable[[Entered, Bu
         subjects = Subjects(configuration.run.name)
         images = InMemoryImageStore()
 
-        @asynccontextmanager
-        async def open_client() -> AsyncIterator[SessionClient]:
-            async with sessions(bus, subjects) as client:
-                if not in_process:
-                    yield client
-                    return
-                url = resolve_server_url(configuration)
-                hosted = host_environments(client, configuration, worker=f"{name}-hosted", url=url, keep_image=images.before)
-                async with hosted:
-                    yield client
-
         def build_loader(client: SessionClient) -> LoadImage | None:
             objects = get_object_store(client.bus, client.subjects.run)
             return images.load_before(build_image_loader(objects)) if objects else None
@@ -209,8 +198,16 @@ def _build_gateway_work(host: str, port: int, application: Callable[[Entered, Bu
         lifecycle = WorkerLifecycle(
             bus, subjects, role="gateway", worker=name, beat=lambda: Heartbeat(role="gateway", worker=name), lane=None
         )
-        async with run_lifecycle(lifecycle, bus, None, slots=0):
+        async with run_lifecycle(lifecycle, bus, None, slots=0), AsyncExitStack() as stack:
+            opened: AbstractAsyncContextManager[SessionClient] = sessions(bus, subjects)
+            if in_process:  # before a port is served: what is wrong with an environment is said in a line
+                client = await stack.enter_async_context(opened)
+                url, keep = resolve_server_url(configuration), images.before
+                await stack.enter_async_context(
+                    host_environments(client, configuration, worker=f"{name}-hosted", url=url, keep_image=keep)
+                )
+                opened = nullcontext(client)
             structlog.get_logger().info("listening", url=f"http://{format_host(host)}:{listener.getsockname()[1]}")
-            await serve(application(open_client, build_loader), listener, drain)
+            await serve(application(lambda: opened, build_loader), listener, drain)
 
     return work
