@@ -83,6 +83,11 @@ class Requests:
             sampling=SamplingSettings(
                 temperature=episode.temperature if temperature is None else temperature,
                 top_p=episode.top_p,
+                top_k=episode.top_k,
+                min_p=episode.min_p,
+                presence_penalty=episode.presence_penalty,
+                frequency_penalty=episode.frequency_penalty,
+                repetition_penalty=episode.repetition_penalty,
                 max_tokens=episode.max_tokens,
                 seed=int.from_bytes(seed, "little"),
             ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
+from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, TrainerSettings
 from fleetbus.errors import UserError
+from fleetbus_schemas.episode import DISTORTING
 from fleetbus_schemas.subjects import InvalidName, check_name
 
 
@@ -54,6 +55,18 @@ def _check_lanes(configuration: Configuration) -> None:
     ):
         if workers > lanes:
             raise UserError(f"{setting} = {workers} exceeds nats.lanes = {lanes}: raise nats.lanes, each worker holds one")
+
+
+def check_trained_distribution(episode: EpisodeSettings) -> None:
+    """Raise `UserError` for what makes sampled tokens come from another distribution than the one that is trained, which is
+    the policy's at its temperature: log-probabilities of samples and trainer would not be of the same thing."""
+    neutral = EpisodeSettings()
+    for name in DISTORTING:
+        if (given := getattr(episode, name)) != getattr(neutral, name):
+            raise UserError(
+                f"episode.{name} = {given:g} samples from another distribution than the one that is trained: training takes "
+                f"{getattr(neutral, name):g}; set it for `fleetbus evaluate` alone, as FLEETBUS_EPISODE_{name.upper()}"
+            )
 
 
 def check_training(algorithm: AlgorithmSettings, trainer: TrainerSettings) -> None:

@@ -62,7 +62,18 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
     """How one episode is played."""
 
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature in training")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling; training takes 1")] = 1.0
+    top_k: Annotated[int, Meta(ge=0, description="Likeliest tokens that may be sampled; training takes 0: all")] = 0
+    min_p: Annotated[
+        float, Meta(ge=0, le=1, description="Least share of the likeliest token's probability; training takes 0")
+    ] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2, description="Penalty of tokens that occurred; training takes 0")] = 0.0
+    frequency_penalty: Annotated[
+        float, Meta(ge=-2, le=2, description="Penalty of tokens by how often they occurred; training takes 0")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, le=10, description="Divisor of the logits of tokens that occurred; training takes 1")
+    ] = 1.0
     max_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per turn")] = 64
     max_turns: Annotated[int, Meta(ge=1, description="Maximum number of turns per episode")] = 5
     max_episode_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per episode, including the prompt")] = (

@@ -58,11 +58,10 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    @property
-    def distorting(self) -> tuple[str, ...]:
-        """The settings that make another distribution than the policy's at its temperature, by name."""
-        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        return tuple(name for name, value in (neutral | {"repetition_penalty": 1.0}).items() if getattr(self, name) != value)
+
+DISTORTING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Sampling settings that, unless they are as they are by default, make another distribution than the policy's at its
+temperature."""
 
 
 class EpisodeRequested(Message, frozen=True, kw_only=True):

@@ -292,7 +292,7 @@ async def test_a_cancelled_request_frees_its_place(sampler: Any) -> None:
 
 
 async def test_what_cannot_be_answered_is_refused_or_ends_at_its_length(sampler: Any) -> None:
-    with pytest.raises(RequestRefused, match="top-p"):
+    with pytest.raises(RequestRefused, match="top_p"):
         await sampler.generate(build_request(1, top_p=0.9))
     full = await sampler.generate(build_request(1, length=LENGTH))
     assert (full.ids, full.finish_reason) == ([], "length")

@@ -52,6 +52,11 @@ class ModelServer:
         self.takes_weights = takes_weights
         self.label = "base"
         self.scaled = False
+        self.generation_config: dict[str, Any] = {}
+        """Sampling settings of the model's folder, which hold wherever a request leaves one out."""
+        self.knows_only_the_protocol = False
+        self.used: dict[str, Any] = {}
+        """The settings that its last answer was sampled with."""
         self.stop_after = 0
         """An answer ends with `STOP` after so many tokens; 0: never."""
         self.statuses: deque[int] = deque()
@@ -156,6 +161,9 @@ class ModelServer:
         self, request: Request, body: dict[str, Any], prompt: list[int], parameters: dict[str, Any], chunk: Any
     ) -> Response:
         self.keys.add(request.headers.get("authorization", ""))
+        if self.knows_only_the_protocol and (unknown := {"top_k", "min_p", "repetition_penalty"} & set(parameters)):
+            return JSONResponse({"error": {"message": f"unknown: {sorted(unknown)}"}}, status_code=400)
+        self.used = self.generation_config | {key: value for key, value in parameters.items() if value is not None}
         if body["stream"]:
             self.asked.append(body)
             if self.statuses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -30,12 +31,12 @@ async def open_sampler(*servers: ModelServer, purpose: str = "train", **options:
 
 
 def make_request(
-    prompt: list[int] = PROMPT, *, episode: str = "e1", tokens: int = 6, trained: bool = True, **sampling: float
+    prompt: list[int] = PROMPT, *, episode: str = "e1", tokens: int = 6, trained: bool = True, **sampling: Any
 ) -> GenerationRequest:
     return GenerationRequest(
         cache_key=episode,
         ids=prompt,
-        sampling=SamplingSettings(**sampling),  # type: ignore[arg-type]
+        sampling=SamplingSettings(**sampling),
         stop_ids=frozenset({STOP}),
         max_tokens=tokens,
         seed=2**64 - 1,

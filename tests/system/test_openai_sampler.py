@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -89,8 +90,49 @@ async def test_logprobs_before_the_temperature_are_refused_where_it_matters(make
     async with open_sampler(scaled) as sampler:
         generation = await sampler.generate(make_request(temperature=0.5))
         assert generation.logprobs[0] == logprob(generation.ids[0], 0.5)
-        with pytest.raises(RequestRefused, match="top-p"):
-            await sampler.generate(make_request(top_p=0.9))
+        refused: dict[str, Any] = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+        for name, value in refused.items():
+            with pytest.raises(RequestRefused, match=f"log-probabilities after {name} = {value}"):
+                await sampler.generate(make_request(**{name: value}))
+
+
+RECOMMENDED: dict[str, Any] = {
+    "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1,
+    "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.05,
+}  # fmt: skip
+"""What the folders of models recommend for chats, and servers use where a request says nothing."""
+
+
+@pytest.mark.parametrize("dialect", ["generate", "completions", "text"])
+async def test_a_model_s_generation_config_never_makes_the_sampler_another_policy(
+    make_server: MakeServer, dialect: str
+) -> None:
+    server = make_server(dialects=[dialect])
+    server.generation_config = RECOMMENDED
+    purpose = "evaluate" if dialect == "text" else "train"
+    async with open_sampler(server, purpose=purpose) as sampler:
+        await sampler.generate(make_request(trained=dialect != "text"))
+        neutral = {name: server.used[name] for name in RECOMMENDED}
+        await sampler.generate(make_request(trained=False, **RECOMMENDED))
+        chosen = {name: server.used[name] for name in RECOMMENDED}
+    assert neutral == {
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    assert chosen == RECOMMENDED
+
+
+async def test_a_server_of_the_bare_protocol_is_asked_for_nothing_else_and_refused_what_it_cannot(
+    make_server: MakeServer,
+) -> None:
+    server = make_server(dialects=[])
+    server.knows_only_the_protocol = True
+    async with open_sampler(server, purpose="evaluate") as sampler:
+        assert (await sampler.generate(make_request(trained=False, top_p=0.9))).ids
+        assert server.used["presence_penalty"] == 0.0
+        assert "top_k" not in server.used
+        with pytest.raises(RequestRefused, match=r"OpenAI protocol: top_k = 20, min_p = 0.1 cannot be set"):
+            await sampler.generate(make_request(trained=False, top_k=20, min_p=0.1))
 
 
 async def test_no_server_at_all_is_one_clear_line() -> None:

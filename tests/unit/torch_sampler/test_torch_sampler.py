@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fleetbus_workers.inference.base import Generation
+from fleetbus_workers.inference.base import Generation, RequestRefused
 from fleetbus_workers.inference.torch import TorchSampler, fused_decoder, kernel
 from tests.support.torch_engine import (
     FAMILIES,
@@ -171,3 +172,11 @@ def test_the_engine_runs_under_trio_as_well(folder: Path) -> None:
             return await sampler.generate(ask(SYSTEM, tokens=4))
 
     assert anyio.run(main, backend="trio").ids == anyio.run(main, backend="asyncio").ids
+
+
+async def test_a_setting_that_the_engine_does_not_have_is_refused_and_not_left_out(folder: Path) -> None:
+    async with open_engine(folder) as sampler:
+        unknown: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+        for name, value in unknown.items():
+            with pytest.raises(RequestRefused, match=f"no such setting: {name} = {value}"):
+                await sampler.generate(ask(SYSTEM, **{name: value}))

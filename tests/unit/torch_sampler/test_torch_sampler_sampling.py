@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fleetbus_schemas import SamplingSettings
 from fleetbus_workers.inference.torch.sampling import UNIFORM_BITS, sample_tokens
 
 GRID = 2000
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.0, 0.25, 0.2, 0.1])
 
 
-def frequencies(temperature: float = 1.0, top_p: float = 1.0, probabilities: torch.Tensor = PROBABILITIES) -> torch.Tensor:
+def frequencies(probabilities: torch.Tensor = PROBABILITIES, **settings: Any) -> torch.Tensor:
     """How often each token is chosen when the uniform number runs over an even grid."""
     logits = (probabilities.log() + 3.0).expand(GRID, -1).contiguous()
     uniforms = ((np.arange(GRID) + 0.5) / GRID).astype(np.float32)
-    ids, _ = sample_tokens(logits, uniforms, [temperature] * GRID, [top_p] * GRID)
+    ids, _ = sample_tokens(logits, uniforms, [SamplingSettings(**settings)] * GRID)
     counts = Counter(ids)
     return torch.tensor([counts[token] / GRID for token in range(len(probabilities))])
 
@@ -45,18 +47,39 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, nucleus: lis
     assert_close(frequencies(top_p=top_p), kept)
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (2, [1, 3]), (4, [1, 3, 4, 5]), (100, [0, 1, 3, 4, 5])])
+def test_top_k_keeps_the_likeliest(top_k: int, kept: list[int]) -> None:
+    expected = torch.zeros_like(PROBABILITIES)
+    expected[kept] = PROBABILITIES[kept]
+    assert_close(frequencies(top_k=top_k), expected)
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.2, [1, 3, 4, 5]), (0.5, [1, 3, 4]), (0.6, [1, 3]), (1.0, [1])])
+def test_min_p_keeps_what_is_likely_beside_the_likeliest(min_p: float, kept: list[int]) -> None:
+    expected = torch.zeros_like(PROBABILITIES)
+    expected[kept] = PROBABILITIES[kept]
+    assert_close(frequencies(min_p=min_p), expected)
+
+
+def test_top_p_counts_what_top_k_and_min_p_leave() -> None:
+    assert_close(frequencies(top_k=2, top_p=0.6), torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+    assert_close(frequencies(top_k=2, top_p=0.7), torch.tensor([0.0, 0.4, 0.0, 0.25, 0.0, 0.0]))
+
+
 def test_a_vanishing_top_p_is_greedy() -> None:
     assert_close(frequencies(top_p=1e-9), torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
 
 
 def test_temperature_zero_is_greedy_with_log_probabilities_at_one() -> None:
-    ids, logprobs = sample_tokens(PROBABILITIES.log()[None] - 7.0, np.array([0.99], np.float32), [0.0], [1.0])
+    greedy = [SamplingSettings(temperature=0.0)]
+    ids, logprobs = sample_tokens(PROBABILITIES.log()[None] - 7.0, np.array([0.99], np.float32), greedy)
     assert ids == [1]
     assert logprobs == pytest.approx([np.log(0.4)], abs=1e-6)
 
 
 def test_log_probabilities_are_at_the_temperature_and_before_top_p() -> None:
-    ids, logprobs = sample_tokens(PROBABILITIES.log()[None], np.array([0.0], np.float32), [2.0], [0.5])
+    tempered = [SamplingSettings(temperature=2.0, top_p=0.5)]
+    ids, logprobs = sample_tokens(PROBABILITIES.log()[None], np.array([0.0], np.float32), tempered)
     assert ids == [1]
     root = PROBABILITIES.sqrt()
     assert logprobs == pytest.approx([float((root[1] / root.sum()).log())], abs=1e-6)
@@ -65,12 +88,16 @@ def test_log_probabilities_are_at_the_temperature_and_before_top_p() -> None:
 def test_rows_with_different_settings_do_not_touch_each_other() -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     uniforms = np.array([0.1, 0.9, 0.5, 0.3, 0.7], np.float32)
-    temperatures, top_ps = [1.0, 0.0, 0.7, 1.0, 1.3], [1.0, 1.0, 0.4, 0.2, 1.0]
-    together = sample_tokens(logits, uniforms, temperatures, top_ps)
+    settings = [
+        SamplingSettings(),
+        SamplingSettings(temperature=0.0),
+        SamplingSettings(temperature=0.7, top_p=0.4),
+        SamplingSettings(top_k=3, min_p=0.1),
+        SamplingSettings(temperature=1.3),
+    ]
+    together = sample_tokens(logits, uniforms, settings)
     for row in range(5):
-        alone = sample_tokens(
-            logits[row : row + 1], uniforms[row : row + 1], temperatures[row : row + 1], top_ps[row : row + 1]
-        )
+        alone = sample_tokens(logits[row : row + 1], uniforms[row : row + 1], settings[row : row + 1])
         assert alone[0][0] == together[0][row]
         assert alone[1][0] == pytest.approx(together[1][row], abs=1e-6)
 
@@ -82,12 +109,12 @@ def test_the_ends_of_the_range_never_choose_an_impossible_token(extreme: int) ->
     probabilities[:, :7] = 0.0
     probabilities[:, -7:] = 0.0
     uniforms = np.full(500, extreme / (1 << UNIFORM_BITS), np.float32)
-    ids, logprobs = sample_tokens(probabilities.log(), uniforms, [1.0] * 500, [1.0] * 500)
+    ids, logprobs = sample_tokens(probabilities.log(), uniforms, [SamplingSettings()] * 500)
     assert np.isfinite(logprobs).all()
     assert set(ids) == {7} if extreme == 0 else min(ids) >= 7
 
 
 def test_logits_that_are_no_numbers_give_a_log_probability_that_shows_it() -> None:
-    ids, logprobs = sample_tokens(torch.full((1, 4), torch.nan), np.array([0.5], np.float32), [1.0], [1.0])
+    ids, logprobs = sample_tokens(torch.full((1, 4), torch.nan), np.array([0.5], np.float32), [SamplingSettings()])
     assert 0 <= ids[0] < 4
     assert np.isnan(logprobs[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import msgspec
 
 from fleetbus.core.tool_formats import ParsedResponse
 from fleetbus_schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ShownImage, ToolSpec, VersionSpan
+from fleetbus_schemas.episode import DISTORTING
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.weights.file import WeightsRejected
 
@@ -25,6 +26,12 @@ __all__ = [
     "Template",
     "WeightsRejected",
 ]
+
+
+def list_distorting(sampling: SamplingSettings, names: Collection[str] = DISTORTING) -> list[str]:
+    """Which of these settings make another distribution than the policy's at its temperature, as ``name = value``."""
+    neutral = SamplingSettings()
+    return [f"{name} = {getattr(sampling, name):g}" for name in names if getattr(sampling, name) != getattr(neutral, name)]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, VersionSpan
-from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.weight_folders import parse_file_uri
 from fleetbus_workers.tinker_service import SamplerPath, format_error, open_service_client
 from fleetbus_workers.weights.file import WeightsRejected
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fleetbus.config.settings import TinkerSettings
 
 SEED_MASK = (1 << 31) - 1
+UNKNOWN_SETTINGS = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 OPEN_SECONDS = 120.0
 LOAD_SECONDS = 600.0
 
@@ -82,12 +83,17 @@ class TinkerSampler:
             raise RequestRefused(
                 "a Tinker service reports log-probabilities before the temperature: set episode.temperature = 1"
             )
+        if unknown := list_distorting(sampling, UNKNOWN_SETTINGS):
+            raise RequestRefused(f"a Tinker service has no such setting: {', '.join(unknown)}")
+        if request.trained and (distorting := list_distorting(sampling)):
+            raise RequestRefused(f"{', '.join(distorting)} samples from another distribution than the one that is trained")
         parameters = tinker.SamplingParams(
             max_tokens=limit,
             seed=request.seed & SEED_MASK,
             stop=sorted(request.stop_ids),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
         )
         async with self._room:
             version, client = self.version, self._client

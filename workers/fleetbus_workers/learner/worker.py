@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
+from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.control import Control, run_until_drained
@@ -414,7 +415,9 @@ async def run_learner(
     curriculum: Curriculum,
     runtime: Runtime | None = None,
 ) -> None:
-    """A learner from where the log says training stands to the last step."""
+    """A learner from where the log says training stands to the last step. Raises `UserError` before anything is stored if the
+    policy would be sampled from another distribution than the one that it trains."""
+    check_trained_distribution(configuration.episode)
     subjects = Subjects(configuration.run.name)
     runtime = runtime or Runtime()
     resume_point = await wait_for_resume_point(bus, subjects, configuration, drain, runtime)

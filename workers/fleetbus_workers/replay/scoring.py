@@ -158,7 +158,7 @@ class ScoringSampler(WatchedSampler):
             here = owners[len(ids) : len(ids) + len(part)]
             uniforms = np.fromiter((turn.draw_uniform() for turn in here), np.float32, len(here))
             logits = self._compute_logits(hidden[part])
-            chosen, under = sample_tokens(logits, uniforms, [turn.temperature for turn in here], [turn.top_p for turn in here])
+            chosen, under = sample_tokens(logits, uniforms, [turn.request.sampling for turn in here])
             ids += chosen
             logprobs += under
         return ids, logprobs

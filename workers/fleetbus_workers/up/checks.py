@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fleetbus.auth.stores import check_store
+from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
@@ -34,6 +35,7 @@ def check_everything(configuration: Configuration, *, local_environment: bool = 
     """Raise `UserError` for the first thing that would keep the run from working. ``local_environment``: the environment is
     an object of the caller's, who has checked it. ``fresh``: what the run has so far is to be removed."""
     run, nats = configuration.run, configuration.nats
+    check_trained_distribution(configuration.episode)
     check_installed(configuration)
     check_engine(configuration)
     check_writable(Path(run.folder))

@@ -3,7 +3,8 @@
 ``generate``     vLLM's ``/inference/v1/generate`` (server option ``--enable-scale-out``): ids in, ids and log-probabilities
                  out, and the label of the weights that made them.
 ``completions``  ``/v1/completions`` with ``return_token_ids``: the same without labels.
-``text``         ``/v1/completions`` of any server: text in, text out. Good for evaluation, never for training.
+``text``         ``/v1/completions`` of other servers: text in, text out. Good for evaluation, never for training.
+``standard``     the same for a server that takes no setting beyond the protocol's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from fleetbus_workers.inference.base import GenerationRequest
 
 SEED_MASK = (1 << 63) - 1
 """Servers take seeds as signed 64-bit integers."""
+
+
+ALL_TOKENS = -1
+"""How servers spell a top-k without a limit: vLLM, SGLang and llama.cpp alike."""
+
+NOT_STANDARD = ("top_k", "min_p", "repetition_penalty")
+"""Settings that a server of the bare protocol does not take."""
 
 
 class MalformedResponse(Exception):
@@ -58,11 +66,24 @@ class ServerCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What all dialects say in the same words."""
+        """What all dialects say in the same words. Nothing is left to a server's own defaults, which it may take from the
+        model's ``generation_config``."""
+        settings = self.request.sampling
+        return self.standard_sampling | {
+            "top_k": settings.top_k or ALL_TOKENS,
+            "min_p": settings.min_p,
+            "repetition_penalty": settings.repetition_penalty,
+        }
+
+    @property
+    def standard_sampling(self) -> dict[str, Any]:
+        """The part of it that the protocol itself has."""
         settings = self.request.sampling
         return {
             "temperature": settings.temperature,
             "top_p": settings.top_p,
+            "presence_penalty": settings.presence_penalty,
+            "frequency_penalty": settings.frequency_penalty,
             "max_tokens": self.max_tokens,
             "seed": self.request.seed & SEED_MASK,
         }
@@ -168,7 +189,16 @@ class TextDialect:
         return StreamChunk(text=choice.get("text") or "", finish=choice.get("finish_reason") or "")
 
 
-DIALECTS: tuple[Dialect, ...] = (GenerateDialect(), CompletionsDialect(), TextDialect())
+class StandardDialect(TextDialect):
+    """Completions with nothing but the protocol's own settings; the others are the server's."""
+
+    name = "standard"
+
+    def build_body(self, call: ServerCall) -> dict[str, Any]:
+        return {name: value for name, value in super().build_body(call).items() if name not in NOT_STANDARD}
+
+
+DIALECTS: tuple[Dialect, ...] = (GenerateDialect(), CompletionsDialect(), TextDialect(), StandardDialect())
 """The best first."""
 
 

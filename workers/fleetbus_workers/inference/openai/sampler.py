@@ -18,9 +18,9 @@ import structlog
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished
-from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.openai.capability_probe import probe
-from fleetbus_workers.inference.openai.dialects import ServerCall
+from fleetbus_workers.inference.openai.dialects import NOT_STANDARD, ServerCall
 from fleetbus_workers.inference.openai.model_server import ModelServer, ServerFailed
 from fleetbus_workers.inference.openai.partial_generation import PartialGeneration
 from fleetbus_workers.inference.openai.pool import ServerPool, build_weight_label
@@ -168,19 +168,21 @@ class OpenAISampler:
 
     def _check_request(self, server: ModelServer, request: GenerationRequest) -> None:
         """What this server can never do for this request."""
+        if server.dialect.name == "standard" and (unknown := list_distorting(request.sampling, NOT_STANDARD)):
+            raise RequestRefused(f"{server.url} takes nothing beyond the OpenAI protocol: {', '.join(unknown)} cannot be set")
         if not request.trained:
             return
         if self._purpose != "train" or not server.dialect.returns_tokens:
             raise RequestRefused(f"{server.url} serves evaluation only: nothing can be trained on what it answers")
-        temperature, top_p = request.sampling.temperature, request.sampling.top_p
+        temperature, distorting = request.sampling.temperature, list_distorting(request.sampling)
         if temperature not in (0.0, 1.0) and not server.state.scaled_logprobs:
             raise RequestRefused(
                 f"{server.url} reports log-probabilities before the temperature {temperature:g}: "
                 "start it with --logprobs-mode processed_logprobs, or set episode.temperature = 1"
             )
-        if top_p < 1.0 and server.state.scaled_logprobs:
+        if distorting and server.state.scaled_logprobs:
             raise RequestRefused(
-                f"{server.url} reports log-probabilities after top-p {top_p:g}: set episode.top_p = 1, or start it without "
+                f"{server.url} reports log-probabilities after {', '.join(distorting)}: leave that out, or start it without "
                 "--logprobs-mode processed_logprobs"
             )
 
@@ -254,6 +256,11 @@ class OpenAISampler:
         else:
             server.state.healthy = True
             server.state.version = self.version
+            if server.dialect.name == "standard":
+                log.warning(
+                    "server takes only settings of the OpenAI protocol; its own top-k, min-p and repetition penalty hold",
+                    url=server.url,
+                )
             log.info("server probed", url=server.url, dialect=server.dialect.name, model=server.state.model)
 
     def _check_purpose(self, server: ModelServer) -> None:

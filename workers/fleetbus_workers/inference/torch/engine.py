@@ -200,9 +200,7 @@ class Engine:
         batch = Batch(tokens, positions, longest, min(shared, longest - 1), tuple(prefills))
         logits = self._runner.step(batch)
         uniforms = np.fromiter((turn.draw_uniform() for turn in self._rows), np.float32, count)
-        sampled, logprobs = sample_tokens(
-            logits, uniforms, [turn.temperature for turn in self._rows], [turn.top_p for turn in self._rows]
-        )
+        sampled, logprobs = sample_tokens(logits, uniforms, [turn.request.sampling for turn in self._rows])
         self._cache_prompts(prefix_owners)
         self._positions[:count] += 1
         self._tokens[:count] = sampled

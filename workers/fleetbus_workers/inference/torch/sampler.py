@@ -21,12 +21,13 @@ from fleetbus.task_groups import open_flat_task_group
 from fleetbus.thread_wakeup import ThreadWakeup
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
-from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.torch.batch import Runner
 from fleetbus_workers.inference.torch.engine import Engine
 from fleetbus_workers.inference.torch.fused_decoder import build_fused_runner
 from fleetbus_workers.inference.torch.generic import GenericRunner
 from fleetbus_workers.inference.torch.kv_cache import PrefixCache
+from fleetbus_workers.inference.torch.sampling import PENALTIES
 from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
 from fleetbus_workers.weights.file import WeightsRejected, check_names, read_weights
 
@@ -124,8 +125,11 @@ class TorchSampler:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one turn. A history that leaves no room below ``max_model_len`` gets no token and finish reason ``length``.
 
-        Cancelling frees its place at the next token. Raises `EngineFailed`.
+        Cancelling frees its place at the next token. Raises `EngineFailed`, or `RequestRefused` for
+        settings that it does not have.
         """
+        if unknown := list_distorting(request.sampling, PENALTIES):
+            raise RequestRefused(f"the engine torch has no such setting: {', '.join(unknown)}")
         turn = Turn(request, self._max_model_len)
         if request.images:
             await self._encode_images(turn)

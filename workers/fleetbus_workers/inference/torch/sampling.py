@@ -9,29 +9,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fleetbus_schemas import SamplingSettings
 from fleetbus_workers.inference.torch.torchscript import compile_function
 
 UNIFORM_BITS = 23
 """Bits of a uniform number. One fewer than float32 holds, so that a number times a sum stays below the sum."""
 
 
-def sample_tokens(
-    logits: torch.Tensor, uniforms: NDArray[np.float32], temperatures: Sequence[float], top_ps: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """Sampled ids and their log-probabilities, before top-p, at the row's temperature (at 1 where it is 0: greedy).
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Settings that this engine does not have."""
 
-    ``logits`` float32 [n, vocabulary]; ``uniforms`` [n] in [0, 1), multiples of 2**-`UNIFORM_BITS`.
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: NDArray[np.float32], settings: Sequence[SamplingSettings]
+) -> tuple[list[int], list[float]]:
+    """Sampled ids and their log-probabilities, before any token is left out, at the row's temperature (at 1 where it is 0:
+    greedy).
+
+    ``logits`` float32 [n, vocabulary]; ``uniforms`` [n] in [0, 1), multiples of 2**-`UNIFORM_BITS`; ``settings`` [n], of which
+    temperature, top_p, top_k and min_p count.
     """
     numbers = torch.from_numpy(uniforms).to(logits.device)[:, None]
-    if any(temperature not in (0.0, 1.0) for temperature in temperatures):
-        scales = [1.0 / (temperature or 1.0) for temperature in temperatures]
+    if any(row.temperature not in (0.0, 1.0) for row in settings):
+        scales = [1.0 / (row.temperature or 1.0) for row in settings]
         logits = logits * torch.tensor(scales, device=logits.device)[:, None]
     ids, logprobs = _compiled_draw(logits, numbers)
-    for row, (temperature, top_p) in enumerate(zip(temperatures, top_ps, strict=True)):
-        if temperature == 0.0:
+    for row, chosen in enumerate(settings):
+        if chosen.temperature == 0.0:
             ids[row] = logits[row].argmax()
-        elif top_p < 1.0:
-            ids[row] = _sample_top_p(logprobs[row].exp(), numbers[row], top_p)
+        elif chosen.top_p < 1.0 or chosen.top_k or chosen.min_p:
+            ids[row] = _sample_likely(logprobs[row].exp(), numbers[row], chosen)
     return ids[:, 0].tolist(), logprobs.gather(1, ids)[:, 0].tolist()
 
 
@@ -48,11 +55,17 @@ def _draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, t
     return _invert_cdf(logprobs.exp(), uniforms), logprobs
 
 
-def _sample_top_p(probabilities: torch.Tensor, draw_uniform: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Sample from the smallest set of most likely tokens whose probabilities sum to ``top_p`` or more."""
+def _sample_likely(probabilities: torch.Tensor, draw_uniform: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """Sample from the likeliest tokens: those of at least ``min_p`` of the first one's probability, of these ``top_k``, and of
+    these the smallest set whose probabilities sum to ``top_p`` of theirs or more."""
     ordered, indices = probabilities.sort(descending=True, stable=True)
+    share = settings.top_p
+    if settings.min_p or settings.top_k:
+        ordered = torch.where(ordered >= settings.min_p * ordered[0], ordered, 0.0)
+        ordered[settings.top_k or len(ordered) :] = 0.0
+        share *= float(ordered.sum())
     before = ordered.cumsum(-1) - ordered
-    nucleus = torch.where(before < top_p, ordered, 0.0)
+    nucleus = torch.where(before < share, ordered, 0.0) if settings.top_p < 1.0 else ordered
     nucleus[0] = ordered[0]
     return indices[_invert_cdf(nucleus[None], draw_uniform[None])[0]]
 

@@ -41,8 +41,6 @@ class Turn(EngineOperation):
         self.ids: Ids = np.array(request.ids, dtype=np.int64)
         self.images: tuple[Any, ...] = ()
         """The images that negative ids stand for, processed for the model; see `fleetbus_workers.images.embedding`."""
-        self.temperature = request.sampling.temperature
-        self.top_p = request.sampling.top_p
         self.stop_ids = request.stop_ids
         self.limit = min(request.max_tokens, max_model_len - len(self.ids))
         self.sampled: list[int] = []

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from fleetbus_schemas import PolicyPublished, VersionSpan
-from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.vllm.engine import EngineSettings, is_gpu_available, start_engine, stop_engine
 from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.file import WeightsRejected
@@ -99,8 +99,8 @@ class VllmSampler:
         limit = min(request.max_tokens, self._settings.max_model_len - len(request.ids))
         if limit < 1:
             return Generation(ids=[], logprobs=[], finish_reason="length", versions=())
-        if request.trained and request.sampling.top_p < 1.0:
-            raise RequestRefused("vllm reports log-probabilities after top-p: set episode.top_p = 1, or use the engine torch")
+        if request.trained and (distorting := list_distorting(request.sampling)):
+            raise RequestRefused(f"vllm reports log-probabilities after {', '.join(distorting)}: leave that out")
         for _ in range(MAX_ENGINE_DEATHS):
             await self._alive.wait()
             engine = self._engine
@@ -141,6 +141,11 @@ class VllmSampler:
         parameters = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
             max_tokens=limit,
             seed=request.seed & SEED_MASK,
             stop_token_ids=sorted(request.stop_ids),
