@@ -41,6 +41,9 @@ class EnvironmentRecord(msgspec.Struct, kw_only=True):
     closes: int = 0
     closed: bool = False
     idle_seconds: float = 0.0
+    called: int = 0
+    """Calls in work."""
+    called_until: float = 0.0
     reward: float | None = None
     fault_profile: set[str] = msgspec.field(default_factory=set)
     diverges: bool = False
@@ -96,7 +99,6 @@ class SimulatedEnvironment:
         self._sampled: list[bytes] = []
         self._turns = 0
         self._start = ""
-        self._called_until = 0.0
         self.environment_record.diverges = draw.random() < fault_profile.diverge
         self._salt = str(draw.random()) if not replayable or self.environment_record.diverges else ""
 
@@ -139,7 +141,7 @@ class SimulatedEnvironment:
 
     async def close(self) -> None:
         self.environment_record.closes += 1
-        self.environment_record.idle_seconds = anyio.current_time() - self._called_until
+        self.environment_record.idle_seconds = anyio.current_time() - self.environment_record.called_until
         try:
             await self._work("close", 0.2)
             self.environment_record.closed = True
@@ -163,6 +165,14 @@ class SimulatedEnvironment:
 
     async def _work(self, stage: str, seconds: float) -> None:
         """Take some time, or too much, or fail."""
+        self.environment_record.called += 1
+        try:
+            await self._fail_or_wait(stage, seconds)
+        finally:
+            self.environment_record.called -= 1
+            self.environment_record.called_until = anyio.current_time()
+
+    async def _fail_or_wait(self, stage: str, seconds: float) -> None:
         chance = self._draw.random()
         seconds *= 0.5 + self._draw.random()
         if chance < self._mischief.hang:
@@ -171,7 +181,6 @@ class SimulatedEnvironment:
         if chance < self._mischief.hang + self._mischief.slow:
             seconds += self._draw.random() * (SLOW_SECONDS - seconds)
         await anyio.sleep(seconds)
-        self._called_until = anyio.current_time()
         if 1 - chance < self._mischief.fail:
             self._trace(stage, "raise")
             raise self._draw.choice((EnvironmentFailed("the server is gone"), ValueError("odd"), TimeoutError()))

@@ -193,6 +193,10 @@ class EpisodeChecker:
         sampled = compute_sampled_ids(collect_token_ids(before) + delta, action.versions, compute_turn_seed(observation))
         digest = extend_history(history_hash(before), pack_ids(delta), pack_ids(sampled))
         require = self._observer.require
+        pinned = record.request.pinned_version
+        require(
+            pinned is None or {span.version for span in action.versions} == {pinned}, "a pinned episode has one version", name
+        )
         require(unpack_ids(action.prompt_delta) == delta, "the prompt is what was observed", name)
         require(unpack_ids(action.sampled) == sampled, "tokens are sampled upon the recorded history", name)
         require(action.history_hash == digest, "an action carries the hash of its history", name)

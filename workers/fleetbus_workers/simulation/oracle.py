@@ -35,6 +35,9 @@ STOP_SECONDS = 60.0
 """A superseded attempt notices by then, unless its worker was disturbed again: when an Action is late (seconds), or when the
 stages that are left are over. Less than the limit of waiting for an Action, which would end it in any case."""
 
+UNANSWERED_SECONDS = 25.0
+"""So soon notices one that waits for an Action: it reads the log every ten seconds."""
+
 REPLACED_SECONDS = 20.0
 """A replaced learner is gone by then; what it computes outside the event loop takes less."""
 
@@ -126,10 +129,14 @@ class FaultOracle:
             environment_record = self.environment_record[key]
             if environment_record.closes or not environment_record.process.is_alive:
                 del self._superseded[key]
-            elif now - max(since, self._observer.disturbed_until(environment_record.process.name)) > STOP_SECONDS:
+            elif self._is_overdue(environment_record, max(since, environment_record.called_until), now):
                 name = f"{key[0]} attempt {key[1]} on {environment_record.process.name}"
                 self._observer.violate("a superseded attempt stops", f"{name}: since {since:.1f} s")
                 del self._superseded[key]
+
+    def _is_overdue(self, environment_record: EnvironmentRecord, since: float, now: float) -> bool:
+        bound = STOP_SECONDS if environment_record.called else UNANSWERED_SECONDS
+        return now - max(since, self._observer.disturbed_until(environment_record.process.name)) > bound
 
     def check_replaced(self, replaced: Mapping[str, float]) -> None:
         """A learner that has been replaced learns of it from the log, also when it has nothing to write (rule 8)."""

@@ -1,0 +1,305 @@
+"""Faults to plant into the roles that play episodes. See `tests/system/test_simulation_planted_faults.py`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+import fleetbus.episodes
+import fleetbus.requests
+import fleetbus.slots
+import fleetbus_workers.environment.episode.attempts as attempts
+import fleetbus_workers.environment.episode.policy_client as exchange
+import fleetbus_workers.environment.episode.runner as session
+import fleetbus_workers.environment.worker as environment
+import fleetbus_workers.inference.history_cache as histories
+import fleetbus_workers.inference.observation_handler as answers
+import fleetbus_workers.inference.worker as inference
+from fleetbus.core.claims import EpisodeState
+from fleetbus.leases import Leases
+from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
+from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
+
+
+def ack_before_result(patch: pytest.MonkeyPatch) -> None:
+    finish = attempts.Attempts._finish
+
+    async def faulty(self: attempts.Attempts, result: EpisodeFinished, expected_last: int) -> None:
+        await self._ack(result.episode_id)
+        await finish(self, result, expected_last)
+
+    patch.setattr(attempts.Attempts, "_finish", faulty)
+
+
+def no_fencing(patch: pytest.MonkeyPatch) -> None:
+    """A superseded attempt goes on, and stores its result after whatever stands there."""
+    store = fleetbus.episodes.store_result
+
+    async def faulty(bus: Any, subjects: Any, result: EpisodeFinished, *, expected_last: int) -> Any:
+        episode_state = await fleetbus.episodes.read_episode_state(bus, subjects, result.episode_id)
+        if episode_state.result is not None:
+            return "finished"
+        return await store(bus, subjects, result, expected_last=episode_state.last_sequence)
+
+    patch.setattr(attempts, "store_result", faulty)
+    patch.setattr(EpisodeState, "is_held_by", lambda self, nonce: self.result is None)
+
+
+def deliveries_as_attempts(patch: pytest.MonkeyPatch) -> None:
+    """``num_delivered`` is taken for the attempt; a killed server counts from 1 again."""
+    delivered: dict[str, int] = {}
+    run = attempts.Attempts._run
+
+    async def faulty(self: attempts.Attempts, request: Any, delivery: Any, episode_state: EpisodeState) -> None:
+        delivered[request.episode_id] = delivery.delivered
+        await run(self, request, delivery, episode_state)
+
+    def claim(**fields: Any) -> AttemptStarted:
+        return AttemptStarted(**fields | {"attempt": delivered[fields["episode_id"]]})
+
+    patch.setattr(attempts.Attempts, "_run", faulty)
+    patch.setattr(attempts, "AttemptStarted", claim)
+
+
+def no_compare_and_set_of_results(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(bus: Any, subjects: Any, result: EpisodeFinished, *, expected_last: int) -> str:
+        await bus.publish(subjects.episode(result.episode_id), encode(result))
+        return "stored"
+
+    patch.setattr(attempts, "store_result", faulty)
+
+
+def no_compare_and_set_of_claims(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: attempts.Attempts, running: Any, claim: AttemptStarted, episode_state: EpisodeState) -> int:
+        return (await self._bus.publish(self._subjects.episode(claim.episode_id), encode(claim))).sequence
+
+    patch.setattr(attempts.Attempts, "_claim", faulty)
+
+
+def claim_without_looking(patch: pytest.MonkeyPatch) -> None:
+    """A request is taken for new whenever it comes, as if it had never been delivered before."""
+    read = attempts.read_episode_state  # type: ignore[attr-defined]
+
+    async def faulty(bus: Any, subjects: Any, episode: str) -> EpisodeState:
+        return EpisodeState() if sys._getframe(1).f_code.co_name == "handle_request" else await read(bus, subjects, episode)
+
+    patch.setattr(attempts, "read_episode_state", faulty)
+
+
+def lease_not_extended(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: Leases) -> None:
+        await anyio.sleep_forever()
+
+    patch.setattr(Leases, "run", faulty)
+
+
+def close_not_shielded(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: session.EpisodeRunner) -> None:
+        try:
+            with self._stages.time_limit("close", self._limits.close):
+                await self._environment.close()
+        except EpisodeEnded:
+            return
+
+    patch.setattr(session.EpisodeRunner, "_close", faulty)
+
+
+def result_before_close(patch: pytest.MonkeyPatch) -> None:
+    left_open: dict[str, session.EpisodeRunner] = {}
+    close, finish = session.EpisodeRunner._close, attempts.Attempts._finish
+
+    async def leave_open(self: session.EpisodeRunner) -> None:
+        left_open[self._request.episode_id] = self
+
+    async def faulty(self: attempts.Attempts, result: EpisodeFinished, expected_last: int) -> None:
+        await finish(self, result, expected_last)
+        if result.episode_id in left_open:
+            await close(left_open.pop(result.episode_id))
+
+    patch.setattr(session.EpisodeRunner, "_close", leave_open)
+    patch.setattr(attempts.Attempts, "_finish", faulty)
+
+
+def failure_as_reward_zero(patch: pytest.MonkeyPatch) -> None:
+    finish = attempts.Attempts._finish
+
+    async def faulty(self: attempts.Attempts, result: EpisodeFinished, expected_last: int) -> None:
+        if result.outcome == "env_failed":
+            result = msgspec.structs.replace(result, outcome="completed", reward=0.0)
+        await finish(self, result, expected_last)
+
+    patch.setattr(attempts.Attempts, "_finish", faulty)
+
+
+def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
+    fill = fleetbus.slots.Slots._run_delivery
+
+    async def faulty(self: fleetbus.slots.Slots, delivery: Any, subscription: Any) -> None:
+        if self.in_flight == 1:
+            subscription.grant(1)
+        await fill(self, delivery, subscription)
+
+    patch.setattr(fleetbus.slots.Slots, "_run_delivery", faulty)
+
+
+def stale_history_accepted(patch: pytest.MonkeyPatch) -> None:
+    take_or_rebuild = histories.HistoryCache.take_or_rebuild
+
+    async def faulty(self: histories.HistoryCache, observation: Any) -> histories.History:
+        kept = self._entries.get(observation.episode_id)
+        if kept is not None and observation.turn:
+            return self._entries.pop(observation.episode_id)
+        return await take_or_rebuild(self, observation)
+
+    patch.setattr(histories.HistoryCache, "take_or_rebuild", faulty)
+
+
+def no_compare_and_set_of_actions(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: answers.ObservationHandler, observation: Any, action: Action) -> bool:
+        await self._bus.publish(self._subjects.action(observation.environment_lane, observation.episode_id), encode(action))
+        return True
+
+    patch.setattr(answers.ObservationHandler, "_store_action", faulty)
+
+
+def observation_acked_before_its_action(patch: pytest.MonkeyPatch) -> None:
+    made = answers.ObservationHandler._build_action
+
+    async def faulty(self: answers.ObservationHandler, observation: Any, delivery: Any) -> Action:
+        turn = f"{observation.episode_id}.{observation.attempt}.{observation.turn}"
+        await self._ack(f"{turn}.{delivery.message.sequence}")
+        return await made(self, observation, delivery)
+
+    patch.setattr(answers.ObservationHandler, "_build_action", faulty)
+
+
+def late_action_not_looked_up(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: exchange.PolicyClient, observation: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    patch.setattr(exchange.PolicyClient, "_check_log", faulty)
+
+
+def rejected_version_given_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inference, "RELOAD_SECONDS", math.inf)
+
+
+def idle_timer_runs_during_a_step(patch: pytest.MonkeyPatch) -> None:
+    """Idleness is counted from the beginning of the last call instead of its end."""
+    time_limit = Stages.time_limit
+
+    @contextmanager
+    def faulty(self: Stages, stage: str, seconds: float, **options: Any) -> Iterator[None]:
+        started = anyio.current_time()
+        with time_limit(self, stage, seconds, **options):
+            yield
+        self.ended_at = started
+
+    patch.setattr(Stages, "time_limit", faulty)
+
+
+def conflict_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
+    """A result that the log refused counts as stored, and its request is acked."""
+    patch.setattr(fleetbus.episodes, "_classify_conflict", lambda episode_state, result: "stored")
+
+
+def superseded_attempt_hands_back(patch: pytest.MonkeyPatch) -> None:
+    """A superseded attempt naks the request, which takes it away from whoever holds it now."""
+    run = attempts.Attempts._run
+
+    async def faulty(self: attempts.Attempts, request: Any, delivery: Any, episode_state: EpisodeState) -> None:
+        before = self._counters["superseded"]
+        await run(self, request, delivery, episode_state)
+        if self._counters["superseded"] > before:
+            await delivery.nak()
+
+    patch.setattr(attempts.Attempts, "_run", faulty)
+
+
+def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Attempts take all the time that they like, and requesters never close an episode."""
+    run = attempts.Attempts._run
+
+    async def faulty(self: attempts.Attempts, request: Any, delivery: Any, episode_state: EpisodeState) -> None:
+        await run(self, msgspec.structs.replace(request, deadline_ns=request.deadline_ns * 2), delivery, episode_state)
+
+    async def never(self: Any, found: Any = None) -> None:
+        await anyio.sleep_forever()
+
+    patch.setattr(attempts.Attempts, "_run", faulty)
+    patch.setattr(fleetbus.requests.Requests, "close_expired", never)
+
+
+def drain_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A worker that drains waits for its episodes however long they take, and returns none."""
+
+    async def faulty(self: environment.EnvironmentWorker, lifecycle: Any) -> None:
+        async with anyio.create_task_group() as group:
+            await self._slots.run({environment.tasks_consumer(self._pool): self._slot_count}, self._drain, group)
+            await anyio.sleep_forever()
+
+    patch.setattr(environment.EnvironmentWorker, "_work", faulty)
+
+
+def lanes_shared(patch: pytest.MonkeyPatch) -> None:
+    """Every environment worker takes the first lane, whoever holds it."""
+    claim_lane = environment.claim_lane
+
+    async def faulty(bus: Any, subjects: Any, *, role: str, names: Any, worker: str, nonce: str) -> Any:
+        lane = await claim_lane(bus, subjects, role=role, names=names, worker=worker, nonce=nonce)
+        return msgspec.structs.replace(lane, name=names[0])
+
+    patch.setattr(environment, "claim_lane", faulty)
+
+
+def pinned_version_ignored(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: answers.ObservationHandler, version: int | None) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    patch.setattr(answers.ObservationHandler, "_wait_for_version", faulty)
+
+
+def older_read_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
+    """A replica that does not know the observation's claim yet is believed: the observation counts as stale."""
+    turns_before = histories.HistoryCache._turns_before
+
+    async def faulty(self: histories.HistoryCache, observation: Any) -> Any:
+        episode_state = await histories.read_episode_state(self._bus, self._subjects, observation.episode_id)
+        if episode_state.attempts < observation.attempt:
+            raise histories.StaleObservation("another attempt than the newest")
+        return await turns_before(self, observation)
+
+    patch.setattr(histories.HistoryCache, "_turns_before", faulty)
+
+
+def one_try_at_a_history(patch: pytest.MonkeyPatch) -> None:
+    """A history that a replica does not hold yet is taken for lost at once."""
+    patch.setattr(histories, "LONGEST_LAG_SECONDS", 0.0)
+
+
+def seed_of_the_first_turn(patch: pytest.MonkeyPatch) -> None:
+    """Every turn of an episode is sampled with the same seed."""
+    compute = answers.compute_turn_seed
+
+    def faulty(observation: Any) -> int:
+        return compute(msgspec.structs.replace(observation, turn=0))
+
+    patch.setattr(answers, "compute_turn_seed", faulty)
+
+
+def replay_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """An attempt that resumes shows the policy whatever it shows, and goes on."""
+    patch.setattr(session.EpisodeRunner, "_check_replayed", lambda self, *arguments: None, raising=True)
+
+
+def attempts_counted_from_one_worker(patch: pytest.MonkeyPatch) -> None:
+    """Episodes become poison after the first attempt that was lost."""
+    patch.setattr(EpisodeState, "is_poison", lambda self, max_attempts: self.attempts > 0)

@@ -1,0 +1,234 @@
+"""Faults to plant into the learner, its files and the recorder. See `tests/system/test_simulation_planted_faults.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+import fleetbus.actions as actions
+import fleetbus_workers.learner.journal as book
+import fleetbus_workers.learner.pool as pool
+import fleetbus_workers.learner.publication as publication
+import fleetbus_workers.learner.resume as resume
+import fleetbus_workers.learner.worker as learner
+from fleetbus.archive_writer import ArchiveWriter
+from fleetbus.core.ledger import Ledger
+from fleetbus.core.retention import Retention
+from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice
+from fleetbus_workers.learner.checkpoints import list_checkpoints, read_checkpoint
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.weights.store import BusStore, FolderStore
+
+
+def settled_as_of_the_checkpoint_instead_of_the_step(patch: pytest.MonkeyPatch) -> None:
+    """What was discarded since the step is settled in the checkpoint, although no step has recorded it."""
+    store = learner.Learner._store_checkpoint
+
+    async def faulty(self: learner.Learner, checkpoint: Any) -> None:
+        discarded = (exclusion.episode_id for group in self._pool._excluded for exclusion in group)
+        await store(self, msgspec.structs.replace(checkpoint, settled=(*checkpoint.settled, *discarded)))
+
+    patch.setattr(learner.Learner, "_store_checkpoint", faulty)
+
+
+def newest_file_instead_of_the_log(patch: pytest.MonkeyPatch) -> None:
+    """Resume follows the newest checkpoint that lies in the folder, whether or not the log names it."""
+    choose = resume.choose_checkpoint  # type: ignore[attr-defined]
+
+    async def faulty(lineages: Any, stored: Any, *, folder: Any, **options: Any) -> Choice:
+        choice = await choose(lineages, stored, folder=folder, **options)
+        written = [f"l{number}-{step:06d}" for number, step, whole in list_checkpoints(folder) if whole]
+        checkpoint = read_checkpoint(folder / written[-1]) if written else None
+        if checkpoint is None or choice.restart:
+            return choice
+        return msgspec.structs.replace(choice, checkpoint=checkpoint, path=folder / written[-1])
+
+    patch.setattr(resume, "choose_checkpoint", faulty)
+
+
+def no_compare_and_set_of_steps(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: book.FencedAppender, payload: bytes) -> int:
+        self.last = (await self._bus.publish(self._subject, payload)).sequence
+        return self.last
+
+    patch.setattr(book.FencedAppender, "_append", faulty)
+
+
+def staleness_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pool.GroupPool, "lag", lambda self, group, step: 0)
+
+
+def replaced_learner_not_told(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: book.FencedAppender) -> None:
+        await anyio.sleep_forever()
+
+    patch.setattr(book.FencedAppender, "watch", faulty)
+
+
+def versions_read_before_the_fence(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: publication.Publication, started: Any) -> dict[int, int]:
+        versions = await publication.read_published_versions(self._bus, self._subjects, self._policy)  # type: ignore[attr-defined]
+        await anyio.sleep(1)
+        await self._appender.take_over(started)
+        self.version = max(versions, default=-1)
+        return versions
+
+    patch.setattr(publication.Publication, "fence", faulty)
+
+
+def trimmed_content_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """A learner that resumes behind its newest checkpoint knows of no archive."""
+    patch.setattr(actions, "read_archived_entries", lambda folder, sequences, run: {})
+
+
+def unreadable_checkpoint_means_the_start(patch: pytest.MonkeyPatch) -> None:
+    """A learner that cannot read any checkpoint begins at step 0 by itself."""
+    choose = resume.choose_checkpoint
+
+    async def faulty(lineages: Any, stored: Any, **options: Any) -> Choice:
+        try:
+            return await choose(lineages, stored, **options)
+        except CheckpointUnread:
+            return Choice(parent=lineages[-1].lineage if lineages else "")
+
+    patch.setattr(resume, "choose_checkpoint", faulty)
+
+
+def torn_checkpoint_announced(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint whose writing failed is announced all the same."""
+    write = learner.write_checkpoint
+
+    def faulty(folder: Any, checkpoint: Any, trainer: Any) -> Any:
+        try:
+            return write(folder, checkpoint, trainer)
+        except OSError:
+            return folder / f"{checkpoint.lineage}-{checkpoint.step:06d}"
+
+    patch.setattr(learner, "write_checkpoint", faulty)
+
+
+def fresh_weights_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ScriptedTrainer, "restore", lambda self, weights, state: None)
+
+
+def exclusions_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """What a step left out is settled, and recorded nowhere."""
+    settle = pool.GroupPool.settle
+
+    def faulty(self: pool.GroupPool, groups: Any) -> Any:
+        return settle(self, groups)[0], []
+
+    patch.setattr(pool.GroupPool, "settle", faulty)
+
+
+def exclusions_cut_inside_a_group(patch: pytest.MonkeyPatch) -> None:
+    """An entry's limit is applied to episodes instead of groups: a checkpoint falls between two of one group."""
+
+    def faulty(self: pool.GroupPool) -> Any:
+        flat = [exclusion for group in self._excluded for exclusion in group]
+        excluded, rest = flat[: pool.EXCLUSIONS_PER_ENTRY], flat[pool.EXCLUSIONS_PER_ENTRY :]
+        self._excluded.clear()
+        if rest:
+            self._excluded.append(rest)
+        for exclusion in excluded:
+            self._settle(exclusion.episode_id)
+        return excluded
+
+    patch.setattr(pool.GroupPool, "take_exclusions", faulty)
+
+
+def floor_above_open_requests(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "floor", property(lambda self: self._known + 1))
+
+
+def requests_under_way_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A request counts from when its position is known: the floor passes those that are being stored."""
+    patch.setattr(Ledger, "register_pending", lambda self, episode_id: None)
+
+
+def single_episodes_trained(patch: pytest.MonkeyPatch) -> None:
+    """A group of which one episode was graded is trained, although nothing can be compared."""
+    init = pool.GroupPool.__init__
+
+    def faulty(self: pool.GroupPool, ledger: Any, **options: Any) -> None:
+        init(self, ledger, **options | {"minimum": 1})
+
+    patch.setattr(pool.GroupPool, "__init__", faulty)
+
+
+def older_lineage_takes_over(patch: pytest.MonkeyPatch) -> None:
+    """A learner that was replaced while it began takes over from its successor."""
+    patch.setattr(book, "lineage_number", lambda name: 0)
+
+
+def lagging_actions_taken_for_missing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(actions, "LAG_PAUSES_SECONDS", ())
+
+
+def unsettled_content_trimmed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Retention, "limit", lambda self, last_sequence: last_sequence)
+    patch.setattr(Retention, "is_settled", lambda self, subject: True)
+
+
+def archive_loses_an_entry(patch: pytest.MonkeyPatch) -> None:
+    """The last entry of a batch is not written."""
+    append = ArchiveWriter.append
+
+    def faulty(self: ArchiveWriter, entries: Any) -> None:
+        append(self, entries[:-1] if len(entries) > 1 else entries)
+
+    patch.setattr(ArchiveWriter, "append", faulty)
+
+
+def failed_sync_ignored(patch: pytest.MonkeyPatch) -> None:
+    """The archive goes on behind what a failing disk tore."""
+    append = ArchiveWriter.append
+
+    def faulty(self: ArchiveWriter, entries: Any) -> None:
+        try:
+            append(self, entries)
+        except OSError:
+            self.last = entries[-1]
+
+    patch.setattr(ArchiveWriter, "append", faulty)
+
+
+def first_weights_uploaded_again(patch: pytest.MonkeyPatch) -> None:
+    """What is announced as a new version are the weights of the first one."""
+    first: list[Any] = []
+    put_object, put_file = BusStore.put, FolderStore.put
+
+    async def faulty_object(self: BusStore, file: Any) -> str:
+        first.append(file) if not first or first[0].parent != file.parent else None
+        if first[0].exists():
+            file.write_bytes(first[0].read_bytes())
+        return await put_object(self, file)
+
+    async def faulty_file(self: FolderStore, file: Any) -> str:
+        first.append(file) if not first or first[0].parent != file.parent else None
+        if first[0].exists():
+            file.write_bytes(first[0].read_bytes())
+        return await put_file(self, file)
+
+    patch.setattr(BusStore, "put", faulty_object)
+    patch.setattr(FolderStore, "put", faulty_file)
+
+
+def version_announced_before_its_step(patch: pytest.MonkeyPatch) -> None:
+    """The version goes out under the step before."""
+    publish = publication.Publication.publish
+
+    async def faulty(self: publication.Publication, step: int) -> int:
+        return await publish(self, max(step - 1, 0))
+
+    patch.setattr(publication.Publication, "publish", faulty)
+
+
+def more_requested_than_staleness_allows(patch: pytest.MonkeyPatch) -> None:
+    """Admission knows no bound: groups are requested for ever."""
+    import fleetbus_workers.learner.admission as admission
+
+    patch.setattr(admission.Admission, "_count_admissible", lambda self: 1)
