@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,7 +10,6 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-import fleetbus.client.rollouts as rollouts
 import fleetbus_workers.environment.stepwise.host as host
 import fleetbus_workers.environment.stepwise.journal_log as journal_log
 import fleetbus_workers.environment.stepwise.session as session
@@ -47,7 +47,7 @@ def repeated_call_executed_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_compare_and_set_of_sessions(patch: pytest.MonkeyPatch) -> None:
-    async def faulty(bus: Any, subject: str, payload: bytes, expected_last: int) -> int:
+    async def faulty(bus: Any, subject: str, payload: bytes, expected_last: int, timeout: float) -> int:
         return int((await bus.publish(subject, payload)).sequence)
 
     patch.setattr(journal_log, "_publish_entry", faulty)
@@ -87,8 +87,8 @@ def reset_moves_on_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GymCalls, "_leave_failed", faulty)
 
 
-def rollouts_without_waiting_for_replicas(patch: pytest.MonkeyPatch) -> None:
-    """What a replica does not hold yet is missing for good."""
+def rollouts_without_their_last_turns(patch: pytest.MonkeyPatch) -> None:
+    rollouts = sys.modules["fleetbus.client.rollouts"]  # the package has a function of the same name
     read = rollouts.read_actions
 
     async def faulty(bus: Any, subjects: Any, results: Any, **options: Any) -> Any:

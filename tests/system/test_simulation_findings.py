@@ -32,13 +32,14 @@ from fleetbus_schemas import (
     SessionCall,
     Subjects,
     Task,
+    VersionSpan,
     decode,
     encode,
 )
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_methods import Answer, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request
-from fleetbus_workers.inference.base import WeightsRejected
+from fleetbus_workers.inference.base import Generation, GenerationRequest, WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
 from fleetbus_workers.learner.publication import Publication
@@ -305,3 +306,23 @@ async def test_a_worker_that_lost_a_session_unawares_calls_no_call_of_it_a_mista
         for call in (step, msgspec.structs.replace(step, number=2)):
             answer = decode(SessionAnswer, await here.fleet.bus.request(subject, encode(call), timeout=9))
             assert answer.refusal == "moved"
+
+
+class SwappingSampler(ScriptedSampler):
+    """Weights are swapped within every turn."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        generation = await super().generate(request)
+        versions = (VersionSpan(version=0, start=0, stop=4), VersionSpan(version=1, start=4, stop=8))
+        return msgspec.structs.replace(generation, versions=versions)
+
+
+async def test_a_turn_within_which_weights_were_swapped_is_none_of_a_pinned_version() -> None:
+    async with connected() as bus:
+        observation = msgspec.structs.replace(make_first_observation(bus), pinned_version=0)
+        with anyio.fail_after(600):
+            async with bus.read([SUBJECTS.action("e0", "e")], start=1) as read, inference_worker(bus, RUN, SwappingSampler()):
+                await bus.publish(POLICY, encode(published(0)))
+                await bus.publish(SUBJECTS.observation("default", "any", "e"), encode(observation))
+                answer = decode(Action, (await read.receive()).payload)
+    assert (answer.finish_reason, answer.error_class) == ("failed", "version_gone")

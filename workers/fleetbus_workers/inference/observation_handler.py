@@ -204,6 +204,7 @@ class ObservationHandler:
         await self._wait_for_version(observation.pinned_version)
         started = anyio.current_time()
         generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
+        _check_pinned_version(observation.pinned_version, generation)
         prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
         digest = extend_history(observation.history_hash, prompt_delta, sampled, [image.object for image in delta.images])
         ids += generation.ids
@@ -321,6 +322,13 @@ class ObservationHandler:
         self._counters["tokens_sampled"] += len(generation.ids)
         self._counters["tokens_prompt"] += delta
         self._counters["histories_rebuilt"] = self._histories.rebuilt
+
+
+def _check_pinned_version(pinned: int | None, generation: Generation) -> None:
+    """Weights may have been swapped within the turn; raises `VersionSuperseded` then."""
+    others = {span.version for span in generation.versions} - {pinned}
+    if pinned is not None and others:
+        raise VersionSuperseded(f"version {pinned} is pinned, and {max(others)} was loaded within the turn")
 
 
 def _describe_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:

@@ -1,0 +1,203 @@
+"""The simulation's own checks: each says what is wrong with books that are wrong, and nothing of those that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import trio.testing
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus.bus.memory import EPOCH_NS
+from fleetbus_schemas import (
+    AttemptStarted,
+    ChatMessage,
+    EpisodeRequested,
+    Message,
+    Observation,
+    SamplingSettings,
+    SessionAnswer,
+    SessionCall,
+    SessionClaimed,
+    SessionEnded,
+    SessionRecorded,
+    Subjects,
+    Task,
+    encode,
+)
+from fleetbus_workers.simulation.environments import EnvironmentRecord, render_observation
+from fleetbus_workers.simulation.liveness_checker import ANSWER_SECONDS, CLAIM_SECONDS, PROGRESS_SECONDS, LivenessChecker
+from fleetbus_workers.simulation.log_checker import LogChecker
+from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.oracle import OUTCOME_MARGIN_SECONDS, FaultOracle
+from fleetbus_workers.simulation.process import RUN, Process
+from fleetbus_workers.simulation.scenario import Scenario
+
+SUBJECTS = Subjects(RUN)
+TASK = Task(key="t", config={"turns": 3})
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+class Judge:
+    """All checkers, and a log to which a test appends."""
+
+    def __init__(self, **scenario: Any) -> None:
+        self.observer = Observer()
+        self.scenario = Scenario(seed=1, **scenario)
+        self.oracle = FaultOracle(self.observer, self.scenario, grace_seconds=40)
+        self.checker = LogChecker(self.observer, self.oracle, self.scenario, "/nowhere")
+        self._sequence = 0
+
+    @property
+    def found(self) -> list[str]:
+        return [violation.invariant for violation in self.observer.violations]
+
+    def store(self, subject: str, message: Message) -> int:
+        self._sequence += 1
+        now_ns = EPOCH_NS + int(anyio.current_time() * 1e9)
+        entry = StreamEntry(subject=subject, payload=encode(message), sequence=self._sequence, time_ns=now_ns)
+        self.checker.on_stored(entry)
+        return self._sequence
+
+    def request(self, episode: str = "g000000-0", seconds: float = 600.0) -> int:
+        request = EpisodeRequested(
+            episode_id=episode, group_id="g000000", sample_index=0, split="train", task=TASK, policy="default",
+            deadline_ns=EPOCH_NS + int((anyio.current_time() + seconds) * 1e9),
+        )  # fmt: skip
+        return self.store(SUBJECTS.task("default", episode), request)
+
+    def claim(self, sequence: int, episode: str = "g000000-0") -> None:
+        claim = AttemptStarted(
+            episode_id=episode, attempt=1, worker="e", nonce="n", lane="e0", reason="fresh", request_sequence=sequence
+        )
+        self.store(SUBJECTS.episode(episode), claim)
+
+
+def claimed(attempt: int = 1, worker: str = "e") -> SessionClaimed:
+    return SessionClaimed(session="s", attempt=attempt, worker=worker, nonce=f"n{attempt}", task=TASK)
+
+
+def recorded(number: int, call: Any, *texts: str, key: str = "", worker: str = "e", **fields: Any) -> SessionRecorded:
+    """A call after the given steps, the last of which is its own."""
+    key = key or f"k{number}"
+    shown = render_observation("t", [each.encode() for each in texts])
+    messages = (ChatMessage(role="user", content=shown),) if call in ("reset", "step") else ()
+    answer = SessionAnswer(session="s", key=key, number=number, worker=worker, messages=messages, **fields)
+    asked = SessionCall(session="s", call=call, key=key, text=texts[-1] if texts else "")
+    return SessionRecorded(session="s", call=asked, answer=answer)
+
+
+OPENED: Sequence[Message] = (claimed(), recorded(0, "open"), recorded(1, "reset"))
+
+
+@pytest.mark.parametrize(
+    ("entries", "invariant"),
+    [
+        ([*OPENED, recorded(2, "step", "a"), recorded(3, "step", "a", "b"), SessionEnded(session="s", end="closed")], ""),
+        ([*OPENED, claimed(2, "f"), recorded(2, "step", "a", worker="f")], ""),
+        ([recorded(0, "open")], "a session begins with a claim"),
+        ([*OPENED, claimed(3)], "sessions' claims are numbered without gaps"),
+        ([*OPENED, recorded(3, "step", "a")], "a session's calls are numbered without gaps"),
+        ([*OPENED, recorded(2, "step", "a", key="k1")], "a call of a session is executed once"),
+        ([*OPENED, claimed(2, "f"), recorded(2, "step", "a")], "only the newest claim's worker answers"),
+        ([*OPENED, recorded(2, "step", "a"), recorded(3, "step", "b")], "a step of a session follows all steps before"),
+        ([*OPENED, SessionEnded(session="s", end="closed"), recorded(2, "step", "a")], "nothing follows the end of a session"),
+        ([*OPENED, SessionEnded(session="s", end="lost")], "every end of a session has a cause"),
+        ([*OPENED, recorded(2, "step", "a", end="env_failed")], "every end of a session has a cause"),
+    ],
+)
+async def test_books_of_a_session(entries: Sequence[Message], invariant: str) -> None:
+    judge = Judge()
+    for entry in entries:
+        judge.store(SUBJECTS.session("s"), entry)
+    assert judge.found[:1] == ([invariant] if invariant else [])
+
+
+async def test_an_answer_that_was_never_recorded_is_noticed() -> None:
+    judge = Judge()
+    for entry in OPENED:
+        judge.store(SUBJECTS.session("s"), entry)
+    known = recorded(1, "reset").answer
+    judge.checker.sessions.on_answer(known)
+    assert judge.found == []
+    judge.checker.sessions.on_answer(msgspec.structs.replace(known, reward=1.0))
+    assert judge.found == ["an answer is recorded before it is given"]
+
+
+async def test_an_environment_of_a_session_is_closed_once_unless_its_process_was_killed() -> None:
+    judge = Judge()
+    process = Process("environment", "e", 4, judge.observer)
+    judge.checker.sessions.register_environment(EnvironmentRecord(process=process, episode="t", attempt=0))
+    process.ending = "crashed"
+    judge.checker.sessions.check_environments()
+    assert judge.found == []
+    process.ending = "finished"
+    judge.checker.sessions.check_environments()
+    assert judge.found == ["a session's environment is closed exactly once"]
+
+
+async def test_what_waits_too_long_after_the_last_fault_is_named_by_its_kind() -> None:
+    judge = Judge()
+    liveness = LivenessChecker(judge.observer, judge.checker, judge.oracle)
+    judge.oracle.processes["e"] = Process("environment", "e", 4, judge.observer)
+    sequence = judge.request()
+    await anyio.sleep(CLAIM_SECONDS + 1)
+    liveness.check()
+    assert judge.found == [], "before the world has healed anything may take long"
+    judge.observer.has_healed = True
+    judge.observer.disturb("pause", "e")
+    await anyio.sleep(CLAIM_SECONDS - 1)
+    liveness.check()
+    assert judge.found == [], "counted from the end of the last fault"
+    await anyio.sleep(2)
+    liveness.check()
+    assert judge.found == ["a request is claimed"]
+    judge.claim(sequence)
+    judge.store(
+        SUBJECTS.observation("default", "any", "g000000-0"),
+        Observation(
+            episode_id="g000000-0",
+            attempt=1,
+            turn=0,
+            policy="default",
+            messages=(),
+            environment_lane="e0",
+            tokens_left=9,
+            sampling=SamplingSettings(),
+            deadline_ns=0,
+        ),
+    )
+    await anyio.sleep(ANSWER_SECONDS + 1)
+    liveness.check()
+    assert judge.found[1:] == ["an observation is answered"]
+    await anyio.sleep(PROGRESS_SECONDS)
+    liveness.check()
+    assert judge.found[-1] == "the fleet goes on"
+
+
+async def test_at_the_very_nanosecond_of_its_deadline_an_episode_is_over() -> None:
+    """Seconds as floats are 256 ns off by then: the judge counts as the workers do."""
+    judge = Judge(episode_seconds=30.0)
+    await anyio.sleep(0.1234567)
+    judge.request(seconds=30.0)
+    record = judge.checker.episodes.record["g000000-0"]
+    judge.oracle.now_ns = lambda: record.request.deadline_ns
+    assert judge.oracle._is_expired(record)
+
+
+async def test_an_outcome_is_overdue_after_deadline_grace_and_margin_and_by_what_clocks_were_set() -> None:
+    judge = Judge()
+    judge.request(seconds=100.0)
+    judge.checker.training.strays.clear()
+    record = judge.checker.episodes.record["g000000-0"]
+    due = 100.0 + 40.0 + OUTCOME_MARGIN_SECONDS
+    assert judge.oracle.compute_seconds_late(record, due - 0.001) < 0 < judge.oracle.compute_seconds_late(record, due + 0.001)
+    judge.oracle.clock_slack_seconds = 14.0
+    assert judge.oracle.compute_seconds_late(record, due + 13.9) < 0
