@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 import fleetbus.episodes
+import fleetbus.lanes
 import fleetbus.requests
 import fleetbus.slots
 import fleetbus_workers.environment.episode.attempts as attempts
@@ -23,6 +24,7 @@ import fleetbus_workers.environment.worker as environment
 import fleetbus_workers.inference.history_cache as histories
 import fleetbus_workers.inference.observation_handler as answers
 import fleetbus_workers.inference.worker as inference
+from fleetbus.bus.streams import tasks_consumer
 from fleetbus.core.claims import EpisodeState
 from fleetbus.leases import Leases
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
@@ -243,7 +245,7 @@ def drain_ignored(patch: pytest.MonkeyPatch) -> None:
 
     async def faulty(self: environment.EnvironmentWorker, lifecycle: Any) -> None:
         async with anyio.create_task_group() as group:
-            await self._slots.run({environment.tasks_consumer(self._pool): self._slot_count}, self._drain, group)
+            await self._slots.run({tasks_consumer(self._pool): self._slot_count}, self._drain, group)
             await anyio.sleep_forever()
 
     patch.setattr(environment.EnvironmentWorker, "_work", faulty)
@@ -251,7 +253,7 @@ def drain_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def lanes_shared(patch: pytest.MonkeyPatch) -> None:
     """Every environment worker takes the first lane, whoever holds it."""
-    claim_lane = environment.claim_lane
+    claim_lane = fleetbus.lanes.claim_lane
 
     async def faulty(bus: Any, subjects: Any, *, role: str, names: Any, worker: str, nonce: str) -> Any:
         lane = await claim_lane(bus, subjects, role=role, names=names, worker=worker, nonce=nonce)
@@ -272,7 +274,7 @@ def older_read_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
     turns_before = histories.HistoryCache._turns_before
 
     async def faulty(self: histories.HistoryCache, observation: Any) -> Any:
-        episode_state = await histories.read_episode_state(self._bus, self._subjects, observation.episode_id)
+        episode_state = await fleetbus.episodes.read_episode_state(self._bus, self._subjects, observation.episode_id)
         if episode_state.attempts < observation.attempt:
             raise histories.StaleObservation("another attempt than the newest")
         return await turns_before(self, observation)

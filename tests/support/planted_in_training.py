@@ -17,8 +17,8 @@ import fleetbus_workers.learner.worker as learner
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.core.ledger import Ledger
 from fleetbus.core.retention import Retention
-from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice
-from fleetbus_workers.learner.checkpoints import list_checkpoints, read_checkpoint
+from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
+from fleetbus_workers.learner.checkpoints import list_checkpoints, read_checkpoint, write_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.store import BusStore, FolderStore
 
@@ -86,7 +86,7 @@ def trimmed_content_not_looked_for(patch: pytest.MonkeyPatch) -> None:
 
 def unreadable_checkpoint_means_the_start(patch: pytest.MonkeyPatch) -> None:
     """A learner that cannot read any checkpoint begins at step 0 by itself."""
-    choose = resume.choose_checkpoint
+    choose = choose_checkpoint
 
     async def faulty(lineages: Any, stored: Any, **options: Any) -> Choice:
         try:
@@ -99,7 +99,7 @@ def unreadable_checkpoint_means_the_start(patch: pytest.MonkeyPatch) -> None:
 
 def torn_checkpoint_announced(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint whose writing failed is announced all the same."""
-    write = learner.write_checkpoint
+    write = write_checkpoint
 
     def faulty(folder: Any, checkpoint: Any, trainer: Any) -> Any:
         try:
