@@ -45,13 +45,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_cases() -> list[Case]:
+    text: dict[str, Any] = {}
+    pictures = {"512x512 gradient": {"size": 512}, "512x512 scene": {"size": 512, "scene": True}}
     cases = []
-    for kind, gateway, sizes in (("openenv", "openenv", (0,)), ("vagen", "gym", (0, 512))):
-        for size in sizes:
+    for kind, gateway, shown in (("openenv", "openenv", {"text": text}), ("vagen", "gym", {"text": text} | pictures)):
+        for what, settings in shown.items():
             for sessions in (1, 32):
-                shown = f"{size}x{size}" if size else "text"
-                settings = {"size": size} if size else {}
-                name = f"{kind}, {shown}, {sessions} sessions"
+                name = f"{kind}, {what}, {sessions} sessions"
                 cases.append(Case(name=name, kind=kind, gateway=gateway, sessions=sessions, settings=settings))
     return cases
 

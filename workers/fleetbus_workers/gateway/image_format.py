@@ -13,7 +13,7 @@ import msgspec
 from PIL import Image as Pillow
 from PIL import features
 
-from fleetbus_workers.environment.images.observation import FAST_PNG
+from fleetbus_workers.environment.images.png import encode_png
 
 _STRIPPED = b" \t\n\r\x0b\x0c-"
 
@@ -39,7 +39,9 @@ class ImageFormat(msgspec.Struct, frozen=True, kw_only=True):
             return data if opened.format == self.name and not self.quality else self.encode(opened)
 
     def _save(self, image: Any) -> bytes:
-        options: dict[str, Any] = dict(FAST_PNG) if self.name == "PNG" else {}
+        if self.name == "PNG":
+            return protect_last_byte(encode_png(image))
+        options: dict[str, Any] = {}
         if self.quality:
             options["quality"] = self.quality
             if self.name == "WEBP" and self.quality == 100:

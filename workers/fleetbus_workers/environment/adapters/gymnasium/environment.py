@@ -36,7 +36,8 @@ from fleetbus_workers.environment.adapters.gymnasium.text import (
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_values
-from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_png, insert_images
+from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, insert_images
+from fleetbus_workers.environment.images.png import encode_png
 
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
 """Packages that register ids, by how these begin."""
