@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 WITHOUT_MODEL = [sys.executable, str(Path(__file__).with_name("newcomer_roles.py"))]
 REAL = [sys.executable, "-m", "fleetbus_workers.cli"]
 
-SETTINGS = ["--environment", "my_game:MyGame", "--tasks", "my_game_tasks.json", "--learner-groups", "4"]
+SETTINGS = ["--no-check", "--environment", "my_game:MyGame", "--tasks", "my_game_tasks.json", "--learner-groups", "4"]
 SCREEN_SECONDS = 15.0
 """Until a mistake is on the screen, counted from the first episode that could meet it."""
 

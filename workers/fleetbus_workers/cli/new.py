@@ -48,5 +48,6 @@ def environment(name: str, sync: bool, folder: Path) -> int:
         print(f"wrote {path}")
     print(f"test it:  python -m pytest {folder / f'test_{name}.py'}")
     there = "" if folder == Path(".") else f"cd {shlex.quote(str(folder))} && "
+    print(f"check it: {there}fleetbus check {name}:{kind} --tasks {name}_tasks.json")
     print(f"train it: {there}fleetbus up --environment {name}:{kind} --tasks {name}_tasks.json")
     return 0

@@ -44,6 +44,7 @@ COMMANDS: dict[str, Entry] = {
     "init": Entry("Set up", "fleetbus_workers.cli.init", "Declare a run's streams on a NATS server"),
     "auth": Entry("Set up", "fleetbus_workers.cli.auth", "Keys per role, TLS and a server configuration with least rights"),
     "tasks": Entry("Set up", "fleetbus_workers.cli.tasks", "Check tasks, and split them into training and held-out ones"),
+    "check": Entry("Set up", "fleetbus_workers.cli.check", "Play an episode of your environment and check what it returns"),
     "new": Entry("Set up", "fleetbus_workers.cli.new", "Create a working environment with its test"),
     "starter": Entry("Set up", "fleetbus_workers.cli.starter", "Build the starter policy, or say where it is"),
     "top": Entry("Look", "fleetbus_workers.cli.top", "A run as a live table: workers, rates, reward, what is stuck"),

@@ -15,11 +15,12 @@ from fleetbus_workers.cli.options import SettingsCommand, load_settings, setting
     "--json-summary", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write the summary to FILE"
 )
 @click.option("--fresh", is_flag=True, help="Remove what the run of this name has so far, and begin anew")
+@click.option("--check/--no-check", default=True, help="Play an episode of an environment class of yours first, for a second")
 @settings_options(
     "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "environment", "inference", "episode", "evaluation",
     "limits", "container", "fleet", "log",
 )  # fmt: skip
-def command(json_summary: Path | None, fresh: bool, **values: Any) -> int:
+def command(json_summary: Path | None, fresh: bool, check: bool, **values: Any) -> int:
     """Train on this machine: start a NATS server, environment and inference workers, and the learner.
 
     Trains the starter policy on the warehouse tasks, or yours: --model PATH --tasks FILE --environment SPEC. Ctrl-C stops the
@@ -27,4 +28,4 @@ def command(json_summary: Path | None, fresh: bool, **values: Any) -> int:
     """
     from fleetbus_workers.up.command import run_up
 
-    return run_up(load_settings(values, earlier=not fresh), json_summary, fresh=fresh)
+    return run_up(load_settings(values, earlier=not fresh), json_summary, fresh=fresh, plays=check)

@@ -280,6 +280,12 @@ def _build(context: AdapterContext) -> EnvironmentFactory:
     return adapter.build(module, context)
 
 
+def is_own_class(spec: str) -> bool:
+    """Whether a spec names a class of the user's own, played in the worker's process."""
+    form, _, rest = spec.partition(":")
+    return bool(rest) and form not in _BY_NAME and not form.startswith("stdio+") and form != PYTHON_OBJECT
+
+
 def format_markdown_table() -> str:
     """The kinds as docs/environments.md shows them."""
     rows = (

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fleetbus.auth.stores import check_store
@@ -18,6 +18,11 @@ from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.up.model_checks import check_model_contents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fleetbus_schemas import Task
 
 CONNECT_SECONDS = 10.0
 SERVICE_SECONDS = 2.0
@@ -31,9 +36,12 @@ LOCAL_PACKAGES = ("mcp", "numpy", "tokenizers", "transformers")
 TRAINER_PACKAGES = {"torch": ("safetensors", "torch"), "tinker": ("tinker",)}
 
 
-def check_everything(configuration: Configuration, *, local_environment: bool = False, fresh: bool = False) -> None:
+def check_everything(
+    configuration: Configuration, *, local_environment: bool = False, fresh: bool = False, plays: bool = True
+) -> None:
     """Raise `UserError` for the first thing that would keep the run from working. ``local_environment``: the environment is
-    an object of the caller's, who has checked it. ``fresh``: what the run has so far is to be removed."""
+    an object of the caller's, who has checked it. ``fresh``: what the run has so far is to be removed. ``plays``: an episode
+    of a class of the user's own is played first, for a second at most."""
     run, nats = configuration.run, configuration.nats
     check_trained_distribution(configuration.episode)
     check_installed(configuration)
@@ -44,7 +52,7 @@ def check_everything(configuration: Configuration, *, local_environment: bool = 
         check_model_contents(Path(run.model), engine=configuration.inference.engine)
     check_images(configuration)
     if not local_environment:
-        check_environment(run.environment, run.tasks)
+        check_environment(run.environment, run.tasks, configuration if plays else None)
     if nats.auth:
         check_access(nats.auth, configuration.run.name)
         if not nats.url:
@@ -166,8 +174,9 @@ def check_images(configuration: Configuration) -> None:
     check_vision(configuration, load_dataset(configuration.run.tasks) if configuration.run.tasks else ())
 
 
-def check_environment(specs: str, tasks: str = "") -> None:
-    """SPECs that resolve and serve every task of the file; the environments themselves are opened by the workers."""
+def check_environment(specs: str, tasks: str = "", played: Configuration | None = None) -> None:
+    """SPECs that resolve and serve every task of the file; the environments themselves are opened by the workers. With
+    ``played`` settings, classes of the user's own play a task first."""
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
     from fleetbus.tasks import check_verifiers, load_dataset
@@ -180,6 +189,19 @@ def check_environment(specs: str, tasks: str = "") -> None:
         check_tasks_are_served(parse_keyed_specs(specs), dataset)
         if problems := check_verifiers(dataset):
             raise UserError(f"{problems[0]}{f' (and {len(problems) - 1} other problems)' if problems[1:] else ''}")
+        if played is not None:
+            _play_own_classes(parse_keyed_specs(specs), dataset, played)
+
+
+def _play_own_classes(specs: Mapping[str, str], tasks: Sequence[Task], configuration: Configuration) -> None:
+    from fleetbus_workers.environment.check.quick import check_quickly
+    from fleetbus_workers.environment.specs import build_environment_factory, is_own_class
+
+    for key, spec in specs.items():
+        task = next((task for task in tasks if task.env == key or (not key and task.env not in specs)), None)
+        if task is not None and is_own_class(spec):
+            factory = build_environment_factory(spec, verifier=_NoGrader(), configuration=configuration)
+            check_quickly(factory, spec, task, configuration)
 
 
 class _NoGrader:

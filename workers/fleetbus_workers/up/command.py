@@ -37,12 +37,12 @@ from fleetbus_workers.up.supervisor import WorkerUnrecoverable
 from fleetbus_workers.up.viewer_server import evict_viewers
 
 
-def run_up(loaded: LoadedConfiguration, json_summary: Path | None, *, fresh: bool = False) -> int:
+def run_up(loaded: LoadedConfiguration, json_summary: Path | None, *, fresh: bool = False, plays: bool = True) -> int:
     """Run everything until training is finished or the user stops it; returns the exit code. Raises `UserError`.
 
-    With ``fresh`` what the run has so far is removed, once everything else has been checked.
+    With ``fresh`` what the run has so far is removed, once everything else has been checked. ``plays``: see `check_everything`.
     """
-    configuration, folder = check_run(loaded, fresh=fresh)
+    configuration, folder = check_run(loaded, fresh=fresh, plays=plays)
     if json_summary is not None:
         check_writable(json_summary.absolute().parent, flag="--json-summary")
     if fresh:
@@ -56,14 +56,14 @@ def run_up(loaded: LoadedConfiguration, json_summary: Path | None, *, fresh: boo
 
 
 def check_run(
-    loaded: LoadedConfiguration, *, local_environment: bool = False, fresh: bool = False
+    loaded: LoadedConfiguration, *, local_environment: bool = False, fresh: bool = False, plays: bool = False
 ) -> tuple[Configuration, RunFolder]:
     """The configuration with absolute paths, and the folder of the run. Raises `UserError` for anything that would keep it
     from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's.
     ``fresh``: what the run was before does not matter."""
     configuration = fit_evaluation(fit_limits(resolve_paths(loaded.configuration), loaded.given), loaded.given)
     folder = run_folder(configuration.run)
-    check_everything(configuration, local_environment=local_environment, fresh=fresh)
+    check_everything(configuration, local_environment=local_environment, fresh=fresh, plays=plays)
     if not fresh:
         check_identity(folder.identity, build_identity(configuration), loaded.given)
     return configuration, folder

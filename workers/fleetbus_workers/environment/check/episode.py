@@ -1,0 +1,216 @@
+"""One episode without a bus: the stages of a worker, their limits and checks, and what was said.
+
+Above it is `fleetbus_workers.environment.check.report`; below it an environment and a `Policy`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from fleetbus.config.settings import Configuration
+from fleetbus.core.reward_bounds import find_reward_problem
+from fleetbus.core.tool_calls import parse_tool_calls
+from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.check.policies import Policy
+from fleetbus_workers.environment.check.schemas import find_tool_problems
+from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
+from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method
+from fleetbus_workers.environment.validation import check_messages, validate_return
+
+TICK_SECONDS = 0.02
+BLOCKED_SECONDS = 0.5
+"""A call during which nothing else runs for so long stops all other episodes of a worker."""
+
+T = TypeVar("T")
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is wrong; ``is_failure`` if episodes of it would not be trained. ``location`` is FILE:LINE in FUNCTION."""
+
+    text: str
+    location: str = ""
+    traceback: str = ""
+    is_failure: bool = True
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """What the environment showed and what the policy said to it."""
+
+    messages: tuple[ChatMessage, ...]
+    said: str
+    reward: float = 0.0
+
+
+class PlayedEpisode(msgspec.Struct, kw_only=True):
+    """All of one episode. ``seconds`` are by stage, ``longest_step`` in seconds; ``last`` is what the last step showed."""
+
+    tools: tuple[ToolSpec, ...] = ()
+    exchanges: list[Exchange] = []
+    last: tuple[ChatMessage, ...] = ()
+    ending: str = "not ended"
+    verdict: Verdict | None = None
+    problems: list[Problem] = []
+    seconds: dict[str, float] = {}
+    longest_step: float = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        return any(problem.is_failure for problem in self.problems)
+
+
+async def play_episode(
+    make: Callable[[], Environment], task: Task, policy: Policy, configuration: Configuration, *, turns: int
+) -> PlayedEpisode:
+    """Play one episode to its end, or for ``turns``; what goes wrong becomes problems of it."""
+    player = _Player(task, policy, configuration, turns)
+    await player.play(make)
+    return player.episode
+
+
+class _Player:
+    def __init__(self, task: Task, policy: Policy, configuration: Configuration, turns: int) -> None:
+        self._task = task
+        self._policy = policy
+        self._limits = configuration.limits
+        self._max_abs_reward = configuration.environment.max_abs_reward
+        self._turns = turns
+        self._stages = Stages()
+        self._said: list[ChatMessage] = []
+        self._longest_gap = 0.0
+        self.episode = PlayedEpisode()
+
+    async def play(self, make: Callable[[], Environment]) -> None:
+        try:
+            environment = make()
+        except Exception as error:  # a user's class: whatever it raises is what is to be shown
+            self._fail(f"the environment cannot be made: {type(error).__name__}: {error}", locate_error(error), error)
+            return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._measure_gaps)
+            try:
+                await self._run(environment)
+            except EpisodeEnded as ended:
+                self._fail(f"{ended.error_class}: {ended.error}", ended.location, ended)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._close(environment)
+                self.episode.seconds = dict(self._stages.timings)
+            tasks.cancel_scope.cancel()
+
+    async def _run(self, environment: Environment) -> None:
+        with self._stages.time_limit("open", self._limits.open):
+            await self._call(environment, "open", environment.open(self._task))
+        with self._stages.time_limit("reset", self._limits.reset):
+            start = validate_return(Start, await self._call(environment, "reset", environment.reset()), "reset", environment)
+        self._check_start(start, environment)
+        shown = start.messages
+        for turn in range(self._turns):
+            step = await self._step(environment, turn, shown)
+            shown = step.messages
+            self.episode.last = shown
+            if step.terminated or step.truncated:
+                self.episode.ending = "terminated" if step.terminated else "truncated by the environment"
+                break
+        else:
+            self.episode.ending = f"stopped after {self._turns} turns"
+        with self._stages.time_limit("state", self._limits.step):
+            self._check_encodable(validate_return(dict, await environment.state(), "state", environment), "state", environment)
+        with self._stages.time_limit("verify", self._limits.verify):
+            verdict = await self._call(environment, "verify", environment.verify())
+            self.episode.verdict = validate_return(Verdict, verdict, "verify", environment)
+        self._check_verdict(self.episode.verdict, environment)
+
+    async def _step(self, environment: Environment, turn: int, shown: tuple[ChatMessage, ...]) -> Step:
+        self._said += shown
+        text = self._policy(tuple(self._said), self.episode.tools)
+        self._said.append(ChatMessage(role="assistant", content=text))
+        action = Action(episode_id="check", attempt=1, turn=turn, text=text, tool_calls=parse_tool_calls(text).calls)
+        began = time.perf_counter()
+        with self._stages.time_limit("step", self._limits.step):
+            step = validate_return(Step, await self._call(environment, "step", environment.step(action)), "step", environment)
+        self.episode.longest_step = max(self.episode.longest_step, time.perf_counter() - began)
+        self.episode.exchanges.append(Exchange(messages=shown, said=text, reward=step.reward))
+        self._check_reward(step.reward, "step", environment)
+        self._check_encodable(step.info, "step", environment)
+        if not step.messages and not (step.terminated or step.truncated):
+            self._fail("step returned no messages and did not end the episode", locate_method(environment, "step"))
+        return step
+
+    async def _call(self, environment: Environment, call: str, work: Awaitable[T]) -> T:
+        """The result of a call; that it blocked the event loop is a problem."""
+        self._longest_gap = 0.0
+        began = time.perf_counter()
+        result = await work
+        if time.perf_counter() - began > BLOCKED_SECONDS:
+            await anyio.sleep(2 * TICK_SECONDS)
+        if (seconds := self._longest_gap) > BLOCKED_SECONDS:
+            self._warn(
+                f"{call} blocked the event loop for {seconds:.1f} s: all other episodes of the worker waited",
+                locate_method(environment, call),
+            )
+        return result
+
+    async def _measure_gaps(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await anyio.sleep(TICK_SECONDS)
+            self._longest_gap = max(self._longest_gap, time.perf_counter() - began)
+
+    def _check_start(self, start: Start, environment: Environment) -> None:
+        check_messages(start.messages)
+        self.episode.tools = start.tools or start.offered
+        location = locate_method(environment, "reset")
+        if not start.messages:
+            self._fail("reset returned no messages: the policy has nothing to answer", location)
+        for problem in find_tool_problems(self.episode.tools):
+            self._fail(problem, location)
+        self._check_encodable(start.info, "reset", environment)
+
+    def _check_verdict(self, verdict: Verdict, environment: Environment) -> None:
+        if verdict.reward is None:
+            self._warn(f"verify gave no verdict: {verdict.reason or 'without a reason'}", locate_method(environment, "verify"))
+            return
+        self._check_reward(verdict.reward, "verify", environment)
+        paid = sum(exchange.reward for exchange in self.episode.exchanges)
+        if paid and not verdict.reward:
+            self._warn(
+                f"the steps were rewarded {paid:g} and the verdict is 0: a verdict is the total, steps included",
+                locate_method(environment, "verify"),
+            )
+
+    def _check_reward(self, reward: float, call: str, environment: Environment) -> None:
+        if find_reward_problem([reward], self._max_abs_reward):
+            limit = f"{self._max_abs_reward:g}"
+            text = f"{call} was rewarded {reward:g}; it must be a number from -{limit} to {limit}"
+            self._fail(text, locate_method(environment, call))
+
+    def _check_encodable(self, value: object, call: str, environment: Environment) -> None:
+        try:
+            msgspec.msgpack.encode(value)
+        except Exception as error:
+            self._warn(f"{call}: {error}; only JSON-like values reach the log", locate_method(environment, call))
+
+    async def _close(self, environment: Environment) -> None:
+        try:
+            with self._stages.time_limit("close", self._limits.close):
+                await environment.close()
+        except EpisodeEnded as ended:
+            self._fail(f"close: {ended.error_class}: {ended.error}", ended.location, ended)
+
+    def _fail(self, text: str, location: str, error: BaseException | None = None) -> None:
+        cause = error.__cause__ if isinstance(error, EpisodeEnded) and error.__cause__ else error
+        traceback = format_traceback(cause) if cause is not None and cause.__traceback__ is not None else ""
+        self._add(Problem(text=text, location=location, traceback=traceback))
+
+    def _warn(self, text: str, location: str) -> None:
+        self._add(Problem(text=text, location=location, is_failure=False))
+
+    def _add(self, problem: Problem) -> None:
+        if problem not in self.episode.problems:
+            self.episode.problems.append(problem)
