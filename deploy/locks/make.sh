@@ -26,3 +26,4 @@ compile environment "${same[@]}" --extra environment "$@"
 compile monitor "${same[@]}" --extra monitor "$@"
 compile learner "${same[@]}" --extra environment --extra torch "$@"
 compile build --constraints deploy/locks/ci.txt - "$@" <<<"hatchling"
+compile release --constraints deploy/locks/ci.txt - "$@" <<<$'cyclonedx-bom\nhatchling\ntwine'

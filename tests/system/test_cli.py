@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import anyio
@@ -101,7 +102,7 @@ def test_an_unreadable_variable_or_file_is_refused_before_anything_else(tmp_path
 
 def test_the_version_is_told() -> None:
     result = fleetbus("--version")
-    assert (result.returncode, result.stdout) == (0, "fleetbus 0.1.0\n")
+    assert (result.returncode, result.stdout) == (0, f"fleetbus {version('fleetbus')}\n")
 
 
 def test_without_a_command_the_help_is_shown() -> None:

@@ -12,13 +12,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from fleetbus.errors import is_bad_input, is_disk_full, iterate_leaves
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
 from fleetbus_workers.terminal import escape_output
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 class Entry(NamedTuple):
@@ -63,6 +66,7 @@ COMMANDS: dict[str, Entry] = {
     ),
     "cancel": Entry("Act", "fleetbus_workers.cli.cancel", "End episodes as cancelled, wherever they run"),
     "drain": Entry("Act", "fleetbus_workers.cli.drain", "Let workers finish or hand back what they have, and stop"),
+    "completion": Entry("Set up", "fleetbus_workers.cli.completion", "Complete commands and flags in bash, zsh or fish"),
     "schema": Entry("Look", "fleetbus_workers.cli.schema", "JSON Schema of every message"),
 }
 
@@ -89,6 +93,13 @@ class LazyGroup(click.Group):
             hint = f"did you mean {near[0]}?" if near else "the commands are " + ", ".join(COMMANDS)
             raise click.UsageError(f"no command {name!r}; {hint}")
         return super().resolve_command(context, arguments)
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands by their summaries: completing a name imports no command."""
+        from click.shell_completion import CompletionItem
+
+        found = [CompletionItem(name, help=entry.summary) for name, entry in COMMANDS.items() if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, context, incomplete)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):
