@@ -12,8 +12,12 @@ import pytest
 
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.load import load_configuration
+from fleetbus.errors import UserError
 from fleetbus_workers.cli import diagnosis
 from fleetbus_workers.cli.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
+from fleetbus_workers.cli.model_diagnosis import diagnose_model
+from fleetbus_workers.up.checks import check_everything
+from tests.support.template_folders import write_template_folder
 
 
 def test_here_it_finds_all_that_up_needs(tmp_path: Path) -> None:
@@ -73,3 +77,37 @@ async def test_without_a_stream_of_the_run_the_servers_clock_is_not_known(tmp_pa
         findings = {finding.name: finding for finding in await check_bus(server.url, "r9")}
     assert findings[f"server at {server.url}"].detail == "answers"
     assert findings["clock skew"].detail == "not known before `fleetbus init --run r9`"
+
+
+TEMPLATES = Path(__file__).parents[1] / "unit" / "chat_templates"
+
+
+def test_a_model_folder_s_template_is_recognised_and_its_three_turns_are_shown(tmp_path: Path) -> None:
+    folder = write_template_folder(tmp_path / "model", (TEMPLATES / "qwen3.jinja").read_text())
+    result = subprocess.run(
+        [sys.executable, "-m", "fleetbus_workers.cli", "doctor", "--model", str(folder), "--json", "--nats", "nats://127.0.0.1:1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    answer = json.loads(result.stdout)
+    found = {finding["name"]: finding for finding in answer["findings"]}
+    assert found["chat template"]["detail"] == "three turns proved without tools; a turn ends with <|im_end|>"
+    assert found["reasoning"]["detail"] == "between <think> and </think>; the template leaves it out of earlier turns"
+    assert found["tools"]["detail"].startswith("format hermes (Hermes, Qwen2.5, Qwen3")
+    assert answer["conversation"].count("<tool_call>\n{") == 5
+    assert answer["conversation"].count("<|im_start|>assistant") == 3
+
+
+@pytest.mark.parametrize(("prompt", "state"), [("auto", "warning"), ("template", "failed")])
+def test_a_template_without_tools_fails_only_where_they_are_its_to_describe(tmp_path: Path, prompt: str, state: str) -> None:
+    folder = write_template_folder(tmp_path / "model", (TEMPLATES / "deepseek-v3.1.jinja").read_text())
+    configuration = load_configuration(flags={"run.model": str(folder), "environment.prompt": prompt}).configuration
+    findings, conversation = diagnose_model(configuration)
+    tools = next(finding for finding in findings if finding.name == "tools")
+    assert (tools.state, conversation) == (state, "")
+    assert "shows no tools" in tools.detail
+
+
+def test_up_refuses_at_once_a_template_that_cannot_describe_tools() -> None:
+    configuration = load_configuration(flags={"environment.prompt": "template"}).configuration
+    with pytest.raises(UserError, match=r"shows no tools to the model: set environment\.prompt = fleet or compact"):
+        check_everything(configuration)

@@ -237,3 +237,28 @@ def test_templates_of_a_folder_are_proved_or_refused(tmp_path: Path, name: str) 
             print(f"{file.stem}: {support.format.name}")
         except UserError as refused:
             print(f"{file.stem}: refused: {refused}")
+
+
+def build_row(name: str, template: ChatTemplate) -> str:
+    marks = template.reasoning_marks
+    reasoning = (
+        "-"
+        if marks is None
+        else f"`{marks[0].replace('|', chr(92) + '|')}`, {'dropped' if template.drops_reasoning else 'kept'}"
+    )
+    title = f"{name.removeprefix('own-')}{'*' if name.startswith('own-') else ''}"
+    try:
+        support = template.tools
+    except UserError as refused:
+        reason = str(refused).split(": ")[1]
+        return f"| {title} | no | - | - | {reasoning} | refused: {reason} |"
+    calls = "several" if support.parallel else "one"
+    return f"| {title} | yes | `{support.format.name}` | {calls} | {reasoning} | proved |"
+
+
+def test_the_table_in_the_docs_is_what_the_templates_do(templates: dict[str, ChatTemplate]) -> None:
+    head = "| template | tools rendered | calls parsed as | per response | earlier reasoning | three turns |\n|---|---|---|---|---|---|"
+    table = "\n".join([head, *(build_row(name, template) for name, template in templates.items())])
+    file = ROOT / "docs" / "templates.md"
+    text = file.read_text()
+    assert text.split("<!-- templates -->\n")[1].split("\n<!-- end -->")[0] == table, f"{file} should have:\n{table}"

@@ -25,22 +25,32 @@ def command(as_json: bool, nats_http: str, **values: Any) -> int:
     """Check whether `fleetbus up` can work here: packages, nats-server, clocks, cores, memory, disk.
 
     Exits with 0 if it can (warnings do not count) and with 1 if it cannot. With --nats it checks that server instead of
-    starting one.
+    starting one. With --model it also says what the chat template of that folder does with tools and reasoning, and shows
+    the conversation of three turns that proves it.
     """
     from fleetbus_workers.cli.diagnosis import diagnose
 
     configuration = load_settings(values).configuration
     findings = diagnose(configuration, resolve_nats_http(configuration, nats_http))
+    conversation = ""
+    if configuration.run.model:
+        from fleetbus_workers.cli.model_diagnosis import diagnose_model
+
+        found, conversation = diagnose_model(configuration)
+        findings += found
     ready = all(finding.state != "failed" for finding in findings)
-    _show(findings, ready, as_json)
+    _show(findings, ready, as_json, conversation)
     return FINISHED if ready else CRASHED
 
 
-def _show(findings: list[Finding], ready: bool, as_json: bool) -> None:
+def _show(findings: list[Finding], ready: bool, as_json: bool, conversation: str) -> None:
     import msgspec
 
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode({"ready": ready, "findings": findings}), indent=2).decode())
+        facts = {"ready": ready, "findings": findings} | ({"conversation": conversation} if conversation else {})
+        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
         return
     for finding in findings:
         print(f"{_MARKS[finding.state]}  {finding.name}: {finding.detail}")
+    if conversation:
+        print(f"\n{conversation}")

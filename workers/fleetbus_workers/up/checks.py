@@ -50,6 +50,8 @@ def check_everything(
     if run.model:
         check_model(Path(run.model))
         check_model_contents(Path(run.model), engine=configuration.inference.engine)
+    if configuration.environment.prompt == "template":
+        check_tools(configuration)
     check_images(configuration)
     if not local_environment:
         check_environment(run.environment, run.tasks, configuration if plays else None)
@@ -164,6 +166,14 @@ def check_model(folder: Path) -> None:
     ]
     if missing:
         raise UserError(f"the model folder {folder} lacks {', '.join(missing)}")
+
+
+def check_tools(configuration: Configuration) -> None:
+    """A chat template that can describe tools and write calls and results, as environment.prompt = template asks for."""
+    from fleetbus_workers.assembly.model import find_model_folder
+    from fleetbus_workers.inference.chat_template import ChatTemplate
+
+    _ = ChatTemplate(find_model_folder(configuration.run)).tools
 
 
 def check_images(configuration: Configuration) -> None:
