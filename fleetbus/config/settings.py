@@ -233,6 +233,9 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1, description="Threads of the trainer")] = 1
     checkpoint_every: Annotated[int, Meta(ge=1, description="Steps between checkpoints")] = 10
     keep_checkpoints: Annotated[int, Meta(ge=1, description="Checkpoints kept")] = 3
+    checkpoint_at_stop: Annotated[
+        bool, Meta(description="Store a checkpoint before stopping; false: stop at once, resume from the one before")
+    ] = True
     checkpoint_wait: Annotated[
         float, Meta(ge=0, description="Seconds to wait for an unreadable checkpoint, for example while its disk is not mounted")
     ] = 300.0
@@ -332,6 +335,10 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
         Literal["float32", "bfloat16"],
         Meta(description="Precision of published weights; bfloat16: half the size, smaller differences"),
     ] = "float32"
+    attention: Annotated[
+        Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"],
+        Meta(description="Attention implementation of transformers; auto: its own choice for the model"),
+    ] = "auto"
     gradient_checkpointing: Annotated[bool, Meta(description="Recompute activations instead of storing them")] = False
     lora_rank: Annotated[int, Meta(ge=0, description="Rank of LoRA adapters; 0: train all weights")] = 0
     lora_alpha: Annotated[float, Meta(gt=0, description="Scale of LoRA adapters, divided by their rank")] = 32.0

@@ -32,6 +32,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.tinker import TinkerTrainer
 from fleetbus_workers.tinker_service import open_service_client
 from fleetbus_workers.weights.file import WeightsRejected
+from tests.support.checkpoints import store
 
 pytestmark = [
     pytest.mark.tinker,
@@ -210,15 +211,15 @@ def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(client: Any, serv
     for _ in range(3):
         first.train(sequences, version=0, progress=0.0)
     first.save_weights(tmp_path / "weights")
-    first.save_state(tmp_path / "state")
+    store(first, tmp_path / "state")
     expected = [first.train(sequences, version=0, progress=0.0)["loss"] for _ in range(3)]
     second = make_trainer(client, service)
-    second.restore(tmp_path / "weights", tmp_path / "state")
+    second.restore(tmp_path / "state")
     found = [second.train(sequences, version=0, progress=0.0)["loss"] for _ in range(3)]
     assert found == pytest.approx(expected, rel=1e-4)
     (tmp_path / "torn").write_bytes(b"{}")
     with pytest.raises(UserError, match="no checkpoint of a Tinker service"):
-        second.restore(tmp_path / "weights", tmp_path / "torn")
+        second.restore(tmp_path / "torn")
 
 
 def test_a_service_that_does_not_answer_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

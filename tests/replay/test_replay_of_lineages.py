@@ -224,7 +224,7 @@ def test_a_checkpoint_that_a_full_log_asked_for_is_counted_and_not_waited_for(re
 
 def test_a_change_in_a_later_lineage_is_found_and_the_lineages_after_it_are_named(recorded: Any, tmp_path: Path) -> None:
     class Forgetful(CountingTrainer):
-        def restore(self, weights: Path, state: Path) -> None:
+        def restore(self, folder: Path) -> None:
             """It begins anew where it should go on."""
 
     report = replayed(*recorded(), tmp_path, Forgetful)  # type: ignore[call-arg]

@@ -21,6 +21,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
+from tests.support.checkpoints import store
 from tests.support.trainable_model import VOCABULARY, make_sequence
 
 PROMPT = 12
@@ -47,15 +48,13 @@ def train(trainer: TorchTrainer | LeaderTrainer, out: Path) -> None:
     resume = out / "resume"
     first = 0
     if resume.is_dir():
-        trainer.restore(resume / "weights", resume / "state")
+        trainer.restore(resume)
         first = CHECKPOINT_AFTER
     metrics = []
     for number, batch in enumerate(batches()[first:], start=first):
         metrics.append(trainer.train(batch, version=0, progress=number / STEPS))
         if number + 1 == CHECKPOINT_AFTER:
-            (out / "checkpoint").mkdir(exist_ok=True)
-            trainer.save_weights(out / "checkpoint" / "weights")
-            trainer.save_state(out / "checkpoint" / "state")
+            store(trainer, out / "checkpoint")
     trainer.save_weights(out / "weights")
     trainer.save_model(out / "model")
     (out / "metrics.json").write_text(json.dumps(metrics))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
@@ -27,6 +27,17 @@ LAYERS: dict[str, Any] = {
 CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, **LAYERS, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, bos_token_id=None),
     "llama": LlamaConfig(**SIZES, **LAYERS, num_key_value_heads=2, tie_word_embeddings=False, bos_token_id=1),
+    "moe": Qwen3MoeConfig(
+        **SIZES,
+        **LAYERS,
+        num_key_value_heads=1,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=6,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+    ),
     "gpt2": GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=2, n_positions=512, bos_token_id=1),
 }
 

@@ -45,11 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), spread=0.0)
 
 
-def sharded(folder: Path, out: Path, settings: TorchTrainerSettings) -> list[dict[str, float]]:
-    """What two processes measured."""
+def sharded(folder: Path, out: Path, settings: TorchTrainerSettings, processes: int = 2) -> list[dict[str, float]]:
+    """What several processes measured."""
     out.mkdir(exist_ok=True)
     (out / "settings.json").write_bytes(msgspec.json.encode(settings))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(SCRIPT)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [*command, str(folder), str(out)], env=environment, timeout=LIMIT_SECONDS, capture_output=True, text=True, check=False
@@ -115,6 +115,37 @@ def test_a_checkpoint_of_one_process_is_gone_on_from_by_two_and_the_other_way_ro
     (tmp_path / "again").mkdir()
     shutil.copytree(tmp_path / "two/checkpoint", tmp_path / "again/resume")
     assert_same(alone(folder, tmp_path / "again", settings), expected[2:])
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "moe"])
+def test_losses_and_published_weights_do_not_depend_on_the_number_of_processes(
+    tmp_path: Path, kind: str, processes: int
+) -> None:
+    """Seven sequences and six experts divide by neither number: some processes hold fewer rows, or none."""
+    model = make_model(tmp_path / "model", kind, spread=0.0)
+    settings = trainer_settings(micro_batch_size=2)
+
+    expected = alone(model, tmp_path / "one", settings)
+    found = sharded(model, tmp_path / "several", settings, processes)
+
+    assert_same(found, expected)
+    assert_close(tmp_path / "several/weights", tmp_path / "one/weights")
+    assert set(load_file(tmp_path / "one/weights")) == set(load_file(model / "model.safetensors")), "names of the files"
+
+
+def test_a_checkpoint_of_four_processes_is_resumed_by_two_and_by_one(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "moe", spread=0.0)
+    settings = trainer_settings(micro_batch_size=2)
+    straight = sharded(model, tmp_path / "four", settings, 4)
+
+    for processes in (2, 1):
+        out = tmp_path / f"resumed-{processes}"
+        shutil.copytree(tmp_path / "four/checkpoint", out / "resume")
+        resumed = sharded(model, out, settings, processes) if processes > 1 else alone(model, out, settings)
+
+        assert_same(resumed, straight[2:])
+        assert_close(out / "weights", tmp_path / "four/weights")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from fleetbus_workers.learner.torch.batches import truncate_sequence
 from fleetbus_workers.learner.torch.images import TrainingImages
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.starter.build import find_starter_folder
+from tests.support.checkpoints import store
 from tests.support.trainer_settings import trainer_settings
 from tests.support.vision_models import FAMILIES, Opened, ask, make_picture, open_families, play, show
 
@@ -109,8 +110,8 @@ async def test_a_checkpoint_goes_on_where_it_was_stored(opened: Opened, tmp_path
     one, other = trainer(folder), trainer(folder)
     one.train(batch, version=0, progress=0.0)
     one.save_weights(tmp_path / "weights.safetensors")
-    one.save_state(tmp_path / "state")
-    other.restore(tmp_path / "weights.safetensors", tmp_path / "state")
+    store(one, tmp_path / "state")
+    other.restore(tmp_path / "state")
     metrics = [each.train(batch, version=0, progress=0.5) for each in (one, other)]
     for name in ("loss", "grad_norm", "kl", "learning_rate"):
         assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-6)

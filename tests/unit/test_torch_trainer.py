@@ -1,10 +1,12 @@
 """The torch trainer on a tiny random model: exact gradients, exact continuation, and what it measures."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig, LlamaConfig
 
 from fleetbus.errors import UserError
@@ -12,6 +14,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import find_shared_prefix, split_micro_batches
 from fleetbus_workers.learner.torch.forward import can_share_prefix, has_plain_head
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
+from tests.support.checkpoints import store
 from tests.support.trainable_model import (
     CONFIGS,
     LAYERS,
@@ -216,13 +219,13 @@ def test_a_restored_trainer_goes_on_bit_by_bit(folder, tmp_path):
     straight = TorchTrainer(folder)
     for step in range(2):
         straight.train(batches[step], version=step, progress=step / 10)
-    straight.save_state(tmp_path / "state")
+    store(straight, tmp_path / "state")
     kept = weights(straight, tmp_path)
     straight.train(batches[2], version=2, progress=0.2)
 
     resumed = TorchTrainer(folder)
     resumed.train(batches[2], version=0, progress=0.9)  # whatever it did before is forgotten
-    resumed.restore(tmp_path / "weights.safetensors", tmp_path / "state")
+    resumed.restore(tmp_path / "state")
     assert weights(resumed, tmp_path, "again.safetensors") == kept
     resumed.train(batches[2], version=2, progress=0.2)
 
@@ -231,13 +234,54 @@ def test_a_restored_trainer_goes_on_bit_by_bit(folder, tmp_path):
 
 def test_weights_of_another_model_are_refused(folder, tmp_path):
     trainer = TorchTrainer(folder)
-    trainer.save_state(tmp_path / "state")
-    for name, tensors in (("shape", {"model.norm.weight": torch.zeros(7)}), ("names", {"other": torch.zeros(2)})):
-        from safetensors.torch import save_file
-
-        save_file(tensors, tmp_path / name)
+    for kind in ("llama", "gpt2"):
+        other = TorchTrainer(make_model(tmp_path / kind, kind))
         with pytest.raises(UserError, match="does not fit"):
-            trainer.restore(tmp_path / name, tmp_path / "state")
+            trainer.restore(store(other, tmp_path / f"state-{kind}"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no state of this trainer"):
+        trainer.restore(tmp_path / "empty")
+
+
+class Planted:
+    """What a pickle of it does when it is read."""
+
+    def __reduce__(self):
+        return (exit, (3,))
+
+
+def test_a_checkpoint_cannot_bring_code(folder, tmp_path):
+    trainer = TorchTrainer(folder)
+    index = store(trainer, tmp_path / "state") / ".metadata"
+    good = index.read_bytes()
+    index.write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(UserError, match="none of its classes"):
+        trainer.restore(tmp_path / "state")
+    metadata = pickle.loads(good)
+    metadata.state_dict_metadata["updates"] = BytesStorageMetadata()  # would be unpickled from a file of shards
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="no tensor"):
+        trainer.restore(tmp_path / "state")
+    index.write_bytes(good[: len(good) // 2])
+    with pytest.raises(UserError, match="cannot be read"):
+        trainer.restore(tmp_path / "state")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(folder, tmp_path):
+    """What was taken does not change with the weights."""
+    batch = make_batch(folder)
+    trainer, resumed = TorchTrainer(folder), TorchTrainer(folder)
+    trainer.train(batch, version=0, progress=0.0)
+    kept = weights(trainer, tmp_path)
+    (tmp_path / "state").mkdir()
+    finish = trainer.start_checkpoint(tmp_path / "state")
+    for _ in range(3):
+        trainer.train(batch, version=0, progress=0.0)
+    finish()
+
+    resumed.restore(tmp_path / "state")
+
+    assert weights(resumed, tmp_path, "again.safetensors") == kept
 
 
 def test_a_saved_model_loads_and_brings_what_lay_beside_it(folder, tmp_path):

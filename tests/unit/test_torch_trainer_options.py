@@ -22,6 +22,7 @@ from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.file import read_weights
+from tests.support.checkpoints import store
 from tests.support.trainable_model import (
     CONFIGS,
     VOCABULARY,
@@ -211,7 +212,7 @@ def test_weights_published_in_bfloat16_are_rounded_and_a_checkpoint_is_not(folde
     straight = trainer(folder, **settings)
     straight.train(batch, version=0, progress=0.0)
     manifest = straight.save_weights(tmp_path / "weights")
-    straight.save_state(tmp_path / "state")
+    store(straight, tmp_path / "state")
 
     read = read_weights(tmp_path / "weights", manifest)
     own = straight._model.state_dict()
@@ -219,7 +220,7 @@ def test_weights_published_in_bfloat16_are_rounded_and_a_checkpoint_is_not(folde
     assert "lm_head.weight" not in read, "tied weights travel once"
     assert all(torch.equal(tensor, own[name].to(torch.bfloat16)) for name, tensor in read.items())
     resumed = trainer(folder, **settings)
-    resumed.restore(tmp_path / "weights", tmp_path / "state")
+    resumed.restore(tmp_path / "state")
     assert all(torch.equal(tensor, own[name]) for name, tensor in resumed._model.state_dict().items())
 
 
@@ -340,18 +341,18 @@ def test_adapters_go_on_bit_by_bit_from_a_checkpoint(peft: Any, folder: Path, tm
     straight = trainer(folder, **settings)
     straight.train(batch, version=0, progress=0.0)
     straight.save_weights(tmp_path / "weights")
-    straight.save_state(tmp_path / "state")
+    store(straight, tmp_path / "state")
     straight.train(batch, version=1, progress=0.0)
 
     resumed = trainer(folder, **settings)
-    resumed.restore(tmp_path / "weights", tmp_path / "state")
+    resumed.restore(tmp_path / "state")
     resumed.train(batch, version=1, progress=0.0)
 
     straight.save_weights(tmp_path / "a")
     resumed.save_weights(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     with pytest.raises(UserError, match="no adapters of rank 3"):
-        trainer(folder, **{**settings, "lora_rank": 3}).restore(tmp_path / "weights", tmp_path / "state")
+        trainer(folder, **{**settings, "lora_rank": 3}).restore(tmp_path / "state")
 
 
 def test_the_kl_to_the_start_asks_the_model_without_its_adapters(peft: Any, folder: Path) -> None:

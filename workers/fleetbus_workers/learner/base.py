@@ -5,7 +5,7 @@ All calls block and run outside the event loop, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +38,10 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     segment: int = 0
 
 
+FinishWriting = Callable[[], None]
+"""Blocks until what was begun is on the disk. Raises `OSError`."""
+
+
 class Trainer(Protocol):
     """A model with its optimizer."""
 
@@ -52,8 +56,9 @@ class Trainer(Protocol):
     def save_model(self, folder: Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads, tokenizer included."""
 
-    def save_state(self, file: Path) -> None:
-        """Write optimizer, schedule and random states for a checkpoint; weights not included."""
+    def start_checkpoint(self, folder: Path) -> FinishWriting | None:
+        """Write into an empty folder all that `restore` needs: weights, optimizer, schedule, random states. Or take it as it is
+        now, and return what waits until it is written, which may be called beside other calls; both raise `OSError`."""
 
-    def restore(self, weights: Path, state: Path) -> None:
-        """Continue from a checkpoint's weights and what `save_state` wrote beside them."""
+    def restore(self, folder: Path) -> None:
+        """Continue from what `start_checkpoint` wrote."""

@@ -1,7 +1,8 @@
 """Checkpoints: one folder each, written under a temporary name, synced and renamed, so that a torn one is never mistaken.
 
-What is in it: ``weights.safetensors``, ``trainer.state`` (optimizer and random states) and ``checkpoint.json`` (this module's
-`Checkpoint`, with the SHA-256 of the other two). Resume follows the log: `CheckpointStored` names the folder.
+What is in it: the trainer's files, and ``checkpoint.json`` (this module's `Checkpoint`, with the SHA-256 of each of them). A
+trainer may write beside the training; the folder has its name when all of it is there. Resume follows the log:
+`CheckpointStored` names the folder.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.base import FinishWriting, Trainer
 from fleetbus_workers.learner.disk_full import detect_full_disk
 
 WEIGHTS = "weights.safetensors"
 STATE = "trainer.state"
+"""Files of trainers that have little to write."""
+
 INDEX = "checkpoint.json"
+HASH_SUFFIX = ".sha256"
+"""A trainer that hashes what it writes leaves the hexadecimal digest beside it."""
 
 _NAME = re.compile(r"(?P<part>\.?)l(?P<lineage>\d+)-(?P<step>\d{6,})(\.part)?")
 
@@ -41,37 +47,71 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     sha256: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class StartedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One that is being written in ``partial``. ``finish`` waits for the trainer; None: it has written."""
+
+    checkpoint: Checkpoint
+    partial: Path
+    finish: FinishWriting | None
+
+
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> Path:
     """Write a checkpoint below ``folder`` and return its path; blocking, atomic, safe against a kill at any instant.
 
     Raises `OSError`, and leaves nothing behind then.
     """
+    return finish_checkpoint(start_checkpoint(folder, checkpoint, trainer))
+
+
+def start_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> StartedCheckpoint:
+    """The first half of `write_checkpoint`, after which the trainer may go on training."""
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"{checkpoint.lineage}-{checkpoint.step:06d}"
-    partial = folder / f".{final.name}.part"
-    for stale in (partial, final):
-        if stale.exists():
-            shutil.rmtree(stale)
+    partial = folder / f".{checkpoint.lineage}-{checkpoint.step:06d}.part"
+    if partial.exists():
+        shutil.rmtree(partial)
     partial.mkdir()
-    try:
-        with detect_full_disk(folder):
-            _write_files(partial, checkpoint, trainer)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with _remove_on_error(partial):
+        return StartedCheckpoint(checkpoint=checkpoint, partial=partial, finish=trainer.start_checkpoint(partial))
+
+
+def finish_checkpoint(started: StartedCheckpoint) -> Path:
+    """The second half: wait for the trainer, add the index, sync, and give the folder its name."""
+    partial, checkpoint = started.partial, started.checkpoint
+    final = partial.with_name(f"{checkpoint.lineage}-{checkpoint.step:06d}")
+    with _remove_on_error(partial):
+        if started.finish is not None:
+            started.finish()
+        sums = _collect_hashes(partial)
+        (partial / INDEX).write_bytes(msgspec.json.encode(msgspec.structs.replace(checkpoint, sha256=sums)))
+        for file in partial.iterdir():
+            _fsync(file)
+        _fsync(partial)
+        if final.exists():
+            shutil.rmtree(final)
     partial.rename(final)
-    _fsync(folder)
+    _fsync(final.parent)
     return final
 
 
-def _write_files(partial: Path, checkpoint: Checkpoint, trainer: Trainer) -> None:
-    trainer.save_weights(partial / WEIGHTS)
-    trainer.save_state(partial / STATE)
-    sums = {name: _hash_file(partial / name) for name in (WEIGHTS, STATE)}
-    (partial / INDEX).write_bytes(msgspec.json.encode(msgspec.structs.replace(checkpoint, sha256=sums)))
-    for file in partial.iterdir():
-        _fsync(file)
-    _fsync(partial)
+@contextmanager
+def _remove_on_error(partial: Path) -> Iterator[None]:
+    try:
+        with detect_full_disk(partial.parent):
+            yield
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _collect_hashes(folder: Path) -> dict[str, str]:
+    """Of each file its SHA-256, by name: what stands beside it, where its writer made it, else made here."""
+    found = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix != HASH_SUFFIX:
+            beside = file.with_name(f"{file.name}{HASH_SUFFIX}")
+            found[file.name] = beside.read_text() if beside.exists() else _hash_file(file)
+            beside.unlink(missing_ok=True)
+    return found
 
 
 class CheckpointDamaged(Exception):

@@ -10,6 +10,7 @@ import numpy as np
 
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
 
 
 class ScriptedTrainer:
@@ -40,6 +41,10 @@ class ScriptedTrainer:
     def save_state(self, file: Path) -> None:
         file.write_text(json.dumps({"trained": self.trained}))
 
-    def restore(self, weights: Path, state: Path) -> None:
-        self.updates = json.loads(weights.read_text())["updates"]
-        self.trained = json.loads(state.read_text())["trained"]
+    def start_checkpoint(self, folder: Path) -> None:
+        self.save_weights(folder / WEIGHTS)
+        self.save_state(folder / STATE)
+
+    def restore(self, folder: Path) -> None:
+        self.updates = json.loads((folder / WEIGHTS).read_text())["updates"]
+        self.trained = json.loads((folder / STATE).read_text())["trained"]

@@ -23,6 +23,7 @@ import numpy as np
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
 from fleetbus_workers.learner.tinker_batches import TinkerMetrics, build_datum_arrays
 from fleetbus_workers.tinker_service import SamplerPath, format_error
 
@@ -95,16 +96,18 @@ class TinkerTrainer:
                 shutil.copyfile(file, folder / file.name)
         self.save_weights(folder / "tinker.json")
 
-    def save_state(self, file: Path) -> None:
-        """See `Trainer.save_state`: weights and optimizer are stored on the service."""
+    def start_checkpoint(self, folder: Path) -> None:
+        """See `Trainer.start_checkpoint`: weights and optimizer are stored on the service, their paths here."""
+        self.save_weights(folder / WEIGHTS)
         name = f"s{self._updates:06d}-{uuid4().hex[:8]}"
         path = self._model.save_state(name=name).result(timeout=CALL_SECONDS).path
-        _write_atomically(file, StatePath(state=path, updates=self._updates))
+        _write_atomically(folder / STATE, StatePath(state=path, updates=self._updates))
 
-    def restore(self, weights: Path, state: Path) -> None:
+    def restore(self, folder: Path) -> None:
         """See `Trainer.restore`. Raises `OSError`, or `UserError` if a file is not of such a trainer or its path is gone."""
         import tinker
 
+        state = folder / STATE
         try:
             stored = msgspec.json.decode(state.read_bytes(), type=StatePath)
         except msgspec.DecodeError as error:

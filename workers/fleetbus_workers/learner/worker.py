@@ -25,7 +25,6 @@ from fleetbus.requests import Requests
 from fleetbus.runtime import Runtime
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import (
-    CheckpointStored,
     EpisodeFinished,
     Heartbeat,
     LineageStarted,
@@ -38,7 +37,8 @@ from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer, TrainingSequence
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, compute_group_metrics
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
-from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS, Checkpoint, prune_checkpoints, write_checkpoint
+from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
+from fleetbus_workers.learner.checkpoints import Checkpoint
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.evaluation import Evaluations
@@ -130,7 +130,14 @@ class Learner:
         self._evaluations = Evaluations(self._requests, success_threshold=configuration.evaluation.success_threshold)
         self._evaluated = set(resume_point.evaluated)
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._pending_checkpoint: Checkpoint | None = None
+        self._checkpoints = CheckpointStorage(
+            self._train,
+            trainer,
+            runtime,
+            folder=self._folder.checkpoints.absolute(),
+            keep=self._settings.keep_checkpoints,
+            is_voided=resume_point.is_voided,
+        )
         self._signal = SignalLog()
 
     async def run(self) -> None:
@@ -148,6 +155,7 @@ class Learner:
         )
         await self._start_lineage()
         async with run_lifecycle(lifecycle, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
+            self._tasks = group
             group.start_soon(control.run)
             group.start_soon(self._follow_results)
             group.start_soon(self._train.watch)
@@ -162,8 +170,7 @@ class Learner:
         """Restore, announce the lineage, take over the open requests, publish the first version."""
         resume_point = self._resume_point
         if resume_point.checkpoint_path is not None:
-            path = resume_point.checkpoint_path
-            await self._runtime.offload(self._trainer.restore, path / WEIGHTS, path / STATE)
+            await self._runtime.offload(self._trainer.restore, resume_point.checkpoint_path)
         started = LineageStarted(
             lineage=self._lineage,
             worker=self._name,
@@ -190,8 +197,8 @@ class Learner:
                 await run_until_drained(self._drain, self._evaluate, name, self._configuration.episode.temperature)
             await self._train_batch()
         if self._drain.is_set() and self._step < self._settings.steps:
-            if self._pending_checkpoint is not None:
-                await self._store_checkpoint(self._pending_checkpoint)
+            if self._settings.checkpoint_at_stop:
+                await self._checkpoints.store()
             log.info("drained", step=self._step)
             return
         await self._finish_training()
@@ -205,6 +212,7 @@ class Learner:
         return name if wanted and name not in self._evaluated else None
 
     async def _finish_training(self) -> None:
+        await self._checkpoints.store()
         await retry_while_disk_full(self._runtime, self._trainer.save_model, self._folder.model)
         if self._configuration.evaluation.episodes:
             await run_until_drained(self._drain, self._evaluate_end)
@@ -316,8 +324,8 @@ class Learner:
             groups = self._pool.take(self._settings.groups, self._step)
             if groups:
                 return groups
-            if self._requests.full and self._pending_checkpoint is not None:
-                await self._store_checkpoint(self._pending_checkpoint)  # the log is trimmed up to a checkpoint only
+            if self._requests.full and self._checkpoints.pending is not None:
+                await self._checkpoints.store()  # the log is trimmed up to a checkpoint only
             with anyio.move_on_after(FULL_CHECK_SECONDS):
                 await run_until_drained(self._drain, self._pool.changed.wait)
         return []
@@ -326,7 +334,7 @@ class Learner:
         """The step goes to the log before the version that it made; a checkpoint holds what the log says by then."""
         self._step += 1
         trained, excluded = self._pool.settle(groups)
-        self._pending_checkpoint = checkpoint = Checkpoint(
+        self._checkpoints.pending = Checkpoint(
             lineage=self._lineage,
             step=self._step,
             version=self._publication.version + 1,
@@ -350,30 +358,13 @@ class Learner:
         self._signal.record_step(done, self._bus.now_ns())
         await self._publish_version()
         self._counters["steps"] += 1
-        if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps or self._drain.is_set():
-            await self._store_checkpoint(checkpoint)
+        if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
+            await self._checkpoints.start(self._tasks)
 
     async def _publish_version(self) -> None:
         started = anyio.current_time()
         self._pool.record_version(await self._publication.publish(self._step), self._step)
         self._counters["seconds_publish"] += anyio.current_time() - started
-
-    async def _store_checkpoint(self, checkpoint: Checkpoint) -> None:
-        started = anyio.current_time()
-        folder = self._folder.checkpoints.absolute()
-        path: Path = await retry_while_disk_full(self._runtime, write_checkpoint, folder, checkpoint, self._trainer)
-        await self._train.append(
-            CheckpointStored(
-                lineage=checkpoint.lineage,
-                step=checkpoint.step,
-                version=checkpoint.version,
-                file=str(path),
-                floor=checkpoint.floor,
-            )
-        )
-        await self._runtime.offload(prune_checkpoints, folder, self._settings.keep_checkpoints, self._resume_point.is_voided)
-        self._pending_checkpoint = None
-        self._counters["seconds_checkpoint"] += anyio.current_time() - started
 
     def _build_heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -383,7 +374,7 @@ class Learner:
             in_flight=len(self._pool),
             policy_version=self._publication.version,
             draining=self._drain.is_set(),
-            counters=dict(self._counters) | {"step": float(self._step)},
+            counters=dict(self._counters) | {"step": float(self._step), "seconds_checkpoint": self._checkpoints.seconds},
         )
 
 

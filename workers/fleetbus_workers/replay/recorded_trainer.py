@@ -19,6 +19,7 @@ from fleetbus.episodes import decode_entries
 from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
 from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.checkpoints import STATE
 from fleetbus_workers.learner.leaves import Leaf, list_leaves
 from fleetbus_workers.replay.compare import Found
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
@@ -75,10 +76,10 @@ class RecordedTrainer:
     def save_model(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save_state(self, file: Path) -> None:
-        file.touch()
+    def start_checkpoint(self, folder: Path) -> None:
+        (folder / STATE).touch()
 
-    def restore(self, weights: Path, state: Path) -> None:
+    def restore(self, folder: Path) -> None:
         """There is no state to restore."""
 
     def _find_differences(self, sequence: TrainingSequence) -> Iterator[Found]:

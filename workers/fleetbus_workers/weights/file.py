@@ -6,11 +6,12 @@ that engines without torch can name `WeightsRejected`. Nothing here ever returns
 
 from __future__ import annotations
 
-import errno
 import hashlib
+import json
+import math
 import os
-import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -41,25 +42,63 @@ def unique_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
     """Write ``tensors`` to ``file`` as safetensors and return the manifest, one entry per tensor written, in their order.
 
-    Tied tensors are written once, under their first name. A reader of ``file`` finds the old content, nothing, or all of
-    it: a temporary file in the same folder is written, synced and renamed. Raises `OSError`.
+    Tied tensors are written once, under their first name. Otherwise as `stream_weights`.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    stored = unique_tensors(tensors)
+    layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()]
+    return stream_weights(file, layout, stored.items())
 
-    stored = {name: _copy_if_shared(tensor.detach().cpu().contiguous()) for name, tensor in unique_tensors(tensors).items()}
+
+def stream_weights(
+    file: Path,
+    layout: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[TensorEntry, ...]:
+    """Write a safetensors file tensor by tensor, hashing each as it is written, and return the manifest in the order of
+    ``layout`` (names, shapes, types). ``tensors`` come in any order, and no more than one is held.
+
+    A reader of ``file`` finds the old content, nothing, or all of it: a temporary file in the same folder is written, synced
+    and renamed. Raises `OSError`, or `ValueError` if ``tensors`` are not those of ``layout``.
+    """
+    header, offsets = _build_header(layout)
+    hashes: dict[str, str] = {}
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     try:
-        save_file(stored, temporary, metadata={"format": "pt"})
-        fsync_path(temporary, os.O_RDWR)
+        with temporary.open("wb") as output:
+            output.write(header)
+            for name, tensor in tensors:
+                content = _view_bytes(tensor)
+                if (offset := offsets.get(name)) is None or offset[1] - offset[0] != len(content):
+                    raise ValueError(f"{file}: {name} is not what was announced")
+                output.seek(len(header) + offset[0])
+                output.write(content)
+                hashes[name] = hashlib.sha256(content).hexdigest()
+            if missing := offsets.keys() - hashes.keys():
+                raise ValueError(f"{file}: {len(missing)} tensors never came: {min(missing)}")
+            output.flush()
+            os.fsync(output.fileno())
         os.replace(temporary, file)
-    except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(found[1]) if found else errno.EIO, f"{file}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     fsync_path(file.parent, os.O_RDONLY)
-    return tuple(_build_entry(name, tensor) for name, tensor in stored.items())
+    names = _map_dtype_names()
+    return tuple(TensorEntry(name=name, shape=shape, dtype=names[dtype], sha256=hashes[name]) for name, shape, dtype in layout)
+
+
+def _build_header(layout: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """A safetensors file's beginning, and where the bytes of each tensor stand behind it. Larger types stand first, so that
+    each tensor is aligned to its own."""
+    names = _map_dtype_names()
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, shape, dtype in sorted(layout, key=lambda each: (-each[2].itemsize, each[0])):
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        offsets[name] = (start, end)
+        described[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    content = json.dumps(described, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    return struct.pack("<Q", len(content)) + content, offsets
 
 
 def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
@@ -109,22 +148,15 @@ def check_names(what: str, found: set[str], expected: set[str]) -> None:
             raise WeightsRejected(f"{what}: {kind} {len(names)} of {len(expected)} tensors: {listed}")
 
 
-def _copy_if_shared(tensor: torch.Tensor) -> torch.Tensor:
-    """Safetensors refuses tensors that share memory, as slices of one larger tensor do."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _build_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(
-        name=name, shape=tuple(tensor.shape), dtype=_map_dtype_names()[tensor.dtype], sha256=_hash_tensor(tensor)
-    )
-
-
 def _hash_tensor(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(_view_bytes(tensor)).hexdigest()
+
+
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, copied only if it is not on the CPU or not contiguous."""
     import torch
 
-    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]  # arrays are buffers; typed so from Python 3.12 on
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _map_dtype_names() -> dict[torch.dtype, str]:

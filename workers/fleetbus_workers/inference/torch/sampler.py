@@ -30,6 +30,7 @@ from fleetbus_workers.inference.torch.kv_cache import PrefixCache
 from fleetbus_workers.inference.torch.sampling import PENALTIES
 from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
 from fleetbus_workers.weights.file import WeightsRejected, check_names, read_weights
+from fleetbus_workers.weights.names import convert_to_memory, has_other_names
 
 if TYPE_CHECKING:
     from fleetbus_workers.images.processing import ImageProcessor
@@ -84,6 +85,7 @@ class TorchSampler:
             model = _open_model(folder, device, dtype)
             self._max_model_len = min(max_model_len, _read_max_positions(model, max_model_len))
             self._runner, self._image_encoder = _runner(model, slots, self._max_model_len, fused), None
+        self._model = model
         self._prefix_cache = PrefixCache(histories=cached_histories, prompts=cached_prompts, limit_bytes=cache_bytes)
         self._engine: Engine | None = None
         self._room = anyio.Semaphore(slots + max_waiting)
@@ -179,6 +181,8 @@ class TorchSampler:
     def _prepare(self, policy: PolicyPublished) -> Any:
         tensors = read_weights(policy.uri, policy.manifest)
         shapes = self._runner.shapes
+        if has_other_names(self._model) and tensors.keys() != shapes.keys():
+            tensors = convert_to_memory(self._model, tensors)
         check_names(policy.uri, set(tensors), set(shapes))
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name]:

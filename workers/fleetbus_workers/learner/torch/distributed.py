@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleetbus_schemas import TensorEntry
-from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
 
@@ -31,17 +31,17 @@ class LeaderTrainer:
         self._broadcast_call("save_model", folder)
         self._trainer.save_model(folder)
 
-    def save_state(self, file: Path) -> None:
-        self._broadcast_call("save_state", file)
-        self._trainer.save_state(file)
+    def start_checkpoint(self, folder: Path) -> FinishWriting:
+        self._broadcast_call("start_checkpoint", folder)
+        return self._trainer.start_checkpoint(folder)
 
-    def restore(self, weights: Path, state: Path) -> None:
-        self._broadcast_call("restore", weights, state)
-        self._trainer.restore(weights, state)
+    def restore(self, folder: Path) -> None:
+        self._broadcast_call("restore", folder)
+        self._trainer.restore(folder)
 
     def close(self) -> None:
         self._trainer.shards.broadcast(None)
-        self._trainer.shards.close()
+        self._trainer.close()
 
     def _broadcast_call(self, name: str, *arguments: object, **named: object) -> None:
         self._trainer.shards.broadcast((name, arguments, named))
@@ -52,4 +52,4 @@ def run_follower(trainer: TorchTrainer) -> None:
     while (call := trainer.shards.broadcast()) is not None:
         name, arguments, named = call
         getattr(trainer, name)(*arguments, **named)
-    trainer.shards.close()
+    trainer.close()

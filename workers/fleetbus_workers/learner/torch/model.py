@@ -5,8 +5,10 @@ Engines know nothing of adapters or shards: what leaves here are whole tensors u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,30 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fleetbus.config.settings import TrainerSettings
 from fleetbus.errors import UserError
+from fleetbus_schemas import TensorEntry
 from fleetbus_workers.images.model_folder import has_vision
+from fleetbus_workers.learner.torch.published import PublishedTensors
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
-from fleetbus_workers.learner.torch.sharding import gather_tensor, shard_like
+from fleetbus_workers.learner.torch.sharded_loading import load_sharded
+from fleetbus_workers.learner.torch.sharding import Shards
+from fleetbus_workers.weights.file import stream_weights
 
 _ADAPTER = "default"
 
 
-def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.device) -> PreTrainedModel:
-    """The causal language model of a folder, or its image-text model, without dropout; raises `UserError`."""
+def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.device, shards: Shards) -> PreTrainedModel:
+    """The causal language model of a folder, or its image-text model, without dropout; raises `UserError`. With several
+    processes each loads its shard alone."""
     kind = AutoModelForImageTextToText if settings.images else AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": getattr(torch, settings.dtype)}
+    if settings.trainer.attention != "auto":
+        options["attn_implementation"] = settings.trainer.attention
     try:
-        model = kind.from_pretrained(folder, dtype=getattr(torch, settings.dtype), local_files_only=True)
-    except (OSError, ValueError) as error:
+        if shards.world > 1:
+            model = load_sharded(kind, folder, device, shard=shards.shard, options=options)
+        else:
+            model = kind.from_pretrained(folder, local_files_only=True, **options)
+    except (OSError, ValueError, ImportError) as error:
         if not settings.images and has_vision(folder):
             raise UserError(f"{folder} contains an image-text model: set environment.images = true to train it") from error
         raise UserError(f"{folder} contains no model that transformers can load: {error}") from error
@@ -82,33 +95,41 @@ def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
             parameter.requires_grad_(".lora_" in name)
 
 
-def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights under the names of the folder's model: gathered from all shards, adapters merged into what they adapt."""
-    deltas = {
-        f"{name}.weight": delta for name, module in model.named_modules() if (delta := _compute_delta(module)) is not None
-    }
-    found = {}
-    for name, tensor in _iterate_tensors(model):
+def write_model_weights(
+    model: PreTrainedModel, file: Path, shards: Shards, dtype: torch.dtype | None = None
+) -> tuple[TensorEntry, ...]:
+    """Write the weights under the names of the folder's files, floating point ones in ``dtype`` if that is given: adapters
+    merged into what they adapt, gathered tensor by tensor on the leader's CPU. Every process has to ask; the others return ().
+
+    Raises `OSError` (on the leader, after all tensors were gathered: the others do not wait for ever).
+    """
+    adapted = {f"{name}.weight": module for name, module in model.named_modules() if _has_adapter(module)}
+    tensors, source = {}, {}
+    for name, tensor in iterate_tensors(model):
         plain = name.replace(".base_layer.", ".")
-        gathered = gather_tensor(tensor.detach())
-        found[plain] = gathered + deltas[plain].to(gathered.dtype) if plain in deltas else gathered
-    return found
+        published = dtype if dtype is not None and tensor.is_floating_point() else None
+        tensors[plain] = torch.empty(tensor.shape, dtype=published or tensor.dtype, device="meta")
+        source[plain] = partial(_gather_merged, shards, tensor, adapted.get(plain), published)
+    published_tensors = PublishedTensors(model, tensors)
+    gathered = published_tensors.gather(source, shards)
+    if shards.rank:
+        deque(gathered, maxlen=0)
+        return ()
+    try:
+        return stream_weights(file, published_tensors.layout, gathered)
+    finally:
+        deque(gathered, maxlen=0)  # what is left when the disk is full: the others are in the same collectives
 
 
-def gather_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights of the adapters, gathered."""
-    return {name: gather_tensor(parameter.detach()).cpu() for name, parameter in model.named_parameters() if ".lora_" in name}
+def _gather_merged(shards: Shards, tensor: torch.Tensor, adapter: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    if adapter is None:
+        return shards.gather_to_leader(tensor, dtype)
+    whole = shards.gather_to_leader(tensor)
+    delta = _compute_delta(adapter)
+    return (whole + delta.to("cpu", whole.dtype)).to(dtype or whole.dtype) if shards.rank == 0 else whole
 
 
-def copy_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole tensors into the parameters of these names, sharded where they are."""
-    with torch.no_grad():
-        for name, tensor in _iterate_tensors(model, adapters=True):
-            if name in tensors:
-                tensor.copy_(shard_like(tensors[name].to(tensor.dtype), tensor))
-
-
-def _iterate_tensors(model: PreTrainedModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_tensors(model: PreTrainedModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and the buffers that are saved, tied ones once under their first name."""
     saved = model.state_dict()
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -120,11 +141,13 @@ def _iterate_tensors(model: PreTrainedModel, *, adapters: bool = False) -> Itera
             yield name, tensor
 
 
-def _compute_delta(module: Any) -> torch.Tensor | None:
+def _has_adapter(module: Any) -> bool:
+    return hasattr(module, "lora_A") and _ADAPTER in module.lora_A
+
+
+def _compute_delta(module: Any) -> torch.Tensor:
     """What an adapted linear layer adds to its weight."""
-    if not hasattr(module, "lora_A") or _ADAPTER not in module.lora_A:
-        return None
     with torch.no_grad():
-        down, up = gather_tensor(module.lora_A[_ADAPTER].weight), gather_tensor(module.lora_B[_ADAPTER].weight)
+        down, up = module.lora_A[_ADAPTER].weight, module.lora_B[_ADAPTER].weight
         delta: torch.Tensor = (up.float() @ down.float()) * module.scaling[_ADAPTER]
     return delta.T if getattr(module, "fan_in_fan_out", False) else delta

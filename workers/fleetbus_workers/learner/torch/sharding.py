@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 COLLECTIVE_TIMEOUT = timedelta(days=14)
@@ -32,6 +32,9 @@ class Shards:
         self._mesh = mesh
         self.world = mesh.size() if mesh is not None else 1
         self.rank = mesh.get_rank() if mesh is not None else 0
+        self.background = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if mesh is not None else None
+        """For what threads beside the training agree on; None: there is one process."""
+        self._cpu_mesh = mesh if mesh is None or device.type == "cpu" else init_device_mesh("cpu", (self.world,))
 
     def shard(self, model: PreTrainedModel) -> None:
         """Shard a model that is whole, layer by layer; its parameters become `DTensor`s."""
@@ -61,12 +64,41 @@ class Shards:
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def merge_across(self, own: dict[int, T]) -> dict[int, T]:
-        """The entries of all processes."""
+        """The entries of all processes; tensors arrive on the CPU."""
         if self._mesh is None:
             return own
         found: list[Any] = [None] * self.world
+        own = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own.items()}  # type: ignore[misc]
         dist.all_gather_object(found, own)
         return {key: value for part in found for key, value in part.items()}
+
+    def gather_to_leader(self, tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """All of a tensor on the leader's CPU, in ``dtype`` if that is given; an empty one on the others. Every process has to
+        ask, and none but the leader ever holds more than its shard."""
+        tensor = tensor.detach()
+        if not hasattr(tensor, "full_tensor"):
+            return tensor.to("cpu", dtype) if self.rank == 0 else torch.empty(0)
+        own: torch.Tensor = tensor.to_local()
+        rows = -(-tensor.shape[0] // self.world)  # the last ones may hold fewer, or none
+        if len(own) < rows or (dtype is not None and own.dtype != dtype):
+            padded = own.new_zeros((rows, *own.shape[1:]), dtype=dtype or own.dtype)
+            padded[: len(own)] = own
+            own = padded
+        whole = own.new_empty((rows * self.world, *own.shape[1:])) if self.rank == 0 else None
+        dist.gather(own.contiguous(), None if whole is None else list(whole.chunk(self.world)), dst=0)
+        return torch.empty(0) if whole is None else whole[: tensor.shape[0]].cpu()
+
+    def copy_to_cpu(self, tensor: Any) -> torch.Tensor:
+        """A copy in the CPU's memory of what this process holds; sharded as ``tensor`` is."""
+        if not hasattr(tensor, "full_tensor"):
+            copied: torch.Tensor = tensor.detach().to("cpu", copy=True)
+            return copied
+        from torch.distributed.tensor import DTensor
+
+        own = tensor.detach().to_local().to("cpu", copy=True)
+        return DTensor.from_local(
+            own, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
 
     def broadcast(self, message: object = None) -> Any:
         """The leader's message; the others wait for it."""
@@ -74,6 +106,11 @@ class Shards:
         if self._mesh is not None:
             dist.broadcast_object_list(carried, src=0)
         return carried[0]
+
+    def enter_thread(self) -> None:
+        """Call before anything else in each thread: which GPU is the current one is a thread's own affair."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def close(self) -> None:
         if self._mesh is not None and dist.is_initialized():
@@ -93,10 +130,10 @@ def init_shards(device: torch.device) -> Shards:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return Shards(device, None)
-    from torch.distributed.device_mesh import init_device_mesh
-
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        # Objects travel over gloo: pickled tensors of a GPU would all arrive on the sender's device number.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     return Shards(device, init_device_mesh(device.type, (world,)))
 
 
@@ -111,16 +148,18 @@ def resolve_device(name: str) -> torch.device:
 
 
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor; every process has to ask."""
+    """All of a sharded tensor, on every process; every process has to ask. For small ones: see `Shards.gather_to_leader`."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
-def shard_like(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """A whole tensor, sharded like ``parameter``; every process has to give the same."""
-    if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
+def copy_into(parameter: Any, tensor: torch.Tensor) -> None:
+    """Copy a whole tensor into ``parameter``, of which every process takes its own rows; nothing is sent."""
+    if not hasattr(parameter, "full_tensor"):
+        parameter.copy_(tensor)
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sharded: torch.Tensor = distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return sharded
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    own = tensor[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
+    parameter.to_local().copy_(own)

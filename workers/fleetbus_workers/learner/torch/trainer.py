@@ -20,17 +20,16 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from fleetbus.core.corrections import KL_ESTIMATORS, kl_penalty
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
-from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
 from fleetbus_workers.learner.torch import model as models
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches, truncate_sequence
+from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.forward import (
     Inputs,
     Scores,
@@ -43,8 +42,7 @@ from fleetbus_workers.learner.torch.forward import (
 )
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
-from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device, shard_like
-from fleetbus_workers.weights.file import unique_tensors, write_weights
+from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 
 if TYPE_CHECKING:
     from fleetbus_workers.learner.torch.images import TrainingImages
@@ -83,7 +81,8 @@ class TorchTrainer:
         self.shards = init_shards(device)
         self._folder = folder
         self._updates = 0
-        self._model = models.load_model(folder, self.settings, device)
+        self._writing: FinishWriting | None = None
+        self._model = models.load_model(folder, self.settings, device, self.shards)
         self._detect_capabilities()
         self._images = self._open_images()
         self._reference = self._load_reference(device)
@@ -91,7 +90,6 @@ class TorchTrainer:
             models.add_adapters(self._model, self.settings.trainer)
         if self.settings.trainer.gradient_checkpointing:
             models.enable_gradient_checkpointing(self._model)
-        self.shards.shard(self._model)
         self._optimizer = torch.optim.AdamW(
             [parameter for parameter in self._model.parameters() if parameter.requires_grad],
             lr=self.settings.learner.learning_rate,
@@ -103,6 +101,7 @@ class TorchTrainer:
         """See `Trainer.train`. Further metrics: ``ratio_mean``, ``kl`` (k3, to the sampler), ``learning_rate``,
         ``skipped_updates`` (their gradient was not finite), ``tokens_cut`` (beyond ``max_tokens``) and ``seconds``."""
         started = time.perf_counter()
+        self.shards.enter_thread()
         if not batch or any(sequence.loss_mask[0] for sequence in batch):
             raise ValueError("a batch needs sequences, and none may begin with a sampled token")
         if self._images is None and any(sequence.images for sequence in batch):
@@ -133,96 +132,85 @@ class TorchTrainer:
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `Trainer.save_weights`. Raises `OSError`."""
-        tensors = self._gather_weights()
-        if self._publishes_rounded:
-            # Tied weights are found by their memory, which a copy would not share.
-            tensors = {name: _round(tensor) for name, tensor in unique_tensors(tensors).items()}
-        return write_weights(file, tensors) if self.shards.rank == 0 else ()
+        self.shards.enter_thread()
+        dtype = torch.bfloat16 if self._publishes_rounded else None
+        return models.write_model_weights(self._model, file, self.shards, dtype)
 
     def save_model(self, folder: Path) -> None:
         """See `Trainer.save_model`: the model's files, and copies of what lay beside them where it was loaded from."""
-        tensors = self._gather_weights() if self._is_wrapped else None
-        if self.shards.rank != 0:
-            return
+        self.shards.enter_thread()
         folder.mkdir(parents=True, exist_ok=True)
-        for file in self._folder.iterdir():
-            if file.suffix in _COMPANIONS and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
-        transformers_logging.disable_progress_bar()
-        if tensors is None:
-            self._model.save_pretrained(folder)
-            return
-        plain = models.load_model(self._folder, self.settings, torch.device("cpu"))
-        models.copy_weights(plain, tensors)
-        plain.save_pretrained(folder)
-
-    def save_state(self, file: Path) -> None:
-        """See `Trainer.save_state`: the optimizer's, adapters, and the number of updates. No random numbers are drawn.
-
-        One process and several write the same, so a run may continue with another number of them."""
-        optimizer = self._optimizer.state_dict()
-        optimizer["state"] = {
-            index: {
-                name: gather_tensor(value).cpu() if isinstance(value, torch.Tensor) else value for name, value in values.items()
-            }
-            for index, values in optimizer["state"].items()
-        }
-        state: dict[str, Any] = {"optimizer": optimizer, "updates": self._updates}
-        if self.settings.trainer.lora_rank:
-            state["adapters"] = models.gather_adapters(self._model)
-        elif self._publishes_rounded:
-            state["weights"] = {name: tensor.cpu() for name, tensor in models.gather_weights(self._model).items()}
         if self.shards.rank == 0:
-            torch.save(state, file)
+            for file in self._folder.iterdir():
+                if file.suffix in _COMPANIONS and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, folder / file.name)
+            self._model.config.save_pretrained(folder)
+        models.write_model_weights(self._model, folder / SAFE_WEIGHTS_NAME, self.shards)
 
-    def restore(self, weights: Path, state: Path) -> None:
-        """See `Trainer.restore`. Raises `OSError` or, when the names or shapes are not this model's, `UserError`."""
-        stored = torch.load(state, weights_only=True)
-        if self.settings.trainer.lora_rank:
-            self._restore_adapters(state, stored.get("adapters", {}))
-        else:
-            self._restore_weights(weights)
-            models.copy_weights(self._model, stored.get("weights", {}))
-        own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        for index, values in stored["optimizer"]["state"].items():
-            for name, value in values.items():
-                values[name] = shard_like(value, own[index]) if name != "step" else value
-        self._optimizer.load_state_dict(stored["optimizer"])
-        self._updates = int(stored["updates"])
+    def start_checkpoint(self, folder: Path) -> FinishWriting:
+        """See `Trainer.start_checkpoint`: the weights as they are trained (with adapters: those alone), the optimizer's state
+        and the number of updates, each process its own shards. No random numbers are drawn, so there are none to keep."""
+        self.shards.enter_thread()
+        self.finish_checkpoint()
+        state = self._collect_state()
+        state["updates"] = torch.tensor(self._updates)
+        self._writing = start_writing(folder, state, self.shards)
+        return self.finish_checkpoint
 
-    def _restore_weights(self, weights: Path) -> None:
+    def close(self) -> None:
+        """Wait for what is being written, and leave the other processes."""
         try:
-            tensors = load_file(weights)
-            if self._is_wrapped:
-                models.copy_weights(self._model, tensors)
-                return
-            missing, unexpected = self._model.load_state_dict(tensors, strict=False)
-        except (RuntimeError, SafetensorError) as error:
-            raise UserError(f"{weights} does not fit the model of {self._folder}: {error}") from error
-        own = self._model.state_dict()
-        stored = {own[name].data_ptr() for name in tensors if name in own}
-        if unexpected or any(own[name].data_ptr() not in stored for name in missing):
-            raise UserError(f"{weights} does not fit the model of {self._folder}: missing {missing}, unknown {unexpected}")
+            self.finish_checkpoint()
+        finally:
+            self.shards.close()
 
-    def _restore_adapters(self, state: Path, tensors: dict[str, torch.Tensor]) -> None:
-        own = {name: parameter.shape for name, parameter in self._model.named_parameters() if ".lora_" in name}
-        if {name: tensor.shape for name, tensor in tensors.items()} != own:
-            wanted = self.settings.trainer
-            raise UserError(f"{state} contains no adapters of rank {wanted.lora_rank} for {wanted.lora_target_modules}")
-        models.copy_weights(self._model, tensors)
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises `OSError`."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing()
 
-    @property
-    def _is_wrapped(self) -> bool:
-        """True if the model's own state is not what an engine loads."""
-        return self.shards.world > 1 or self.settings.trainer.lora_rank > 0
+    def restore(self, folder: Path) -> None:
+        """See `Trainer.restore`. Raises `OSError` or, when the names or shapes are not this model's, `UserError`."""
+        self.shards.enter_thread()
+        for parameter in self._list_trained():
+            if not self._optimizer.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self._optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+        state = self._collect_state() | {"updates": torch.tensor(0)}
+        with torch.no_grad():
+            read_into(folder, state, self.shards)
+        self._updates = int(state["updates"])
+        if not self._updates:
+            self._optimizer.state.clear()
+
+    def _collect_state(self) -> dict[str, torch.Tensor]:
+        """Every tensor that training changes, by name: the same for any number of processes. Before the first update the
+        optimizer's are zeros."""
+        adapted = self.settings.trainer.lora_rank > 0
+        tensors = {
+            name: tensor.detach()
+            for name, tensor in models.iterate_tensors(self._model, adapters=True)
+            if not adapted or tensor.requires_grad
+        }
+        state = {f"weights.{name}": tensor for name, tensor in tensors.items()}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                known = self._optimizer.state.get(parameter) or {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+                state |= {f"optimizer.{key}.{name}": value.detach() for key, value in known.items()}
+        return state
+
+    def _list_trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @property
     def _publishes_rounded(self) -> bool:
         """True if what is published is less precise than what is trained."""
         return self.settings.trainer.published_dtype == "bfloat16" and self.settings.dtype == "float32"
-
-    def _gather_weights(self) -> dict[str, torch.Tensor]:
-        return models.gather_weights(self._model) if self._is_wrapped else self._model.state_dict()
 
     def _detect_capabilities(self) -> None:
         """Detect what the model supports (packing, prefix sharing, plain head) before it is sharded or wrapped."""
@@ -247,9 +235,7 @@ class TorchTrainer:
             return None
         if self.settings.trainer.lora_rank:
             return self._model
-        reference = models.load_model(self._folder, self.settings, device).requires_grad_(False)
-        self.shards.shard(reference)
-        return reference
+        return models.load_model(self._folder, self.settings, device, self.shards).requires_grad_(False)
 
     def _set_learning_rate(self, progress: float) -> float:
         passed = min(max(progress, 0.0), 1.0)
@@ -333,8 +319,7 @@ class TorchTrainer:
             if loss.requires_grad:
                 # Shards average their gradients; the loss is a sum over all micro-batches.
                 torch.autograd.backward(loss if self.shards.world == 1 else loss * (self.shards.world if counts else 0.0))
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        norm = gather_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.settings.learner.max_grad_norm)).item()
+        norm = gather_tensor(torch.nn.utils.clip_grad_norm_(self._list_trained(), self.settings.learner.max_grad_norm)).item()
         if math.isfinite(norm):
             self._optimizer.step()
             self._updates += 1
@@ -393,10 +378,6 @@ class TorchTrainer:
             (True, [index for index, still in enumerate(idle) if not still]),
             (False, [index for index, still in enumerate(idle) if still]),
         )
-
-
-def _round(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def _concatenate(known: list[torch.Tensor] | None, batch: MicroBatch) -> torch.Tensor | None:
