@@ -257,8 +257,8 @@ def build_row(name: str, template: ChatTemplate) -> str:
 
 
 def test_the_table_in_the_docs_is_what_the_templates_do(templates: dict[str, ChatTemplate]) -> None:
-    head = "| template | tools rendered | calls parsed as | per response | earlier reasoning | three turns |\n|---|---|---|---|---|---|"
-    table = "\n".join([head, *(build_row(name, template) for name, template in templates.items())])
+    head = "| template | tools rendered | calls parsed as | per response | earlier reasoning | three turns |"
+    table = "\n".join([head, "|---|---|---|---|---|---|", *(build_row(name, template) for name, template in templates.items())])
     file = ROOT / "docs" / "templates.md"
     text = file.read_text()
     assert text.split("<!-- templates -->\n")[1].split("\n<!-- end -->")[0] == table, f"{file} should have:\n{table}"
