@@ -68,7 +68,7 @@ async def test_bodies_that_trickle_in_hold_no_place_among_the_calls() -> None:
 
 
 async def test_a_body_that_does_not_come_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.gateway.request_body.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("fleetbus_workers.serving.request_body.BODY_SECONDS", 0.2)
     head = b"POST /call HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
     async with serve_gym(Handler()) as wire, await anyio.connect_tcp("127.0.0.1", port_of(wire)) as stream:
         await stream.send(head)

@@ -26,7 +26,7 @@ HANDSHAKE = (
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pings every second, and answers within one."""
-    monkeypatch.setattr("fleetbus_workers.gateway.serve.PING_SECONDS", 1.0)
+    monkeypatch.setattr("fleetbus_workers.serving.serve.PING_SECONDS", 1.0)
     monkeypatch.setattr("fleetbus_workers.serving.web_sockets.END_SECONDS", 0.5)
 
 
@@ -113,7 +113,7 @@ async def test_a_client_that_takes_no_answers_loses_its_connection_and_its_slot(
 
 
 async def test_a_client_that_takes_nothing_is_cut_before_any_ping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.gateway.serve.PING_SECONDS", 600.0)
+    monkeypatch.setattr("fleetbus_workers.serving.serve.PING_SECONDS", 600.0)
     bounds = Bounds(send_seconds=0.5)
     async with (
         gateway(slots=1, bounds=bounds) as here,

@@ -280,7 +280,7 @@ async def test_named_sessions_have_a_limit() -> None:
 
 
 async def test_a_body_that_does_not_come_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.gateway.request_body.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("fleetbus_workers.serving.request_body.BODY_SECONDS", 0.2)
     head = b"POST /mcp HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
     async with gateway() as here, await anyio.connect_tcp("127.0.0.1", int(here.url.rpartition(":")[2])) as stream:
         await stream.send(head)

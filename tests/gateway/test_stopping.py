@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed
 from fleetbus.client.sessions import sessions
 from fleetbus_workers.gateway.gym_service import GymService
 from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-from fleetbus_workers.gateway.serve import serve
+from fleetbus_workers.serving.serve import serve
 from fleetbus_workers.serving.listeners import bind
 from tests.support.gym_service import Handler, Wire
 from tests.support.openenv_gateway import gateway
@@ -22,7 +22,7 @@ from tests.support.openenv_gateway import gateway
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.gateway.serve.GRACE_SECONDS", 1)
+    monkeypatch.setattr("fleetbus_workers.serving.serve.GRACE_SECONDS", 1)
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -178,8 +178,8 @@ def _build_gateway_work(host: str, port: int, application: Callable[[Entered, Bu
     from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
     from fleetbus_schemas import Heartbeat, Subjects
     from fleetbus_workers.gateway.images import InMemoryImageStore, build_image_loader
-    from fleetbus_workers.gateway.serve import serve
     from fleetbus_workers.serving.listeners import bind, format_host
+    from fleetbus_workers.serving.serve import serve
     from fleetbus_workers.weights.store import get_object_store
 
     if in_process:

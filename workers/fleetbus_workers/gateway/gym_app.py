@@ -23,8 +23,8 @@ from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
 from fleetbus_workers.gateway.gym_methods import Answer, CallRefused, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request, WireError, read_request, write_answer
-from fleetbus_workers.gateway.request_body import MAX_BYTES, BodyRefused, read_body
 from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
+from fleetbus_workers.serving.request_body import MAX_BYTES, BodyRefused, read_body
 
 SERVICE = "gym-env-service"
 SWEEP_SECONDS = 5.0

@@ -42,8 +42,8 @@ from fleetbus_workers.gateway.openenv_rpc import (
     read_text,
 )
 from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions, close_episode
-from fleetbus_workers.gateway.request_body import BodyRefused, read_body
 from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
+from fleetbus_workers.serving.request_body import BodyRefused, read_body
 
 MAX_NAME_CHARACTERS = 100
 """Room for the number of an environment in the names of sessions on the bus."""
