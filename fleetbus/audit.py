@@ -19,7 +19,7 @@ from fleetbus_schemas import MalformedMessage, Subjects
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.stored import STORED
 
-_MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "policy", "train")}
+_MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "policy", "train", "floor")}
 """What an audit looks into, by the kind of subject."""
 
 

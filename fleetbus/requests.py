@@ -9,14 +9,16 @@ import hashlib
 from collections.abc import Callable
 
 import anyio
+import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.core.claims import build_result_without_attempt
+from fleetbus.core.claims import EpisodeState, build_result_without_attempt
 from fleetbus.episodes import RETRY_SECONDS, read_episode_state, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
-from fleetbus_schemas import EpisodeFinished, EpisodeRequested, SamplingSettings, Split, Subjects, Task, encode
+from fleetbus.floor import read_floor
+from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
 UNANSWERED = "unanswered"
@@ -37,6 +39,8 @@ class Requests:
         self._configuration = configuration
         self._worker = worker
         self._open: dict[str, tuple[EpisodeRequested, int]] = {}
+        self._next_sequence = 0
+        """The first log position at which what is made now can stand, as far as is known."""
         self.full = False
         """True while new work waits for room in the log."""
 
@@ -45,6 +49,7 @@ class Requests:
         while True:
             try:
                 used, limit = await self._bus.usage()
+                self._next_sequence = await self._bus.last_sequence() + 1
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", reason=str(unanswered))
             else:
@@ -69,7 +74,7 @@ class Requests:
         pinned: bool = False,
         temperature: float | None = None,
     ) -> EpisodeRequested:
-        """A request as the configuration wants it; ``temperature`` overrides the one of training."""
+        """A request as the configuration wants it, made after `wait_for_room`; ``temperature`` overrides that of training."""
         episode, run = self._configuration.episode, self._configuration.run
         seed = hashlib.blake2b(f"{run.seed}/{episode_id}".encode(), digest_size=7).digest()
         return EpisodeRequested(
@@ -97,6 +102,7 @@ class Requests:
             lineage=lineage,
             policy_version=version,
             group_size=group_size,
+            earliest_sequence=self._next_sequence,
         )
 
     async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
@@ -105,15 +111,19 @@ class Requests:
         Returns its sequence, and its result if it has one: a learner that was replaced may have asked for it long ago.
         """
         subject = self._subjects.task(self._configuration.run.pool, request.episode_id)
-        payload = encode(request, subject=subject)
         self.track(request, _UNKNOWN)  # its result may be read before it is known to be stored
+        is_refused = True
         while True:
+            payload = encode(request, subject=subject)
             try:
                 sequence, result = await self._publish_or_read_back(subject, payload, request.episode_id)
                 break
             except (LogFull, PublishUnanswered, RequestUnanswered) as error:
                 log.warning("request publish failed; retrying", episode=request.episode_id, reason=str(error))
+                is_refused = is_refused and isinstance(error, LogFull)
                 await anyio.sleep(RETRY_SECONDS)
+                if is_refused and request.earliest_sequence:  # no copy of it is on its way, so it is as good as made now
+                    request = msgspec.structs.replace(request, earliest_sequence=await self._find_next_sequence(request))
         if result is not None:
             self.mark_answered(request.episode_id)
         elif request.episode_id in self._open:
@@ -128,6 +138,12 @@ class Requests:
             if stored is None:
                 raise RequestUnanswered(f"{subject}: the replica of the log that answered does not have it yet") from None
             return stored.sequence, (await read_episode_state(self._bus, self._subjects, episode_id)).result
+
+    async def _find_next_sequence(self, request: EpisodeRequested) -> int:
+        try:
+            return await self._bus.last_sequence() + 1
+        except RequestUnanswered:
+            return request.earliest_sequence
 
     def track(self, request: EpisodeRequested, sequence: int) -> None:
         """Watch a request until `mark_answered`."""
@@ -157,14 +173,19 @@ class Requests:
             self.mark_answered(request.episode_id)
             found(episode_state.result)
             return
-        result = build_result_without_attempt(
-            request,
-            sequence,
-            episode_state,
-            worker=self._worker,
-            outcome="timeout",
-            error_class=UNANSWERED,
-            error="the deadline passed and no worker stored a result",
-        )
+        if not episode_state.last_sequence and sequence < (await read_floor(self._bus, self._subjects)).sequence:
+            log.error("result left the log before it was read; counting the episode as lost", episode=request.episode_id)
+            self.mark_answered(request.episode_id)
+            found(self._build_result(request, sequence, episode_state, "lost", "trimmed", "its result has left the log"))
+            return
+        error = "the deadline passed and no worker stored a result"
+        result = self._build_result(request, sequence, episode_state, "timeout", UNANSWERED, error)
         if await store_result(self._bus, self._subjects, result, expected_last=episode_state.last_sequence) != "superseded":
             self.mark_answered(request.episode_id)
+
+    def _build_result(
+        self, request: EpisodeRequested, sequence: int, state: EpisodeState, outcome: Outcome, error_class: str, error: str
+    ) -> EpisodeFinished:
+        return build_result_without_attempt(
+            request, sequence, state, worker=self._worker, outcome=outcome, error_class=error_class, error=error
+        )

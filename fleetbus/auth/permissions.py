@@ -221,7 +221,7 @@ def _build_learner_rights(run: _RunSubjects) -> Rights:
 
 def _build_recorder_rights(run: _RunSubjects) -> Rights:
     """Removes what is archived. It needs the names of all consumers to know how far they got."""
-    keeping = _api(f"CONSUMER.LIST.{run.log}", f"STREAM.PURGE.{run.log}")
+    keeping = (*_api(f"CONSUMER.LIST.{run.log}", f"STREAM.PURGE.{run.log}"), *_needs(run.subjects.floor))
     return run.allow_worker_reports("recorder", *keeping, *run.lane("recorder"), *run.read())
 
 

@@ -146,6 +146,12 @@ class Bus(Protocol):
         """The last entry on one literal subject of any stream of the run, or None. Like `history` it sees what this connection
         has stored on the subject, and what a compare-and-set of its own was refused for."""
 
+    async def last_of_each(self, subjects: Sequence[str]) -> list[StreamEntry]:
+        """The last entries on literal subjects of the log, all as of one state of it; subjects without entries are missing."""
+
+    async def list_subjects(self, subject: str) -> list[str]:
+        """The subjects of the log that match one with wildcards and have entries, in no order."""
+
     async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
         """All entries on the given literal subjects, merged by sequence (batched direct gets)."""
 

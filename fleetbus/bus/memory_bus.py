@@ -112,6 +112,17 @@ class MemoryBus:
         found = self._read_subject(self._stream_of((subject,)), subject)
         return found[-1] if found else None
 
+    async def last_of_each(self, subjects: Sequence[str]) -> list[StreamEntry]:
+        await self._wait_for_server("last of each")
+        stream = self._stream_of(subjects)
+        end = self._find_end(stream, subjects[-1])
+        found = [entry for subject in dict.fromkeys(subjects) for entry in stream.on_subject(subject) if entry.sequence <= end]
+        return list({entry.subject: entry for entry in found}.values())
+
+    async def list_subjects(self, subject: str) -> list[str]:
+        await self._wait_for_server("subjects")
+        return self._server.stream(self._log).list_subjects(matcher(subject))
+
     async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
         await self._wait_for_server("history")
         stream = self._stream_of(subjects)

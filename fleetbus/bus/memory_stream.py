@@ -67,6 +67,10 @@ class MemoryStream:
         """All entries on a literal subject in order."""
         return [entry for sequence in self._by_subject.get(subject, ()) if (entry := self.get(sequence)) is not None]
 
+    def list_subjects(self, matches: Matcher) -> list[str]:
+        """Matching subjects that have entries."""
+        return [subject for subject in self._by_subject if matches(subject)]
+
     def find_matches(self, matches: Matcher) -> Iterator[int]:
         """Sequences of all entries whose subject matches."""
         return (entry.sequence for entry in self._entries if entry is not None and matches(entry.subject))
@@ -90,6 +94,8 @@ class MemoryStream:
             if entry is not None and (matches is None or matches(entry.subject)):
                 self._entries[sequence - 1] = None
                 self._by_subject[entry.subject].remove(sequence)
+                if not self._by_subject[entry.subject]:
+                    del self._by_subject[entry.subject]
                 self.size_bytes -= self._sizes.pop(sequence)
 
     def last_on(self, subject: str) -> int:

@@ -96,14 +96,17 @@ class SessionClient:
 
         Refusals that name a mistake of the caller's are returned as they are.
         """
-        refusal = "no worker answers"
+        refusal, is_unanswered = "no worker answers", False
         with anyio.move_on_after(timeout) as scope:
             avoid: set[str] = set()
             while True:
                 worker = self._workers.get(call.session) or await self._locate_worker(call.session, avoid)
                 worker = worker or await self._choose_worker(avoid)
+                if call.call == "open" and not is_unanswered:  # no worker has it yet, so it is made anew
+                    call = msgspec.structs.replace(call, earliest_sequence=await self._find_next_sequence())
                 answer = await self._ask(worker, call, until=scope.deadline)
                 if answer is None:
+                    is_unanswered = True
                     self._forget_worker(call.session, worker)
                     avoid.add(worker)
                     continue
@@ -117,6 +120,15 @@ class SessionClient:
                 else:
                     await anyio.sleep(RETRY_SECONDS)
         raise SessionUnavailable(f"session {call.session}: no answer to {call.call} within {timeout:g} s: {refusal}")
+
+    async def _find_next_sequence(self) -> int:
+        """The first log position at which what is made now can stand."""
+        while True:
+            try:
+                return await self.bus.last_sequence() + 1
+            except RequestUnanswered as unanswered:
+                log.warning("log read failed; retrying", reason=str(unanswered))
+                await anyio.sleep(RETRY_SECONDS)
 
     def session(self, name: str = "", *, timeout: float = 300.0) -> Session:
         """A session that is not open yet; no request is sent. Its name is generated unless given."""

@@ -1,17 +1,20 @@
 """The audit: a fold of the whole log, entry by entry, into books that balance or findings that say where they do not. Pure.
 
 Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice in the lineage
-that survived; no action that was never asked for. Memory grows with episodes, not with messages. Above it is the reader
-`fleetbus.audit`; it must never believe a message over the position of another.
+that survived; no action that was never asked for. Memory grows with the episodes above the floor. Above it is the
+reader `fleetbus.audit`; it must never believe a message over the position of another.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
+from fleetbus.core.audit_closed import ClosedBooks, count_attempts
 from fleetbus.core.audit_episode import EpisodeAudit
 from fleetbus.core.audit_findings import Attempts, Books, Findings, Report
 from fleetbus.core.audit_training import Settled, TrainingAudit
+from fleetbus.core.floor import NO_FLOOR, merge_floors, refuses_request
 from fleetbus_schemas import (
     GRADED,
     Action,
@@ -20,6 +23,7 @@ from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,
     EpisodeRequested,
+    FloorRaised,
     LineageStarted,
     Message,
     Observation,
@@ -27,6 +31,9 @@ from fleetbus_schemas import (
     StepTrained,
     TrainingFinished,
 )
+
+MAX_VERSIONS = 1 << 14
+"""Newest versions of a policy that are known one by one."""
 
 EpisodeMessage = EpisodeRequested | AttemptStarted | AttemptReleased | Observation | Action | EpisodeFinished
 
@@ -38,8 +45,11 @@ class Audit:
         self._findings = Findings()
         self._episodes: dict[str, EpisodeAudit] = {}
         self._training: dict[str, TrainingAudit] = {}
-        self._versions: dict[str, set[int]] = {}
+        self._versions: dict[str, _Versions] = {}
         self._counts: Counter[str] = Counter()
+        self._closed = ClosedBooks()
+        self._floor = NO_FLOOR
+        self._refused: set[str] = set()
         self._last_sequence = 0
 
     @property
@@ -68,6 +78,8 @@ class Audit:
                 self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._findings)
             case TrainingFinished():
                 self._get_training(tokens[-1]).on_end(sequence, message, self._findings)
+            case FloorRaised():
+                self._raise_floor(sequence, message)
             case EpisodeRequested() | AttemptStarted() | AttemptReleased() | Observation() | Action() | EpisodeFinished():
                 self._enter_episode(sequence, tokens, message)
 
@@ -79,16 +91,10 @@ class Audit:
     def report(self) -> Report:
         """The books as of the last entry."""
         findings = self._findings
-        settled = Settled()
-        void: Counter[str] = Counter()
-        for book in self._training.values():
-            counted = book.list_settlements(findings)
-            void += book.void(counted)
-            for settlement in counted:
-                settled.add(settlement, findings)
-        self._check_settled(settled)
-        self._check_unsettled(settled)
-        books = self._build_books(settled, void.total())
+        settled = self._collect_settled(findings)
+        self._check_settled(settled, settled.ids())
+        self._check_unsettled(settled, self._episodes.values())
+        books = self._build_books(settled)
         if books.requested != books.accounted:
             findings.add("books_open", f"{books.requested} requested, {books.accounted} accounted for")
         return Report(
@@ -97,14 +103,60 @@ class Audit:
             malformed=self._counts["malformed"],
             books=books,
             attempts=self._count_attempts(),
-            outcomes=dict(Counter(episode.outcome for episode in self._episodes.values() if episode.outcome is not None)),
+            outcomes=dict(
+                self._closed.outcomes
+                + Counter(episode.outcome for episode in self._episodes.values() if episode.outcome is not None)
+            ),
             observations=self._counts["observations"],
             actions=self._counts["actions"],
             versions=sum(map(len, self._versions.values())),
             steps=self._counts["steps"],
             lineages=tuple(lineage for book in self._training.values() for lineage in book.lineages),
             findings=findings.list_found(),
+            refused=self._counts["refused"],
         )
+
+    def _raise_floor(self, sequence: int, raised: FloorRaised) -> None:
+        """Everything below it has to be settled, and is counted for good."""
+        floor = self._floor = merge_floors(raised, self._floor)
+        passed = [episode for episode in self._episodes.values() if 0 < episode.requested < floor.sequence]
+        if not passed:
+            return
+        settled = self._collect_settled(self._findings)
+        self._check_settled(settled, [episode.episode_id for episode in passed if episode.episode_id in settled.sequences])
+        self._check_unsettled(settled, passed)
+        for episode in passed:
+            is_settled = episode.episode_id in settled.sequences
+            by_learner = episode.split == "train" and bool(episode.lineage)
+            if not is_settled and (by_learner or episode.outcome is None):
+                self._findings.add("floor_unsettled", episode.episode_id, sequence)
+            self._closed.add(episode, is_settled=is_settled)
+            del self._episodes[episode.episode_id]
+        closed = {episode.episode_id for episode in passed}
+        for book in self._training.values():
+            book.close(closed, self._findings)
+        for versions in self._versions.values():
+            versions.forget_old()
+
+    def _collect_settled(self, findings: Findings) -> Settled:
+        settled = Settled()
+        for book in self._training.values():
+            for settlement in book.list_settlements(findings):
+                settled.add(settlement, findings)
+        return settled
+
+    def _is_refused(self, message: EpisodeMessage) -> bool:
+        """Whether the floor refuses an entry of an episode that is not open, and may have been."""
+        match message:
+            case EpisodeRequested():
+                if message.episode_id not in self._episodes and refuses_request(self._floor, message):
+                    self._refused.add(message.episode_id)
+                    return True
+                return False
+            case Action() | AttemptReleased():
+                return self._floor.sequence > 0
+            case _:
+                return 0 < message.request_sequence < self._floor.sequence or message.episode_id in self._refused
 
     def _enter_episode(self, sequence: int, tokens: list[str], message: EpisodeMessage) -> None:
         findings = self._findings
@@ -112,6 +164,9 @@ class Audit:
             findings.add("misfiled", tokens[-1], sequence)
             return
         episode = self._episodes.get(message.episode_id)
+        if (episode is None or isinstance(message, EpisodeRequested)) and self._is_refused(message):
+            self._counts["refused"] += 1
+            return
         if episode is None:
             episode = self._episodes[message.episode_id] = EpisodeAudit(episode_id=message.episode_id)
             if not isinstance(message, EpisodeRequested):
@@ -134,7 +189,7 @@ class Audit:
                 episode.on_action(sequence, tokens[3], message, self._versions.get(episode.policy, ()), findings)
 
     def _publish(self, sequence: int, name: str, published: PolicyPublished) -> None:
-        versions = self._versions.setdefault(name, set())
+        versions = self._versions.setdefault(name, _Versions())
         if published.version in versions:
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
         versions.add(published.version)
@@ -142,30 +197,34 @@ class Audit:
     def _get_training(self, name: str) -> TrainingAudit:
         return self._training.setdefault(name, TrainingAudit())
 
-    def _check_settled(self, settled: Settled) -> None:
-        for episode_id in settled.trained.keys() & settled.excluded.keys():
-            self._findings.add("trained_and_excluded", episode_id, settled.trained[episode_id])
-        for episode_id in settled.ids():
+    def _check_settled(self, settled: Settled, ids: Iterable[str]) -> None:
+        for episode_id in ids:
+            if episode_id in settled.trained and episode_id in settled.excluded:
+                self._findings.add("trained_and_excluded", episode_id, settled.trained[episode_id])
             episode = self._episodes.get(episode_id)
             if episode is None or not episode.requested:
                 self._findings.add("never_requested", episode_id, settled.trained.get(episode_id, 0))
             elif episode.split == "eval":
                 self._findings.add("evaluation_settled", episode_id, settled.trained.get(episode_id, 0))
-        for episode_id, sequence in settled.trained.items():
-            episode = self._episodes.get(episode_id)
-            graded = episode is not None and episode.outcome in GRADED and episode.result_sequence < sequence
-            if not graded:
-                self._findings.add("trained_without_result", episode_id, sequence)
+            if (sequence := settled.trained.get(episode_id)) is not None:
+                graded = episode is not None and episode.outcome in GRADED and episode.result_sequence < sequence
+                if not graded:
+                    self._findings.add("trained_without_result", episode_id, sequence)
 
-    def _check_unsettled(self, settled: Settled) -> None:
+    def _check_unsettled(self, settled: Settled, episodes: Iterable[EpisodeAudit]) -> None:
         asked: dict[str, list[EpisodeAudit]] = {}
-        for episode in self._episodes.values():
+        for episode in episodes:
             if episode.requested and episode.split == "train" and episode.lineage:
                 asked.setdefault(episode.policy, []).append(episode)
         for name, training in self._training.items():
             training.check_unsettled(asked.get(name, []), settled, self._findings)
 
-    def _build_books(self, settled: Settled, void: int) -> Books:
+    def _build_books(self, settled: Settled) -> Books:
+        void = abandoned = 0
+        for book in self._training.values():
+            trained, gone = book.count_void(book.list_settlements(self._findings))
+            void, abandoned = void + trained, abandoned + gone
+        closed = self._closed
         requested = [episode for episode in self._episodes.values() if episode.requested]
         evaluation = sum(episode.split == "eval" and episode.outcome is not None for episode in requested)
         ids = set(settled.ids())
@@ -175,30 +234,51 @@ class Audit:
             if episode.episode_id not in ids and not (episode.split == "eval" and episode.outcome is not None)
         )
         return Books(
-            requested=len(requested),
+            requested=len(requested) + closed.requested,
             trained=settled.trainings,
             excluded=dict(sorted(settled.exclusions.items())),
-            evaluation=evaluation,
+            evaluation=evaluation + closed.evaluation,
             waiting=places["waiting"],
             running=places["running"],
-            finished=places["finished"],
+            finished=places["finished"] + closed.finished,
             void=void,
+            abandoned=abandoned,
         )
 
     def _count_attempts(self) -> Attempts:
-        """A claim is finished when a result ended it, superseded when another followed without a goodbye."""
-        episodes = self._episodes.values()
-        started = sum(episode.attempts for episode in episodes)
-        released = sum(episode.released for episode in episodes)
-        finished = sum(episode.holding and episode.result_sequence > 0 for episode in episodes)
-        in_flight = sum(episode.holding and not episode.result_sequence for episode in episodes)
+        counts = count_attempts(self._episodes.values()) + self._closed.attempts
+        ended = counts["finished"] + counts["released"] + counts["in_flight"]
         return Attempts(
-            started=started,
-            finished=finished,
-            released=released,
-            superseded=started - finished - released - in_flight,
-            in_flight=in_flight,
+            started=counts["started"],
+            finished=counts["finished"],
+            released=counts["released"],
+            superseded=counts["started"] - ended,
+            in_flight=counts["in_flight"],
         )
+
+
+class _Versions:
+    """Published versions of one policy, of which old ones are known by being below the newest."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._oldest = 0
+        self._forgotten = 0
+
+    def __contains__(self, version: object) -> bool:
+        return version in self._known or (isinstance(version, int) and 0 <= version < self._oldest)
+
+    def __len__(self) -> int:
+        return len(self._known) + self._forgotten
+
+    def add(self, version: int) -> None:
+        self._known.add(version)
+
+    def forget_old(self) -> None:
+        if len(self._known) > 2 * MAX_VERSIONS:
+            kept = sorted(self._known)[-MAX_VERSIONS:]
+            self._forgotten += len(self._known) - len(kept)
+            self._known, self._oldest = set(kept), kept[0]
 
 
 def _classify(episode: EpisodeAudit) -> str:

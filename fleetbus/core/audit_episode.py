@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 import numpy as np
@@ -102,7 +102,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         if not self.result_sequence:
             self.hashes[attempt, observation.turn] = observation.history_hash
 
-    def on_action(self, sequence: int, lane: str, action: Action, published: Collection[int], findings: Findings) -> None:
+    def on_action(self, sequence: int, lane: str, action: Action, published: Container[int], findings: Findings) -> None:
         """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
         if not self.observed.get(action.attempt, 0) & _turn_bit(action.turn):
             findings.add("action_unobserved", self.episode_id, sequence)

@@ -11,7 +11,7 @@ KINDS: dict[str, str] = {
     "entries_missing": "positions of the log without an entry in the log or the archive",
     "misfiled": "entries whose episode is not that of their subject",
     "requested_twice": "episodes with more than one request",
-    "never_requested": "episodes that were claimed, finished or settled without a request",
+    "never_requested": "episodes that were claimed, finished or settled without a request, or after they were settled for good",
     "claim_out_of_order": "claims whose attempt does not follow the one before",
     "claim_after_result": "claims on episodes that had a result",
     "release_not_newest": "releases by an attempt that did not hold the episode",
@@ -41,6 +41,7 @@ KINDS: dict[str, str] = {
     "excluded_without_reason": "episodes excluded without a reason",
     "trained_without_result": "episodes trained without a graded result before",
     "below_floor_unsettled": "episodes below the floor of a checkpoint that were neither trained nor excluded by then",
+    "floor_unsettled": "episodes that the floor of the log has passed before they were settled or, without a learner, finished",
     "finished_unsettled": "episodes of whole groups that were neither trained nor excluded when training finished",
     "evaluation_settled": "evaluation episodes that training consumed",
     "digest_missing": "steps without digests of what they trained, so that the log does not prove it",
@@ -97,7 +98,8 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     """Every request in exactly one place: requested = trained + excluded + evaluation + in flight.
 
     In flight are ``waiting`` (no worker has claimed it), ``running`` and ``finished`` (it has a result that training has not
-    settled). ``void`` were trained by a lineage that was cut, and are counted elsewhere by what became of them.
+    settled). ``void`` were trained by a lineage that was cut, and are counted elsewhere by what became of them; ``abandoned``
+    were settled for good before their lineage was cut, and are nowhere else.
     """
 
     requested: int = 0
@@ -108,6 +110,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     finished: int = 0
     void: int = 0
+    abandoned: int = 0
 
     @property
     def in_flight(self) -> int:
@@ -115,7 +118,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accounted(self) -> int:
-        return self.trained + sum(self.excluded.values()) + self.evaluation + self.in_flight
+        return self.trained + sum(self.excluded.values()) + self.evaluation + self.abandoned + self.in_flight
 
 
 class Attempts(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +148,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lineages: tuple[str, ...]
     findings: tuple[Finding, ...]
     proven: int | None = None
+    refused: int = 0
+    """Entries below the floor of the log, which change nothing."""
 
     @property
     def balanced(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -17,9 +17,15 @@ from fleetbus.core.audit_findings import Findings
 from fleetbus.core.lineage import compute_surviving_steps, is_surviving
 from fleetbus_schemas import CheckpointStored, Exclusion, LineageStarted, StepTrained, TrainingFinished
 
+MAX_SETTLEMENTS = 4096
+"""Steps that are told apart; those before are known by their sums once they are settled for good."""
+
+MAX_CHECKPOINTS = 4096
+
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry that settled episodes: a step, or the end of training."""
+    """One entry that settled episodes: a step, or the end of training. ``closed_trained`` and ``closed_excluded``, by reason,
+    are those that the floor has passed: they are known by their number alone."""
 
     sequence: int
     lineage: str
@@ -27,6 +33,22 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     episodes: tuple[str, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     end: bool = False
+    closed_trained: int = 0
+    closed_excluded: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def close(self, closed: Collection[str]) -> Settlement:
+        """The same after the floor has passed the episodes ``closed``."""
+        left = tuple(episode for episode in self.episodes if episode not in closed)
+        reasons = Counter(each.reason or "(none)" for each in self.excluded if each.episode_id in closed)
+        if len(left) == len(self.episodes) and not reasons:
+            return self
+        return msgspec.structs.replace(
+            self,
+            episodes=left,
+            excluded=tuple(each for each in self.excluded if each.episode_id not in closed),
+            closed_trained=self.closed_trained + len(self.episodes) - len(left),
+            closed_excluded=dict(Counter(self.closed_excluded) + reasons),
+        )
 
 
 class TrainingAudit:
@@ -36,6 +58,9 @@ class TrainingAudit:
         self._lineages: list[LineageStarted] = []
         self._settlements: list[Settlement] = []
         self._checkpoints: list[tuple[int, CheckpointStored]] = []
+        self._closed_void = 0
+        self._first_step = 1
+        """That of the first settlement which is not merged with others."""
 
     @property
     def lineages(self) -> tuple[str, ...]:
@@ -55,7 +80,7 @@ class TrainingAudit:
 
     def on_checkpoint(self, sequence: int, stored: CheckpointStored, findings: Findings) -> None:
         self._check_author(sequence, stored.lineage, stored.step, findings)
-        self._checkpoints.append((sequence, stored))
+        self._checkpoints = [*self._checkpoints[-MAX_CHECKPOINTS:], (sequence, stored)]
 
     def on_step(self, sequence: int, entry: StepTrained, findings: Findings) -> None:
         self._check_author(sequence, entry.lineage, entry.step, findings)
@@ -80,15 +105,42 @@ class TrainingAudit:
         newest = self._lineages[-1].lineage if self._lineages else ""
         counted = [each for each in self._settlements if self._counts(each, surviving, newest)]
         steps = [each for each in counted if not each.end]
-        for expected, each in enumerate(steps, start=1):
+        for expected, each in enumerate(steps, start=self._first_step):
             if each.step != expected:
                 findings.add("step_out_of_order", f"{each.lineage}/{each.step}", each.sequence)
         return counted
 
-    def void(self, counted: list[Settlement]) -> Counter[str]:
-        """Episodes trained by steps that do not count, and how often."""
+    def count_void(self, counted: list[Settlement]) -> tuple[int, int]:
+        """Episodes trained by steps that do not count, and how many of all that those settled were settled for good."""
         kept = {each.sequence for each in counted}
-        return Counter(episode for each in self._settlements if each.sequence not in kept for episode in each.episodes)
+        void = [each for each in self._settlements if each.sequence not in kept]
+        abandoned = sum(each.closed_trained + sum(each.closed_excluded.values()) for each in void)
+        return self._closed_void + sum(len(each.episodes) + each.closed_trained for each in void), abandoned
+
+    def close(self, closed: Collection[str], findings: Findings) -> None:
+        """The floor has passed these episodes: forget them, and what is left of old steps but its sums."""
+        counted = {each.sequence for each in self.list_settlements(findings)}
+        for index, each in enumerate(self._settlements):
+            stripped = each.close(closed)
+            if stripped is not each and each.sequence not in counted:  # they count elsewhere
+                self._closed_void += stripped.closed_trained - each.closed_trained
+                stripped = msgspec.structs.replace(
+                    stripped, closed_trained=each.closed_trained, closed_excluded=each.closed_excluded
+                )
+            self._settlements[index] = stripped
+        while len(self._settlements) > MAX_SETTLEMENTS and not any(
+            each.episodes or each.excluded or each.end for each in self._settlements[:2]
+        ):
+            first, second = self._settlements[:2]
+            if first.lineage == second.lineage and first.step >= second.step:
+                break
+            merged = msgspec.structs.replace(
+                second,
+                closed_trained=first.closed_trained + second.closed_trained,
+                closed_excluded=dict(Counter(first.closed_excluded) + Counter(second.closed_excluded)),
+            )
+            self._settlements[:2] = [merged]
+            self._first_step = merged.step
 
     def check_unsettled(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
         """Of ``episodes``, which learners asked for here, those have to be settled that no learner will read again."""
@@ -140,6 +192,8 @@ class Settled:
         self.exclusions: Counter[str] = Counter()
 
     def add(self, settlement: Settlement, findings: Findings) -> None:
+        self.trainings += settlement.closed_trained
+        self.exclusions.update(settlement.closed_excluded)
         for episode in settlement.episodes:
             self.trainings += 1
             if episode in self.trained:

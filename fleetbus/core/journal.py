@@ -95,12 +95,12 @@ def read_journal(entries: Iterable[tuple[int, JournalEntry]]) -> Journal:
 
 
 def is_same_call(left: SessionCall, right: SessionCall) -> bool:
-    """Whether two calls under one key ask for the same: how long the caller waits, and the position, do not count."""
+    """Whether two calls under one key ask for the same: how long the caller waits, and positions, do not count."""
     return _strip_position(left) == _strip_position(right)
 
 
 def _strip_position(call: SessionCall) -> SessionCall:
-    return msgspec.structs.replace(call, wait_seconds=0.0, number=-1)
+    return msgspec.structs.replace(call, wait_seconds=0.0, number=-1, earliest_sequence=0)
 
 
 def build_refusal(call: SessionCall, refusal: SessionRefusal, error: str) -> SessionAnswer:

@@ -20,6 +20,15 @@ def lineage_number(name: str) -> int:
     return int(found[1]) if found else 0
 
 
+def complete_lineages(lineages: list[LineageStarted], lineage: str) -> list[LineageStarted]:
+    """With the beginning of a lineage that the log no longer holds, of which it holds an entry: it comes before all others."""
+    if any(started.lineage == lineage for started in lineages):
+        return lineages
+    missing = [started for started in lineages if not started.worker] + [LineageStarted(lineage=lineage, worker="")]
+    known = [started for started in lineages if started.worker]
+    return sorted(missing, key=lambda started: lineage_number(started.lineage)) + known
+
+
 def compute_surviving_steps(lineages: Sequence[LineageStarted]) -> dict[str, float]:
     """The last step of each lineage that counts: the newest has no limit, each parent ends where its child began."""
     if not lineages:

@@ -1,19 +1,37 @@
-"""Which observations and actions of the log are no longer needed: a fold of the log for trimming. Pure.
+"""Which entries of the log are no longer needed: a fold of the log for trimming. Pure.
 
 An episode is settled when training consumed or excluded it by a step that the newest surviving checkpoint covers, so that a
 learner that resumes there never asks for it; an episode that no learner trains (an evaluation, or asked for by somebody else),
-when it has a result. Everything else is kept.
+when it has a result. What is settled leaves with all that comes before it; what a learner may begin from stays.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
 
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
-from fleetbus_schemas import CheckpointStored, EpisodeFinished, EpisodeRequested, LineageStarted, Message, StepTrained
+from fleetbus.core.floor import NO_FLOOR, find_group_number, refuses_request
+from fleetbus.core.lineage import complete_lineages, compute_surviving_steps, is_surviving
+from fleetbus_schemas import (
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeRequested,
+    FloorRaised,
+    LineageStarted,
+    Message,
+    PolicyPublished,
+    StepTrained,
+)
 
 CONTENT = frozenset({"obs", "act"})
-"""Kinds of subjects that are trimmed; everything else stays in the log for good."""
+"""Kinds of subjects that are trimmed without a floor: an empty one of them makes nothing happen twice."""
+
+KEPT_CHECKPOINTS = 16
+"""Checkpoints that the log names, newest last, with all that was trained since: a learner begins at one of them."""
+
+KEPT_VERSIONS = 16
+"""Versions from before the floor: an episode above it may have been sampled from one of them."""
 
 
 class _Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,22 +46,34 @@ class _Training:
     def __init__(self) -> None:
         self._lineages: list[LineageStarted] = []
         self._steps: list[_Step] = []
+        self._checkpoints: list[tuple[int, CheckpointStored]] = []
+        self.first_open_group = 0
+        """No learner asks for a group below it, except of those that the log holds unsettled."""
+
+    def find_first_needed(self) -> int:
+        """Where a learner has to read its book from; 0: all of it."""
+        return self._checkpoints[0][0] if len(self._checkpoints) == KEPT_CHECKPOINTS else 0
 
     def on_lineage(self, started: LineageStarted) -> None:
         """What the lineage before trained after its parent step is void: those episodes will be asked for again."""
         self._lineages.append(started)
         surviving = compute_surviving_steps(self._lineages)
         self._steps = [step for step in self._steps if is_surviving(surviving, step.lineage, step.step)]
+        self._checkpoints = [each for each in self._checkpoints if is_surviving(surviving, each[1].lineage, each[1].step)]
 
     def on_step(self, step: StepTrained) -> None:
+        self._lineages = complete_lineages(self._lineages, step.lineage)
         ids = step.episodes + tuple(exclusion.episode_id for exclusion in step.excluded)
         self._steps.append(_Step(lineage=step.lineage, step=step.step, episodes=ids))
 
-    def on_checkpoint(self, checkpoint: CheckpointStored) -> list[str]:
+    def on_checkpoint(self, sequence: int, checkpoint: CheckpointStored) -> list[str]:
         """The episodes that are settled from now on."""
+        self._lineages = complete_lineages(self._lineages, checkpoint.lineage)
         surviving = compute_surviving_steps(self._lineages)
         if not is_surviving(surviving, checkpoint.lineage, checkpoint.step):
             return []
+        self._checkpoints = [*self._checkpoints[1 - KEPT_CHECKPOINTS :], (sequence, checkpoint)]
+        self.first_open_group = max(self.first_open_group, checkpoint.first_open_group)
         covered = [step for step in self._steps if self._covers(checkpoint, step, surviving)]
         self._steps = [step for step in self._steps if step not in covered]
         return [episode for step in covered for episode in step.episodes]
@@ -52,53 +82,118 @@ class _Training:
         return step.step <= checkpoint.step and is_surviving(surviving, step.lineage, step.step)
 
 
+class _OpenEpisode(msgspec.Struct, kw_only=True):
+    """``number`` is the lowest by which its request could be refused; ``content`` where its first observation or action stands,
+    negative while there is none: then behind its request."""
+
+    number: int
+    content: int
+    policy: str = ""
+    group: int = 0
+    by_learner: bool = True
+
+
 class Retention:
     """Enter every entry of the log in order; memory grows with the episodes that are not settled."""
 
     def __init__(self) -> None:
-        self._first_content: dict[str, int] = {}
-        self._untrained_by_learner: set[str] = set()
+        self._open: dict[str, _OpenEpisode] = {}
         self._training: dict[str, _Training] = {}
+        self._groups: dict[str, dict[int, int]] = {}
+        """By policy of every group that is not below the floor its first request."""
+        self._versions: dict[str, list[int]] = {}
+        self.floor: FloorRaised = NO_FLOOR
+        """As the log has it."""
 
     def __len__(self) -> int:
         """Episodes that are requested and not settled."""
-        return len(self._first_content)
+        return len(self._open)
 
     def enter(self, sequence: int, subject: str, message: Message | None) -> None:
-        """One entry; ``message`` is needed for requests, results and training entries only."""
+        """One entry; ``message`` is needed for everything but observations, actions and claims."""
         tokens = subject.split(".")
         if tokens[2] in CONTENT:
-            if self._first_content.get(tokens[-1], 0) < 0:
-                self._first_content[tokens[-1]] = sequence
+            found = self._open.get(tokens[-1])
+            if found is not None and found.content < 0:
+                found.content = sequence
             return
         match message:
             case EpisodeRequested():
-                self._first_content.setdefault(message.episode_id, -sequence)  # none yet: negative, and where it can begin
-                if message.split == "eval" or not message.lineage:
-                    self._untrained_by_learner.add(message.episode_id)
-            case EpisodeFinished() if message.episode_id in self._untrained_by_learner:
-                self._untrained_by_learner.remove(message.episode_id)
-                self._first_content.pop(message.episode_id, None)
+                self._enter_request(sequence, message)
+            case EpisodeFinished() if (found := self._open.get(message.episode_id)) is not None and not found.by_learner:
+                del self._open[message.episode_id]
             case LineageStarted() if tokens[2] == "train":
                 self._get_training(tokens[-1]).on_lineage(message)
             case StepTrained():
                 self._get_training(tokens[-1]).on_step(message)
             case CheckpointStored():
-                for episode in self._get_training(tokens[-1]).on_checkpoint(message):
-                    self._first_content.pop(episode, None)
+                for episode in self._get_training(tokens[-1]).on_checkpoint(sequence, message):
+                    self._open.pop(episode, None)
+            case PolicyPublished():
+                self._versions.setdefault(tokens[-1], []).append(sequence)
+            case FloorRaised():
+                self.floor = message
+
+    def _enter_request(self, sequence: int, request: EpisodeRequested) -> None:
+        if request.episode_id in self._open or refuses_request(self.floor, request):
+            return
+        group = find_group_number(request)
+        number = sequence if group is not None else min(request.earliest_sequence or sequence, sequence)
+        self._open[request.episode_id] = _OpenEpisode(
+            number=number,
+            content=-sequence,
+            policy=request.policy,
+            group=group or 0,
+            by_learner=request.split != "eval" and bool(request.lineage),
+        )
+        if group is not None:
+            self._groups.setdefault(request.policy, {}).setdefault(group, sequence)
 
     def mark_content_skipped(self) -> None:
         """Observations and actions up to here were not entered: what is needed may begin right after its request."""
-        for episode, first in self._first_content.items():
-            self._first_content[episode] = abs(first)
+        for episode in self._open.values():
+            episode.content = abs(episode.content)
 
     def is_settled(self, subject: str) -> bool:
         """True if an entry on this subject of an episode is no longer needed: it is settled, or was never requested."""
-        return subject.rpartition(".")[2] not in self._first_content
+        return subject.rpartition(".")[2] not in self._open
 
     def limit(self, last_sequence: int) -> int:
         """The last sequence, up to ``last_sequence``, before any content that is needed."""
-        return min((first - 1 for first in self._first_content.values() if first > 0), default=last_sequence)
+        return min((episode.content - 1 for episode in self._open.values() if episode.content > 0), default=last_sequence)
+
+    def compute_floor(self, last_sequence: int) -> FloorRaised:
+        """Below which requests, and groups of each policy, everything is settled for good, of all up to ``last_sequence``.
+
+        A group is asked for by its number, so what leaves are whole groups below the first that may be asked for again.
+        """
+        sequence = min((episode.number for episode in self._open.values()), default=last_sequence + 1)
+        groups: dict[str, int] = {}
+        for policy, requested in self._groups.items():
+            mine = (episode.group for episode in self._open.values() if episode.policy == policy and episode.by_learner)
+            first = groups[policy] = min(self._get_training(policy).first_open_group, *mine, 1 << 62)
+            for number in [number for number in requested if number < first]:
+                del requested[number]
+            sequence = min(sequence, *requested.values(), last_sequence + 1)
+        raised = {policy: max(self.floor.groups.get(policy, 0), number) for policy, number in groups.items()}
+        return FloorRaised(
+            sequence=max(self.floor.sequence, min(sequence, last_sequence + 1)), groups={**self.floor.groups, **raised}
+        )
+
+    def find_first_needed(self, kind: str, name: str, floor: int) -> int:
+        """Nobody needs what stands on ``train.<name>`` or ``policy.<name>`` before this sequence, at most ``floor``."""
+        if kind == "train":
+            return min(self._get_training(name).find_first_needed(), floor)
+        versions = self._versions.get(name, [])
+        before = bisect_left(versions, floor)
+        if before < KEPT_VERSIONS:
+            return 0
+        del versions[: before - KEPT_VERSIONS]
+        return versions[0]
+
+    def list_names(self) -> list[tuple[str, str]]:
+        """The kind and name of every ``train.<name>`` and ``policy.<name>`` so far."""
+        return [("train", name) for name in self._training] + [("policy", name) for name in self._versions]
 
     def _get_training(self, name: str) -> _Training:
         return self._training.setdefault(name, _Training())

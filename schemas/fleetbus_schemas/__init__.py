@@ -28,6 +28,7 @@ from fleetbus_schemas.lifecycle import (
 from fleetbus_schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, MalformedMessage, Message, decode, encode
 from fleetbus_schemas.observation import Observation
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry
+from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.segment import NEW_ROOT, EpisodeSegment, SegmentOrigin, SegmentReason
 from fleetbus_schemas.session import (
     SessionAnswer,
@@ -59,6 +60,7 @@ MESSAGES: tuple[type[Message], ...] = (
     CheckpointStored,
     EvaluationFinished,
     TrainingFinished,
+    FloorRaised,
     WorkerStarted,
     WorkerDraining,
     WorkerStopped,
@@ -96,6 +98,7 @@ __all__ = [
     "EvaluationFinished",
     "Exclusion",
     "FinishReason",
+    "FloorRaised",
     "Heartbeat",
     "Image",
     "InvalidName",

@@ -105,6 +105,14 @@ def list_channels() -> tuple[Channel, ...]:
             receivers=("monitor",),
         ),
         Channel(
+            name="floor",
+            address=subjects.floor,
+            about="What has left the log for good. Expects the last entry.",
+            messages=STORED["floor"],
+            senders=("recorder",),
+            receivers=("environment", "learner"),
+        ),
+        Channel(
             name="sessions",
             address=subjects.session("{session}"),
             about="The journal of a step-wise session.",

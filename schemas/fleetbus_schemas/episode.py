@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -69,7 +69,10 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
 
     ``group_size`` episodes share the group id (0: unknown). ``deadline_ns`` is server time (Unix nanoseconds): the episode
     has an outcome by then, whatever happens. ``max_tokens`` bounds what all turns add, in whatever segment.
+    ``earliest_sequence`` is the first log position at which it can stand, as its author knew when it was made (0: unknown).
     """
+
+    grown: ClassVar[bool] = True
 
     episode_id: str
     group_id: str
@@ -85,6 +88,7 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     lineage: str = ""
     policy_version: int = 0
     group_size: int = 0
+    earliest_sequence: int = 0
 
 
 ClaimReason = Literal["fresh", "handed_back", "taken_over"]

@@ -25,7 +25,8 @@ class SessionCall(Message, frozen=True, kw_only=True):
 
     ``number`` is the position of the call in the session, from 0 (-1: whatever comes next). ``task`` goes with ``open``;
     ``seed`` with ``reset`` (None: the task's own); ``text`` and ``tool_calls`` with ``step`` (calls are parsed from the text
-    if none are given). ``wait_seconds`` is how long the caller is willing to queue for a slot.
+    if none are given). ``wait_seconds`` is how long the caller is willing to queue for a slot. ``earliest_sequence`` is the
+    first log position at which a session that this call opens can stand, as its caller knew (0: unknown).
     """
 
     session: str
@@ -37,6 +38,7 @@ class SessionCall(Message, frozen=True, kw_only=True):
     text: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     wait_seconds: float = 0.0
+    earliest_sequence: int = 0
 
 
 class SessionAnswer(Message, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from fleetbus_schemas.lifecycle import WorkerDraining, WorkerFailed, WorkerStart
 from fleetbus_schemas.message import Message
 from fleetbus_schemas.observation import Observation
 from fleetbus_schemas.policy import PolicyPublished
+from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.session import SessionClaimed, SessionEnded, SessionRecorded
 from fleetbus_schemas.training import CheckpointStored, EvaluationFinished, LineageStarted, StepTrained, TrainingFinished
 
@@ -23,6 +24,7 @@ STORED: Mapping[str, tuple[type[Message], ...]] = MappingProxyType(
         "policy": (PolicyPublished, LineageStarted),
         "train": (LineageStarted, StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished),
         "life": (WorkerStarted, WorkerDraining, WorkerStopped, WorkerFailed),
+        "floor": (FloorRaised,),
         "session": (SessionClaimed, SessionRecorded, SessionEnded),
     }
 )

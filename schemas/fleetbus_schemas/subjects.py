@@ -78,6 +78,10 @@ class Subjects:
     def train(self, name: str) -> str:
         return f"{self._log}train.{name}"
 
+    @property
+    def floor(self) -> str:
+        return f"{self._log}floor"
+
     def life(self, role: str, worker: str) -> str:
         return f"{self._log}life.{role}.{worker}"
 

@@ -54,7 +54,11 @@ class StepTrained(Message, frozen=True, kw_only=True):
 
 class CheckpointStored(Message, frozen=True, kw_only=True):
     """A checkpoint that resume may start from: ``file`` is complete and synced when this is published, ``sha256`` (hex)
-    that of its index."""
+    that of its index.
+
+    No learner asks for an episode of a group below ``first_open_group`` any more, except of those that the log holds unsettled.
+    ``restarts`` are the orders of a person that lineages have followed so far: the log may no longer hold their beginnings.
+    """
 
     lineage: str
     step: int
@@ -62,6 +66,8 @@ class CheckpointStored(Message, frozen=True, kw_only=True):
     file: str
     floor: int
     sha256: str = ""
+    first_open_group: int = 0
+    restarts: tuple[str, ...] = ()
 
 
 class EvaluationFinished(Message, frozen=True, kw_only=True):

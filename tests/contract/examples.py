@@ -21,6 +21,7 @@ from fleetbus_schemas import (
     EpisodeSegment,
     EvaluationFinished,
     Exclusion,
+    FloorRaised,
     Heartbeat,
     Image,
     LaneLease,
@@ -94,6 +95,7 @@ SESSION_CALL = SessionCall(
     text="Left.",
     tool_calls=(CALL,),
     wait_seconds=5.0,
+    earliest_sequence=97,
 )
 SESSION_ANSWER = SessionAnswer(
     session="c2f6",
@@ -134,6 +136,7 @@ _EXAMPLES: tuple[Message, ...] = (
         lineage="l0002",
         policy_version=13,
         group_size=8,
+        earliest_sequence=99,
     ),
     AttemptStarted(
         episode_id="s3-g7-k2",
@@ -268,7 +271,16 @@ _EXAMPLES: tuple[Message, ...] = (
         metrics={"loss": -0.01, "grad_norm": 0.5},
         digests=(bytes(range(16)), bytes(range(16, 32))),
     ),
-    CheckpointStored(lineage="l0002", step=13, version=13, file="checkpoints/000013.pt", floor=90, sha256=SHA256),
+    CheckpointStored(
+        lineage="l0002",
+        step=13,
+        version=13,
+        file="checkpoints/000013.pt",
+        floor=90,
+        sha256=SHA256,
+        first_open_group=17,
+        restarts=("10/2",),
+    ),
     EvaluationFinished(
         lineage="l0002",
         step=13,
@@ -286,6 +298,7 @@ _EXAMPLES: tuple[Message, ...] = (
         version=20,
         excluded=(Exclusion(episode_id="s9-g1-k0", reason="stale"),),
     ),
+    FloorRaised(sequence=90, groups={"main": 17}, sessions=88),
     WorkerStarted(role="environment", worker="env-1", slots=8, lane="e3", host="node-4", pid=4711, version="0.1.0"),
     WorkerDraining(role="environment", worker="env-1", in_flight=3),
     WorkerStopped(role="inference", worker="inf-0"),

@@ -18,7 +18,7 @@ from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.declare import declare
-from fleetbus.bus.nats.direct import get_histories, get_last, get_next
+from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.merge import merge_entries, split_filters
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.positions import Positions
@@ -26,7 +26,7 @@ from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import open_reader, scan_histories
-from fleetbus.bus.nats.retention_api import list_floors, purge, read_floor
+from fleetbus.bus.nats.retention_api import list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, lane_stream, log_stream, work_alias
@@ -136,6 +136,12 @@ class NatsBus:
             await anyio.sleep(pause)
             found = await read(self._connection, stream, subjects)
         return found
+
+    async def last_of_each(self, subjects: Sequence[str]) -> list[StreamEntry]:
+        return await get_last_of_each(self._connection, self._stream_of(subjects), subjects)
+
+    async def list_subjects(self, subject: str) -> list[str]:
+        return await list_subjects(self._connection.api, self._log, subject)
 
     async def last_sequence(self) -> int:
         return int((await self._stream_info(self._log))["state"]["last_seq"])

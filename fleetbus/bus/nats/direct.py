@@ -63,6 +63,16 @@ def _parse_answer(subject: str, payload: bytes, headers: bytes | None) -> Stream
     return _parse_entry(payload, headers)
 
 
+async def get_last_of_each(connection: Connection, stream: str, subjects: Sequence[str]) -> list[StreamEntry]:
+    """The last entries on literal subjects; one replica answers for all of them, as of one state of its copy."""
+    question = _encode({"multi_last": [check_subject(subject) for subject in subjects], "batch": len(subjects)})
+    for _ in range(_TRIES):
+        collector = _Collector("")
+        if await _ask_batch(connection, stream, question, collector):
+            return collector.entries
+    raise RequestUnanswered(f"{', '.join(subjects)}: the last entries could not be read")
+
+
 async def get_next(connection: Connection, stream: str, subject: str, start: int) -> StreamEntry | None:
     """The first entry from sequence ``start`` on whose subject matches, None if there is none."""
     question = {"seq": start, "next_by_subj": check_subject(subject)}
@@ -93,9 +103,14 @@ async def _get_batch(connection: Connection, stream: str, collector: _Collector)
         "batch": BATCH_MESSAGES,
         "max_bytes": BATCH_BYTES,
     }
+    return await _ask_batch(connection, stream, _encode(question), collector)
+
+
+async def _ask_batch(connection: Connection, stream: str, question: bytes, collector: _Collector) -> bool:
+    """One batch into ``collector``; False if it was not answered in time."""
     request_mux = connection.request_mux
     reply = request_mux.new_reply()
-    command = publish_command(f"{connection.api.prefix}.DIRECT.GET.{stream}", reply, _encode(question))
+    command = publish_command(f"{connection.api.prefix}.DIRECT.GET.{stream}", reply, question)
     try:
         _, headers = await request_mux.ask(reply, command, timeout=_TRY_SECONDS, take=collector.take)
     except TimeoutError:

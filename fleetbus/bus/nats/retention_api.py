@@ -35,6 +35,19 @@ async def read_floor(api: JetStreamApi, stream: str, consumer: str) -> int:
     return int((await api.ask(f"CONSUMER.INFO.{stream}.{consumer}"))["ack_floor"]["stream_seq"])
 
 
+async def list_subjects(api: JetStreamApi, stream: str, subject: str) -> list[str]:
+    """The subjects with entries that match; the server lists them in pages."""
+    found: set[str] = set()
+    offset = 0
+    while True:
+        answer = await api.ask(f"STREAM.INFO.{stream}", {"subjects_filter": check_subject(subject), "offset": offset})
+        page = answer["state"].get("subjects") or {}
+        found |= page.keys()
+        offset += len(page)
+        if not page or offset >= answer.get("total", 0):
+            return list(found)
+
+
 async def purge(api: JetStreamApi, stream: str, subject: str, below: int) -> None:
     """Remove the entries on a subject (wildcards allowed) with a sequence below this one."""
     if below > 1:

@@ -114,6 +114,10 @@ def _print(report: Report, run: str) -> None:
         print(f"  {report.proven} trained episodes proven to be what was sampled")
     if books.void:
         print(f"  {books.void} trained by an abandoned lineage, and counted elsewhere")
+    if books.abandoned:
+        print(f"  {books.abandoned} settled for good before their lineage was abandoned")
+    if report.refused:
+        print(f"  {report.refused} late entries of what was settled for good, refused")
     if report.malformed:
         print(f"  {report.malformed} malformed entries")
     for finding in report.findings:

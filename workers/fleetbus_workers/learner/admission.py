@@ -10,6 +10,7 @@ import structlog
 
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.capacity import count_admissible_groups
+from fleetbus.core.floor import parse_group_number
 from fleetbus.requests import Requests
 from fleetbus_schemas import EpisodeRequested
 from fleetbus_workers.learner.curriculum import Curriculum
@@ -46,6 +47,11 @@ class Admission:
         self._first_new_group = next_group
         self.next_group = next_group
 
+    @property
+    def first_open_group(self) -> int:
+        """The first group that may still be asked for, in whole or in part."""
+        return min((parse_group_number(group_id) for group_id in self._pool.group_ids), default=self.next_group)
+
     async def take_over(self, requests: Iterable[tuple[int, EpisodeRequested]]) -> None:
         """Requests that are not settled are this lineage's now; groups that were left incomplete are filled up.
 
@@ -54,6 +60,7 @@ class Admission:
         members: defaultdict[str, set[int]] = defaultdict(set)
         settled: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for sequence, request in requests:
+            self.next_group = max(self.next_group, parse_group_number(request.group_id) + 1)
             if not self._pool.register_request(request.episode_id, sequence):
                 settled[request.group_id][request.sample_index] = request.episode_id
                 continue
@@ -62,7 +69,6 @@ class Admission:
             self._requests.track(request, sequence)
             members[request.group_id].add(request.sample_index)
         for group_id, indices in members.items():
-            self.next_group = max(self.next_group, parse_group_number(group_id) + 1)
             missing = set(range(self._pool.size(group_id))) - indices - settled[group_id].keys()
             for episode_id in settled[group_id].values():
                 self._pool.record_settlement(episode_id, group_id)
@@ -136,8 +142,3 @@ class Admission:
         async with anyio.create_task_group() as group:
             for index in indices:
                 group.start_soon(publish, index)
-
-
-def parse_group_number(group_id: str) -> int:
-    """The number in a training group's id."""
-    return int(group_id[1:])

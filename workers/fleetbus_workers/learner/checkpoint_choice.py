@@ -51,15 +51,13 @@ async def choose_checkpoint(
 ) -> Choice:
     """The choice after what the log says; ``folder`` is where checkpoints lie if they do not where the log says.
 
-    An order to ``restart`` is followed by one lineage, however often its command is started again. Raises `CheckpointUnread`,
-    and `UserError` for an order that makes no sense.
+    An order to ``restart`` that was followed before is not given here. Raises `CheckpointUnread`, and `UserError` for an order
+    that makes no sense.
     """
     surviving = compute_surviving_steps(lineages)
     parent = lineages[-1].lineage if lineages else ""
     counting = [entry for entry in stored if is_surviving(surviving, entry.lineage, entry.step)]
-    if restart and any(started.restart == restart for started in lineages):
-        log.info("learner.restart_from was applied before; ignoring it, STEP/2 applies it again", restart_from=restart)
-    elif restart:
+    if restart:
         return await _choose_ordered(restart, parent, counting, stored, folder, runtime)
     if not counting:
         return Choice(parent=parent)

@@ -29,7 +29,8 @@ log = structlog.get_logger()
 
 
 class CheckpointStorage:
-    """Checkpoints of one lineage in ``folder``. ``pending`` is one that was not begun: its state is the trainer's now."""
+    """Checkpoints of one lineage in ``folder``. ``pending`` is one that was not begun: its state is the trainer's now.
+    ``restarts``: see `CheckpointStored`."""
 
     def __init__(
         self,
@@ -40,11 +41,13 @@ class CheckpointStorage:
         folder: Path,
         keep: int,
         is_voided: Callable[[str, int], bool],
+        restarts: tuple[str, ...] = (),
     ) -> None:
         self._appender = appender
         self._trainer = trainer
         self._runtime = runtime
         self._folder = folder
+        self._restarts = restarts
         self._prune = partial(prune_checkpoints, folder, keep, is_voided)
         self._idle = anyio.Event()
         self._idle.set()
@@ -98,6 +101,8 @@ class CheckpointStorage:
                 version=checkpoint.version,
                 file=str(path),
                 floor=checkpoint.floor,
+                first_open_group=checkpoint.first_open_group,
+                restarts=self._restarts,
             )
         )
         await self._runtime.offload(self._prune)

@@ -36,7 +36,8 @@ log = structlog.get_logger()
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """From where a learner can resume. ``floor`` and ``settled`` are those of `fleetbus.core.ledger.Ledger`;
-    ``next_group`` is the number of the first group that was never admitted."""
+    ``next_group`` is the number of the first group that was never admitted, ``first_open_group`` that of the first that may
+    still be asked for."""
 
     lineage: str
     step: int
@@ -44,6 +45,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     floor: int
     settled: tuple[str, ...]
     next_group: int
+    first_open_group: int = 0
     sha256: dict[str, str] = msgspec.field(default_factory=dict)
 
 

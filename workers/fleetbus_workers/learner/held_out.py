@@ -10,6 +10,7 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
+from fleetbus.core.claims import EpisodeEntry
 from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus.errors import UserError
 from fleetbus.requests import UNANSWERED, Requests
@@ -84,12 +85,10 @@ async def play(
 
     start = await bus.last_sequence() + 1
     async with bus.read([subjects.episodes], start=start) as reader, anyio.create_task_group() as group:
-        group.start_soon(requests.close_expired)
-        group.start_soon(request_episodes)
-        while remaining or open_ids:
-            entry = decode_episode_entry(await reader.receive())
-            if entry is None or entry.episode_id not in open_ids:
-                continue
+
+        def enter(entry: EpisodeEntry) -> None:
+            if entry.episode_id not in open_ids:
+                return
             if entry.episode_id in unclaimed:
                 unclaimed.remove(entry.episode_id)
                 places.release()
@@ -100,5 +99,14 @@ async def play(
                 on_progress(len(results), len(tasks) * samples)
                 if entry.error_class == UNANSWERED and not entry.attempt:
                     remaining.clear()
+            if not remaining and not open_ids:
+                group.cancel_scope.cancel()
+
+        group.start_soon(requests.close_expired, enter)
+        group.start_soon(request_episodes)
+        while remaining or open_ids:
+            entry = decode_episode_entry(await reader.receive())
+            if entry is not None:
+                enter(entry)
         group.cancel_scope.cancel()
     return results

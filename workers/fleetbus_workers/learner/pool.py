@@ -70,6 +70,11 @@ class GroupPool:
         self._start_steps.setdefault(group_id, self.published_step if version is None else self._step_of.get(version, 0))
         return self._groups.setdefault(group_id, Group(group_id=group_id, size=size))
 
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        """Groups that are requested or ready."""
+        return tuple(self._groups)
+
     def size(self, group_id: str) -> int:
         """Episodes that the group is to have."""
         return self._groups[group_id].size

@@ -14,16 +14,17 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
-from fleetbus.core.lineage import compute_surviving_steps, lineage_number
+from fleetbus.core.floor import find_group_number, refuses_request
+from fleetbus.core.lineage import complete_lineages, compute_surviving_steps, lineage_number
 from fleetbus.episodes import decode_entries
 from fleetbus.errors import UserError
+from fleetbus.floor import read_floor
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
     CheckpointStored,
     EpisodeRequested,
     EvaluationFinished,
     LineageStarted,
-    Message,
     PolicyPublished,
     StepTrained,
     Subjects,
@@ -36,6 +37,8 @@ from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints
 
 CHECK_SECONDS = 5.0
 """How often a learner looks for a checkpoint that it cannot read."""
+
+BookEntry = LineageStarted | StepTrained | CheckpointStored | EvaluationFinished | TrainingFinished
 
 log = structlog.get_logger()
 
@@ -53,6 +56,10 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Checkpoint | None
     checkpoint_path: Path | None
     restart: str = ""
+    restarts: tuple[str, ...] = ()
+    """All such orders so far."""
+    next_group: int = 0
+    """The number of the first group that no learner has asked for."""
     counted: dict[str, float] = msgspec.field(default_factory=dict)
     """Of each lineage so far the last step that counts once this one has begun; -1 if none does."""
 
@@ -79,6 +86,8 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
     train_last: int
     finished_step: int
     reached: int = 0
+    restarts: tuple[str, ...] = ()
+    """Orders that lineages have followed."""
 
     @property
     def newest_lineage(self) -> int:
@@ -87,28 +96,33 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_followed(self, restart: str) -> bool:
         """True if a lineage has begun upon this order; there is none to follow in an empty one."""
-        return not restart or any(started.restart == restart for started in self.lineages)
+        return not restart or restart in self.restarts
 
 
 async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
-    """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory."""
+    """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory. Its beginning may be missing."""
     lineages: list[LineageStarted] = []
     checkpoints: list[CheckpointStored] = []
     evaluations: list[EvaluationFinished] = []
-    last: Message | None = None
+    restarts: dict[str, None] = {}
+    last: BookEntry | None = None
     train_last = reached = 0
     async for stored in bus.scan([subjects.train(policy)]):
         train_last = stored.sequence
         entry = _decode_entry(stored.subject, stored.payload)
         last = entry or last
+        if entry is not None and not isinstance(entry, LineageStarted):
+            lineages = complete_lineages(lineages, entry.lineage)
         match entry:
             case LineageStarted():
                 lineages.append(entry)
                 reached = entry.parent_step
+                restarts |= dict.fromkeys(filter(None, [entry.restart]))
             case StepTrained():
                 reached = entry.step
             case CheckpointStored():
                 checkpoints.append(entry)
+                restarts |= dict.fromkeys(entry.restarts)
             case EvaluationFinished():
                 evaluations.append(entry)
     return Book(
@@ -118,18 +132,23 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
         train_last=train_last,
         finished_step=last.step if isinstance(last, TrainingFinished) else -1,
         reached=reached,
+        restarts=tuple(restarts),
     )
 
 
 async def find_resume_point(
-    book: Book, *, folder: Path | None = None, restart: str = "", runtime: Runtime | None = None
+    book: Book, *, folder: Path | None = None, restart: str = "", runtime: Runtime | None = None, first_group: int = 0
 ) -> ResumePoint:
-    """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered.
+    """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered. Groups
+    below ``first_group`` are settled for good.
 
     Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does, and `UserError` when the log has lost all checkpoints
     that the folder holds. No lineage before had the name of the new one, not even one that the log has lost.
     """
     runtime, lineages = runtime or Runtime(), book.lineages
+    if restart and book.has_followed(restart):
+        log.info("learner.restart_from was applied before; ignoring it, STEP/2 applies it again", restart_from=restart)
+        restart = ""
     choice = await choose_checkpoint(lineages, book.checkpoints, folder=folder, restart=restart, runtime=runtime)
     written = await runtime.offload(list_checkpoints, folder) if folder is not None else []
     lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
@@ -156,6 +175,8 @@ async def find_resume_point(
         checkpoint=choice.checkpoint,
         checkpoint_path=choice.path,
         restart=choice.restart,
+        restarts=tuple(dict.fromkeys([*book.restarts, *filter(None, [choice.restart])])),
+        next_group=max(choice.checkpoint.next_group if choice.checkpoint else 0, first_group),
         counted=counted,
     )
 
@@ -172,7 +193,11 @@ async def wait_for_resume_point(
             log.info("training has already finished", step=book.finished_step)
             return None
         try:
-            return await find_resume_point(book, folder=folder, restart=settings.restart_from, runtime=runtime)
+            settled = await read_floor(bus, subjects)
+            first_group = settled.groups.get(configuration.run.policy, 0)
+            return await find_resume_point(
+                book, folder=folder, restart=settings.restart_from, runtime=runtime, first_group=first_group
+            )
         except CheckpointUnread as unread:
             if anyio.current_time() >= give_up_at:
                 raise
@@ -201,15 +226,23 @@ async def read_requests_from_floor(
 ) -> list[tuple[int, EpisodeRequested]]:
     """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
 
-    Any client may request an episode; what no lineage requested is not one of its groups.
+    Any client may request an episode; what no lineage requested is not one of its groups. What was settled for good may stand
+    here in part, or again.
     """
     entries = [entry async for entry in bus.scan([subjects.tasks(pool)], start=resume_point.floor)]
+    floor = await read_floor(bus, subjects)
     found = [(entry.sequence, request) for entry, request in decode_entries(EpisodeRequested, entries)]
-    return [(sequence, request) for sequence, request in found if request.split == "train" and request.lineage]
+    return [
+        (sequence, request)
+        for sequence, request in found
+        if find_group_number(request) is not None and not refuses_request(floor, request)
+    ]
 
 
-def _decode_entry(subject: str, payload: bytes) -> Message | None:
+def _decode_entry(subject: str, payload: bytes) -> BookEntry | None:
     try:
-        return decode_any(STORED["train"], payload, subject=subject)
+        entry = decode_any(STORED["train"], payload, subject=subject)
     except MalformedMessage:
         return None
+    assert isinstance(entry, BookEntry)
+    return entry

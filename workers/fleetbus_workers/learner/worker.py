@@ -124,7 +124,7 @@ class Learner:
             settings=self._settings,
             lineage=resume_point.lineage,
             floor=resume_point.floor,
-            next_group=resume_point.checkpoint.next_group if resume_point.checkpoint else 0,
+            next_group=resume_point.next_group,
             progress=lambda: (self._step, self._publication.version),
         )
         self._evaluations = Evaluations(self._requests, success_threshold=configuration.evaluation.success_threshold)
@@ -137,6 +137,7 @@ class Learner:
             folder=self._folder.checkpoints.absolute(),
             keep=self._settings.keep_checkpoints,
             is_voided=resume_point.is_voided,
+            restarts=resume_point.restarts,
         )
         self._signal = SignalLog()
 
@@ -341,6 +342,7 @@ class Learner:
             floor=self._ledger.floor,
             settled=self._ledger.settled_above,
             next_group=self._admission.next_group,
+            first_open_group=self._admission.first_open_group,
         )
         self._ledger.forget_settled()
         done = StepTrained(

@@ -1,47 +1,90 @@
-"""Trims the log: removes entries that are archived, settled, acked by all consumers and older than the duplicate window.
+"""Trims the log: removes entries that are archived and settled for good, so that the log holds what is open and little more.
 
-Only observations and actions are removed. Requests, claims, results and the learner's entries stay: compare-and-set needs them.
+Observations and actions go once all consumers acked them and the duplicate window is over. Everything else goes when it has
+been settled for a while, and only after the floor was raised in the log (`FloorRaised`): what the removed entries refused is
+refused by number from then on.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
+import msgspec
 import structlog
 
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.core.floor import merge_floors
 from fleetbus.core.retention import Retention
+from fleetbus.core.session_retention import SessionRetention
 from fleetbus.episodes import read_entry
+from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.runtime import Runtime
 from fleetbus.trim_limit import compute_trim_limit
-from fleetbus_schemas import EpisodeFinished, Message, Subjects
+from fleetbus_schemas import EpisodeFinished, FloorRaised, Message, SessionEnded, SessionRecorded, Subjects, encode
 from fleetbus_schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64
 
-_READ = {kind: STORED[kind] for kind in ("task", "episode", "train")}
+SETTLE_SECONDS = 120.0
+"""How long something has to be settled before it leaves: a request or a call to open a session that is on its way for longer is
+refused when it arrives."""
+
+KEPT_FLOORS = 8
+"""Newest entries of the floor that stay: somebody may be reading the one before."""
+
+MAX_JOURNALS_PER_TRIM = 1000
+
+_READ = {kind: STORED[kind] for kind in ("task", "episode", "train", "policy", "floor", "session")}
 
 log = structlog.get_logger()
+
+
+class _Ages:
+    """Finds the newest sampled entry that is older than a window."""
+
+    def __init__(self, window_seconds: float) -> None:
+        self._window_ns = int(window_seconds * 1e9)
+        self._samples: deque[tuple[int, int]] = deque()
+        self._position = 0
+
+    def enter(self, entry: StreamEntry) -> None:
+        if not self._samples or entry.time_ns - self._samples[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
+            self._samples.append((entry.sequence, entry.time_ns))
+
+    def find_position(self, now_ns: int) -> int:
+        while self._samples and self._samples[0][1] < now_ns - self._window_ns:
+            self._position = self._samples.popleft()[0]
+        return self._position
 
 
 class LogTrimmer:
     """Enter every archived entry in order, then trim now and then. ``last_entered`` is the last entry that was entered."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, archive: ArchiveWriter, *, window_seconds: float, runtime: Runtime
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        archive: ArchiveWriter,
+        *,
+        window_seconds: float,
+        runtime: Runtime,
+        settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._archive = archive
-        self._window_ns = int(window_seconds * 1e9)
         self._runtime = runtime
         self._retention = Retention()
-        self._ages: deque[tuple[int, int]] = deque()
-        self._old_sequence = 0
+        self._sessions = SessionRetention()
+        self._content_ages = _Ages(window_seconds)
+        self._settled_ages = _Ages(max(window_seconds, settle_seconds))
+        self._unread_ns = int(max(window_seconds, settle_seconds) * 1e9)
         self._unread: deque[tuple[StreamEntry, Message]] = deque()
         """Results of the last window: the client that requested an episode outside of training may be about to read its
         Actions."""
+        self._floors: deque[int] = deque()
         self.last_entered = 0
         self.trimmed = 0
 
@@ -55,15 +98,21 @@ class LogTrimmer:
         message = _decode_entry(entry)
         if isinstance(message, EpisodeFinished):
             self._unread.append((entry, message))
+        elif entry.subject.split(".", 3)[2] == "session":
+            self._sessions.enter(entry.sequence, entry.subject.rpartition(".")[2], is_over=_ends_session(message))
         else:
             self._retention.enter(entry.sequence, entry.subject, message)
+        if isinstance(message, FloorRaised):
+            self._floors.append(entry.sequence)
         self.last_entered = entry.sequence
-        if not self._ages or entry.time_ns - self._ages[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
-            self._ages.append((entry.sequence, entry.time_ns))
+        self._content_ages.enter(entry)
+        self._settled_ages.enter(entry)
 
     async def load_archived(self, last: int) -> None:
-        """Everything up to ``last`` is in the archive: read what decides about trimming, and none of what is trimmed."""
-        kinds = [self._subjects.tasks(), self._subjects.episodes, self._subjects.train("*")]
+        """Everything up to ``last`` is in the archive: read what decides about trimming, and none of what is trimmed first."""
+        subjects = self._subjects
+        kinds = [subjects.tasks(), subjects.episodes, subjects.train("*"), subjects.policy("*")]
+        kinds += [subjects.session("*"), subjects.floor]
         async for entry in self._bus.scan(kinds):
             if entry.sequence <= last:  # what follows is entered once it is archived
                 self.enter(entry)
@@ -73,33 +122,104 @@ class LogTrimmer:
     async def trim(self) -> None:
         """Remove what may be removed by now."""
         self._enter_read()
-        limit = min(self._retention.limit(self.last_entered), self._find_expired_position())
+        trimmed = await self._trim_content()
+        if await self._settle() or trimmed:
+            used, limit_bytes = await self._bus.usage()
+            log.info(
+                "log trimmed",
+                up_to=self.trimmed,
+                settled_up_to=self._retention.floor.sequence - 1,
+                used_bytes=used,
+                limit_bytes=limit_bytes,
+                unsettled=self.unsettled,
+                sessions=len(self._sessions),
+            )
+
+    async def _trim_content(self) -> bool:
+        """Observations and actions."""
+        limit = min(self._retention.limit(self.last_entered), self._content_ages.find_position(self._bus.now_ns()))
         if limit <= self.trimmed:
-            return
+            return False
         floor = await compute_trim_limit(self._bus, limit=limit, is_ignorable=self._retention.is_settled)
         if floor <= self.trimmed:
-            return
+            return False
         await self._runtime.offload(self._archive.guard, floor)
         for subject in (self._subjects.observations(), self._subjects.actions()):
             await self._bus.purge(subject, below=floor + 1)
         self.trimmed = floor
-        used, limit_bytes = await self._bus.usage()
-        log.info("log trimmed", up_to=floor, used_bytes=used, limit_bytes=limit_bytes, unsettled=self.unsettled)
+        return True
+
+    async def _settle(self) -> bool:
+        """Everything else, as far as it is settled for good."""
+        subjects, purge = self._subjects, self._bus.purge
+        expired = min(self._settled_ages.find_position(self._bus.now_ns()), self.last_entered)
+        before = self._retention.floor
+        raised = msgspec.structs.replace(self._retention.compute_floor(expired), sessions=max(expired + 1, before.sessions))
+        over = self._sessions.list_over(expired)
+        if raised.sequence == before.sequence and not over:
+            return False
+        await self._runtime.offload(self._archive.guard, expired)
+        if not await self._raise_floor(raised, over):
+            return False
+        await purge(subjects.tasks(), below=raised.sequence)
+        await purge(subjects.episodes, below=raised.sequence)
+        await purge(subjects.life("*", "*"), below=raised.sequence)
+        for kind, name in self._retention.list_names():
+            subject = subjects.train(name) if kind == "train" else subjects.policy(name)
+            await purge(subject, below=self._retention.find_first_needed(kind, name, raised.sequence))
+        await self._remove_journals(over, self._sessions.compute_prefix(expired))
+        while len(self._floors) > KEPT_FLOORS:
+            await purge(subjects.floor, below=self._floors[0] + 1)
+            self._floors.popleft()
+        return True
+
+    async def _raise_floor(self, raised: FloorRaised, over: dict[str, int]) -> bool:
+        """Store it before anything that it concerns leaves; False if that was not possible now."""
+        if raised == self._retention.floor:
+            return True
+        subject = self._subjects.floor
+        stored = await self._bus.last(subject)
+        raised = merge_floors(raised, read_entry(STORED["floor"], stored) if stored is not None else None)
+        try:
+            published = await self._bus.publish(subject, encode(raised), expected_last=stored.sequence if stored else 0)
+        except LogFull:
+            await self._shorten_journals(over)
+            return False
+        except (SequenceConflict, PublishUnanswered) as error:
+            log.warning("floor publish failed; retrying", reason=str(error))
+            return False
+        self._retention.enter(published.sequence, subject, raised)
+        return True
+
+    async def _shorten_journals(self, over: dict[str, int]) -> None:
+        """A log without room even for the floor: of journals that ended only the end is needed to refuse what comes late."""
+        log.warning("log is full; shortening journals of ended sessions to their ends", sessions=len(over))
+        for session, last in islice(over.items(), MAX_JOURNALS_PER_TRIM):
+            await self._bus.purge(self._subjects.session(session), below=last)
+
+    async def _remove_journals(self, over: dict[str, int], prefix: int) -> None:
+        """Together as far as no open one stands between them, the others one by one."""
+        await self._bus.purge(self._subjects.session("*"), below=prefix)
+        behind = 0
+        for session, last in over.items():
+            if last >= prefix:
+                behind += 1
+                if behind > MAX_JOURNALS_PER_TRIM:
+                    continue
+                await self._bus.purge(self._subjects.session(session), below=last + 1)
+            self._sessions.forget(session)
 
     def _enter_read(self) -> None:
-        latest_ns = self._bus.now_ns() - self._window_ns
+        latest_ns = self._bus.now_ns() - self._unread_ns
         while self._unread and self._unread[0][0].time_ns < latest_ns:
             entry, message = self._unread.popleft()
             self._retention.enter(entry.sequence, entry.subject, message)
-
-    def _find_expired_position(self) -> int:
-        """The newest sampled entry that is older than the duplicate window."""
-        latest_ns = self._bus.now_ns() - self._window_ns
-        while self._ages and self._ages[0][1] < latest_ns:
-            self._old_sequence = self._ages.popleft()[0]
-        return self._old_sequence
 
 
 def _decode_entry(entry: StreamEntry) -> Message | None:
     expected = _READ.get(entry.subject.split(".", 3)[2])
     return read_entry(expected, entry) if expected is not None else None
+
+
+def _ends_session(message: Message | None) -> bool:
+    return isinstance(message, SessionEnded) or (isinstance(message, SessionRecorded) and message.answer.end is not None)

@@ -1,7 +1,7 @@
 """The recorder: follows the log into an archive, and keeps the log below its limit by removing what the archive holds.
 
 Above it is the command line; below are the bus and the archive's files. One recorder per run works at a time. It continues
-where the archive ends; of what is archived it reads again only what decides about trimming, which is never trimmed itself.
+where the archive ends; of what is archived it reads again only what decides about trimming, which is kept as long as it does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fleetbus.lanes import LEASE_SECONDS, Lane, NoLaneFree, claim_lane
 from fleetbus.runtime import Runtime
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, Subjects
-from fleetbus_workers.recorder.log_trimmer import LogTrimmer
+from fleetbus_workers.recorder.log_trimmer import SETTLE_SECONDS, LogTrimmer
 
 LANE = "recorder"
 
@@ -31,12 +31,14 @@ log = structlog.get_logger()
 
 
 class RecorderSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch is synced after ``batch_seconds`` or ``batch_bytes``; the log is trimmed every ``trim_seconds``."""
+    """A batch is synced after ``batch_seconds`` or ``batch_bytes``; the log is trimmed every ``trim_seconds``; what has been
+    settled for ``settle_seconds`` leaves it for good."""
 
     batch_seconds: float = 0.25
     batch_bytes: int = 4 << 20
     trim_seconds: float = 5.0
     segment_bytes: int = 64 << 20
+    settle_seconds: float = SETTLE_SECONDS
 
 
 class Recorder:
@@ -149,7 +151,9 @@ async def run_recorder(
         await _check_same_log(bus, subjects, folder, archive, runtime)
         lane = await _claim_lane(bus, subjects, name, runtime)
         window_seconds = await bus.duplicate_window_seconds()
-        trimmer = LogTrimmer(bus, subjects, archive, window_seconds=window_seconds, runtime=runtime)
+        trimmer = LogTrimmer(
+            bus, subjects, archive, window_seconds=window_seconds, runtime=runtime, settle_seconds=settings.settle_seconds
+        )
         drain_seconds = configuration.limits.drain
         recorder = Recorder(
             bus, subjects=subjects, settings=settings, archive=archive, trimmer=trimmer, drain=drain,

@@ -20,11 +20,11 @@ VOLATILE: Mapping[str, frozenset[str]] = {
         {"attempt", "attempts", "worker", "timings", "actions.lane", "error_location", "note", "traceback"}
     ),
     "Action": frozenset({"worker", "lane", "hop", "observation_sequence", "seconds_queued", "seconds_generating"}),
-    "EpisodeRequested": frozenset({"deadline_ns"}),
+    "EpisodeRequested": frozenset({"deadline_ns", "earliest_sequence"}),
     "LineageStarted": frozenset({"worker", "nonce", "floor", "settings"}),
     "PolicyPublished": frozenset({"uri"}),
     "StepTrained": frozenset({"metrics.seconds*", "metrics.staleness_in_*"}),
-    "CheckpointStored": frozenset({"file", "floor", "sha256"}),
+    "CheckpointStored": frozenset({"file", "floor", "first_open_group", "sha256"}),
     "EvaluationFinished": frozenset(),
     "TrainingFinished": frozenset(),
 }

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.floor import parse_group_number
 from fleetbus.core.lineage import compute_surviving_steps, is_surviving
 from fleetbus.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message
 from fleetbus_schemas.stored import STORED
 from fleetbus_schemas.subjects import check_name
-from fleetbus_workers.learner.admission import parse_group_number
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
 from fleetbus_workers.replay.recorded_lineages import Lineage, find_settled

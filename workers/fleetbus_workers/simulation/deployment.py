@@ -32,7 +32,7 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
-from fleetbus_workers.recorder.worker import run_recorder
+from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from fleetbus_workers.simulation.clients import GatewayCaller, SessionCaller, run_rollouts
 from fleetbus_workers.simulation.configuration import build_tasks
 from fleetbus_workers.simulation.engines import SimulatedSampler
@@ -42,6 +42,8 @@ from fleetbus_workers.simulation.observer import ALL_WORKERS
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.simulated_bus import SimulatedBus
 from fleetbus_workers.weights.fetch import WeightsFetcher
+
+TRIM_SECONDS = 2.0
 
 RESTART_SECONDS = (0.2, 4.0)
 """Shortest and longest delay before an ended process is restarted."""
@@ -236,6 +238,7 @@ class Deployment:
             name=process.name,
             drain=process.drain,
             folder=self._fixtures.archive,
+            settings=RecorderSettings(trim_seconds=TRIM_SECONDS, settle_seconds=self._scenario.settle_seconds),
             runtime=self._runtime(process, seconds=0.05),
         )
 

@@ -12,6 +12,8 @@ from typing import Protocol
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.claims import EpisodeEntry
+from fleetbus.core.floor import NO_FLOOR, refuses_delivery, refuses_request
 from fleetbus.core.history import Turn, collect_token_ids, fold_history, history_hash, loss_mask
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import (
@@ -21,6 +23,7 @@ from fleetbus_schemas import (
     AttemptStarted,
     EpisodeFinished,
     EpisodeRequested,
+    FloorRaised,
     Observation,
     decode,
 )
@@ -52,6 +55,8 @@ class EpisodeRecord(msgspec.Struct, kw_only=True):
     last_actions: dict[str, int] = msgspec.field(default_factory=dict)
     result: EpisodeFinished | None = None
     result_sequence: int = 0
+    refused: bool = False
+    """The request came when the floor was above it."""
 
     def history(self, attempt: int) -> tuple[Turn, ...]:
         """The token history that this attempt stands on, by everything stored so far."""
@@ -75,6 +80,22 @@ class EpisodeChecker:
         self.open: dict[str, EpisodeRecord] = {}
         self._one_finished = Notifier()
         self.is_trimmed = False
+        self._floor = NO_FLOOR
+
+    def raise_floor(self, entry: StreamEntry) -> None:
+        """From here on what is below it changes nothing, and nobody may act upon it."""
+        raised = decode(FloorRaised, entry.payload, subject=entry.subject)
+        rises = raised.sequence >= self._floor.sequence and all(
+            raised.groups.get(policy, 0) >= number for policy, number in self._floor.groups.items()
+        )
+        self._observer.require(rises, "the floor never sinks", str(raised))
+        self._floor = raised
+        passed = [
+            record.request.episode_id
+            for record in self.open.values()
+            if not record.refused and refuses_delivery(raised, record.request, record.request_sequence)
+        ]
+        self._observer.require(not passed, "nothing open lies below the floor", ", ".join(passed[:4]))
 
     async def all_finished(self) -> None:
         """Return once every request has its result."""
@@ -83,10 +104,13 @@ class EpisodeChecker:
 
     def apply_request(self, entry: StreamEntry, at: float) -> EpisodeRecord | None:
         request = decode(EpisodeRequested, entry.payload, subject=entry.subject)
+        refused = refuses_request(self._floor, request)
+        if refused and request.episode_id in self.record:
+            return None
         if request.episode_id in self.record:
             self._observer.violate("a request is stored once", request.episode_id)
             return None
-        record = EpisodeRecord(request=request, request_sequence=entry.sequence, requested_at=at)
+        record = EpisodeRecord(request=request, request_sequence=entry.sequence, requested_at=at, refused=refused)
         self.record[request.episode_id] = self.open[request.episode_id] = record
         return record
 
@@ -97,6 +121,8 @@ class EpisodeChecker:
         record = self.record.get(message.episode_id)
         if record is None:
             self._observer.violate("only requested episodes are played", message.episode_id)
+        elif self._is_refused(record, message):
+            self._observer.trace("refused", message.episode_id)
         elif record.result is not None:
             self._observer.violate("one result per episode, and nothing after it", f"{message.episode_id}: {message}")
         elif isinstance(message, AttemptStarted):
@@ -108,6 +134,12 @@ class EpisodeChecker:
             self.open.pop(message.episode_id, None)
             self._one_finished.notify()
             self._apply_result(record, message, at)
+
+    def _is_refused(self, record: EpisodeRecord, message: EpisodeEntry) -> bool:
+        """An entry on a subject that everything has left, or a claim on a request that came too late."""
+        if isinstance(message, EpisodeFinished) and record.refused and record.result is None:
+            return False  # its requester ends it
+        return record.refused or record.request_sequence < self._floor.sequence
 
     def apply_observation(self, entry: StreamEntry, at: float) -> None:
         observation = decode(Observation, entry.payload, subject=entry.subject)

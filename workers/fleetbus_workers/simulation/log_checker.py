@@ -53,6 +53,8 @@ class LogChecker:
                 self.episodes.on_episode(entry, at)
             case "session":
                 self.sessions.on_session(entry)
+            case "floor":
+                self.episodes.raise_floor(entry)
             case "policy":
                 self.training.apply_publication(entry)
                 self._oracle.newest_version = self.training.newest_version

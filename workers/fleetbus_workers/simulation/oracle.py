@@ -77,6 +77,10 @@ class FaultOracle:
             key not in self.environment_record, "one environment per attempt", f"{key} on {environment_record.process.name}"
         )
         self.environment_record[key] = environment_record
+        refused = self.record[environment_record.episode].refused
+        self._observer.require(
+            not refused, "what the floor refuses is not played", f"{key} on {environment_record.process.name}"
+        )
         record = self.record.get(environment_record.episode)
         if record is not None and (record.result is not None or len(record.claims) > environment_record.attempt):
             self._superseded[key] = anyio.current_time()
@@ -159,7 +163,7 @@ class FaultOracle:
 
     def _has_cause(self, record: EpisodeRecord, result: EpisodeFinished, environment_record: EnvironmentRecord | None) -> bool:
         fault_profile = environment_record.fault_profile if environment_record is not None else set()
-        if self._cannot_be_served(record):
+        if self._cannot_be_served(record) or record.refused:
             return True
         since = find_first_claim_seconds(record)
         match result.outcome, result.error_class:

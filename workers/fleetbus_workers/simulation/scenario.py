@@ -99,8 +99,9 @@ CALM = FaultProfile()
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one simulated run that its seed decides beforehand.
 
-    In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what training,
-    saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
+    ``settle_seconds``: what was settled for so long leaves the log. ``late_copies``: copies of requests that left it are stored
+    again. In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what
+    training, saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
     wait has a bound.
     """
 
@@ -142,6 +143,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     eval_greedy: bool = True
     min_group_size: int = 2
     heals_at: float = math.inf
+    settle_seconds: float = 30.0
+    late_copies: bool = False
     network_faults: NetworkFaultRates = NetworkFaultRates()
     fault_profile: FaultProfile = FaultProfile()
     fault_schedule: tuple[ScheduledFault, ...] = ()
@@ -174,6 +177,10 @@ def _draw_usual(seed: int) -> Scenario:
         replayable=draw.random() < 0.65,
         recorder=draw.random() < 0.3,
         blocking_seconds=draw.choice((0.2, 1.0, 4.0)),
+    )
+    settling = random.Random(f"settling/{seed}")
+    scenario = msgspec.structs.replace(
+        scenario, settle_seconds=settling.choice((3.0, 10.0, 30.0)), late_copies=scenario.recorder and settling.random() < 0.7
     )
     if draw.random() < FAULT_FREE_SHARE:
         return scenario

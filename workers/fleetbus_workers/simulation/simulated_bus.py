@@ -221,6 +221,16 @@ class SimulatedBus:
         await self._delay_one_way()
         return found
 
+    async def last_of_each(self, subjects: Sequence[str]) -> list[StreamEntry]:
+        await self._delay_one_way()
+        found = await self._inner.last_of_each(subjects)
+        await self._delay_one_way()
+        return found
+
+    async def list_subjects(self, subject: str) -> list[str]:
+        await self._delay_one_way()
+        return await self._inner.list_subjects(subject)
+
     async def last_sequence(self) -> int:
         await self._delay_one_way()
         return await self._inner.last_sequence()

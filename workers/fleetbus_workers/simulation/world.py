@@ -15,6 +15,7 @@ from fleetbus.core.audit import Audit
 from fleetbus_workers.simulation.deployment import CLIENTS, Deployment
 from fleetbus_workers.simulation.fault_schedule import FaultInjector
 from fleetbus_workers.simulation.fixtures import build_fixtures
+from fleetbus_workers.simulation.late_copies import LateCopies
 from fleetbus_workers.simulation.liveness_checker import LivenessChecker
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.scenario import Scenario
@@ -50,6 +51,8 @@ class World:
                 living.start_soon(self._check_periodically)
                 living.start_soon(self._fixtures.network_faults.run)
                 living.start_soon(self._heal)
+                if self._fixtures.scenario.late_copies:
+                    living.start_soon(LateCopies(self._fixtures).run)
                 fleet.start_all()
                 await self._run_until_finished(fleet, living)
                 await self._drain_all(fleet)

@@ -17,9 +17,11 @@ import structlog
 from fleetbus.bus.base import Bus, Delivery
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.claims import EpisodeState, build_result_without_attempt
+from fleetbus.core.floor import NO_FLOOR, refuses_delivery
 from fleetbus.core.history import Turn
 from fleetbus.episodes import RETRY_SECONDS, read_episode_state, read_observations, read_turns, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus.floor import read_floor_after
 from fleetbus.leases import Leases
 from fleetbus_schemas import (
     Action,
@@ -107,6 +109,8 @@ class Attempts:
         self._final_attempts = 0
         self._first_failures = FirstFailures()
         self._closed = False
+        self._floor = NO_FLOOR
+        """As it was when it was read last; it only rises."""
         self.lane_status = LaneStatus(context.bus, context.subjects, self.recheck)
 
     @property
@@ -170,7 +174,7 @@ class Attempts:
             await delivery.ack()
             return
         episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
-        if episode_state.result is not None:
+        if episode_state.result is not None or await self._is_below_floor(request, delivery):
             await delivery.ack()
             return
         running = self._running.get(request.episode_id)
@@ -184,6 +188,13 @@ class Attempts:
             await delivery.nak()
         elif request.episode_id not in self._running:
             await self._run_if_admitted(request, delivery, episode_state)
+
+    async def _is_below_floor(self, request: EpisodeRequested, delivery: Delivery) -> bool:
+        """Whether the floor refuses it by what is known here; a claim will tell for sure, where one follows."""
+        message = delivery.message
+        if request.deadline_ns <= self._bus.now_ns():
+            self._floor = await read_floor_after(self._bus, self._subjects, message.subject, message.sequence)
+        return refuses_delivery(self._floor, request, message.sequence)
 
     async def _run_if_admitted(self, request: EpisodeRequested, delivery: Delivery, episode_state: EpisodeState) -> None:
         """Run it, unless it has its last chance and others have theirs here at the moment."""
@@ -254,7 +265,7 @@ class Attempts:
             request_sequence=running.sequence,
         )
         claim_sequence = await self._claim(running, claim, episode_state)
-        if claim_sequence is None:
+        if claim_sequence is None or await self._is_refused(running, claim_sequence):
             return
         running.policy_client = await self._build_policy_client(request, claim, recorded)
         session = EpisodeRunner(
@@ -271,6 +282,17 @@ class Attempts:
             first_failures=self._first_failures,
         )
         await self._finish(await session.play(), claim_sequence)
+
+    async def _is_refused(self, running: RunningAttempt, claim_sequence: int) -> bool:
+        """Whether the claim came after the episode had been settled for good: then nobody may act upon it."""
+        subject = self._subjects.episode(running.request.episode_id)
+        self._floor = await read_floor_after(self._bus, self._subjects, subject, claim_sequence)
+        if not refuses_delivery(self._floor, running.request, running.sequence):
+            return False
+        log.warning("request is below the floor of the log; dropping it", request_sequence=running.sequence)
+        self._counters["refused"] += 1
+        await self._ack(running.request.episode_id)
+        return True
 
     async def _build_policy_client(
         self, request: EpisodeRequested, claim: AttemptStarted, recorded: Sequence[Turn]

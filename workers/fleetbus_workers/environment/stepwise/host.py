@@ -20,14 +20,15 @@ from fleetbus.actions import LAG_PAUSES_SECONDS
 from fleetbus.bus.base import Request
 from fleetbus.core.journal import Journal, build_refusal
 from fleetbus.errors import BusClosed, BusError
+from fleetbus.floor import read_floor_after
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.episode.attempts import WorkerContext
 from fleetbus_workers.environment.episode.stages import Superseded
-from fleetbus_workers.environment.stepwise.journal_log import append, read_session_journal
+from fleetbus_workers.environment.stepwise.journal_log import LogUnavailable, append, read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
-from fleetbus_workers.environment.stepwise.session import LogUnavailable, StepwiseSession, release_held
+from fleetbus_workers.environment.stepwise.session import StepwiseSession, release_held
 
 EXPIRY_CHECK_SECONDS = 1.0
 CALLS_PER_SLOT = 4
@@ -237,6 +238,8 @@ class SessionHost:
                 session=call.session, attempt=attempt, worker=context.worker, nonce=context.nonce(), task=task
             )
             await append(context.bus, context.subjects, call.session, journal, claim)
+            if not journal.records and await self._is_refused(call, journal.last_sequence):
+                return build_refusal(call, "closed", "the session was opened before, and has left the log: name another")
             stepwise_session = StepwiseSession(context, journal, session=call.session)
             self._sessions[call.session] = stepwise_session
             is_hosted = True
@@ -246,8 +249,8 @@ class SessionHost:
             return stepwise_session
         except Superseded:
             return build_refusal(call, "moved", "another worker took the session")
-        except (LogUnavailable, TimeoutError):
-            return build_refusal(call, "log", "the log has no room for the claim")
+        except LogUnavailable as unavailable:
+            return build_refusal(call, "log", f"the session was not opened: {unavailable}")
         except MalformedMessage as malformed:
             return build_refusal(call, "conflict", f"the task cannot be recorded: {malformed.reason}")
         finally:
@@ -262,6 +265,17 @@ class SessionHost:
                 break
             await anyio.sleep(pause)
         return journal
+
+    async def _is_refused(self, call: SessionCall, claim_sequence: int) -> bool:
+        """Whether a claim without a recorded call before it came after the session may have ended and left the log: nobody may
+        act upon it."""
+        context = self._context
+        subject = context.subjects.session(call.session)
+        floor = await read_floor_after(context.bus, context.subjects, subject, claim_sequence)
+        if not 0 < call.earliest_sequence < floor.sessions:
+            return False
+        log.warning("call is below the floor of the log; refusing it", session=call.session)
+        return True
 
     async def _restore(self, session: str, stepwise_session: StepwiseSession) -> None:
         """A session that cannot be restored and recorded frees its slot; its environment is closed already."""

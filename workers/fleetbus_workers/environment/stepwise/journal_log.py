@@ -16,9 +16,13 @@ from fleetbus_workers.environment.episode.stages import Superseded
 RETRY_SECONDS = 0.5
 PUBLISH_SECONDS = 30.0
 STORE_SECONDS = 60.0
-"""How long an entry waits for room in the log."""
+"""How long an entry waits for the log before its session is given up here."""
 
 log = structlog.get_logger()
+
+
+class LogUnavailable(Exception):
+    """The log took nothing for too long; the message says why."""
 
 
 async def read_session_journal(bus: Bus, subjects: Subjects, session: str) -> Journal:
@@ -35,9 +39,9 @@ def decode_journal_entry(entry: StreamEntry) -> JournalEntry | None:
 
 
 async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, entry: JournalEntry) -> None:
-    """Store the next entry and take it into ``journal``; full logs and lost acks are waited out.
+    """Store the next entry and take it into ``journal``; full logs and lost acks are waited out for `STORE_SECONDS`.
 
-    Raises `Superseded` when somebody else wrote first, `TimeoutError` after `STORE_SECONDS`.
+    Raises `Superseded` when somebody else wrote first, `LogUnavailable` when the time is up.
     """
     give_up_at = anyio.current_time() + STORE_SECONDS
     subject = subjects.session(session)
@@ -47,8 +51,9 @@ async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, e
             left = give_up_at - anyio.current_time()
             sequence = await _publish_entry(bus, subject, payload, journal.last_sequence, min(left, PUBLISH_SECONDS))
         except (LogFull, PublishUnanswered, RequestUnanswered) as error:
+            problem = "the log is full" if isinstance(error, LogFull) else str(error)
             if anyio.current_time() + RETRY_SECONDS >= give_up_at:
-                raise TimeoutError(f"{subject}: {error}") from error
+                raise LogUnavailable(f"{problem}, for {STORE_SECONDS:g} s") from error
             log.warning("journal write failed; retrying", session=session, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
         else:

@@ -22,7 +22,7 @@ from fleetbus_workers.environment.base import Environment, HoldsElsewhere, Start
 from fleetbus_workers.environment.episode.attempts import WorkerContext
 from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_values
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded
-from fleetbus_workers.environment.stepwise.journal_log import append
+from fleetbus_workers.environment.stepwise.journal_log import LogUnavailable, append
 from fleetbus_workers.environment.validation import validate_return
 
 MAX_WAITING_CALLS = 16
@@ -167,9 +167,9 @@ class StepwiseSession:
             reason = malformed.reason
             await self.end("env_failed", key=call.key, error_class="too_large", error=reason)
             return self._build_answer(call, end="env_failed", error_class="too_large", error=reason)
-        except LogUnavailable:
+        except LogUnavailable as unavailable:
             await self.leave()
-            return build_refusal(call, "log", "the log has no room: what was done is not recorded, and will be done again")
+            return build_refusal(call, "log", f"what was done is not recorded, and will be done again: {unavailable}")
 
     async def _confirm(self, answer: SessionAnswer) -> SessionAnswer:
         """A refusal that names a mistake of the caller's, unless the session went on elsewhere: then it is this worker that
@@ -308,10 +308,7 @@ class StepwiseSession:
 
     async def _store(self, entry: JournalEntry) -> None:
         """Append to the journal; raises `Superseded` or `LogUnavailable`, then the session may answer nothing more."""
-        try:
-            await append(self._context.bus, self._context.subjects, self._session, self._journal, entry)
-        except TimeoutError as error:
-            raise LogUnavailable from error
+        await append(self._context.bus, self._context.subjects, self._session, self._journal, entry)
 
 
 async def release_held(context: WorkerContext, journal: Journal) -> None:
@@ -327,10 +324,6 @@ async def release_held(context: WorkerContext, journal: Journal) -> None:
                 await environment.release(journal.claim.task, held)
     except Exception as error:  # an environment may fail in any way
         log.warning("release of a dead worker's resources failed; continuing", session=journal.claim.session, reason=str(error))
-
-
-class LogUnavailable(Exception):
-    """The log took nothing for too long."""
 
 
 def _comparable_part(answer: SessionAnswer) -> SessionAnswer:
