@@ -14,7 +14,7 @@ from fleetbus.core.audit_closed import ClosedBooks, count_attempts
 from fleetbus.core.audit_episode import EpisodeAudit
 from fleetbus.core.audit_findings import Attempts, Books, Findings, Report
 from fleetbus.core.audit_training import Settled, TrainingAudit
-from fleetbus.core.floor import NO_FLOOR, merge_floors, refuses_request
+from fleetbus.core.floor import NO_FLOOR, merge_floors, parse_group_number, refuses_request
 from fleetbus_schemas import (
     GRADED,
     Action,
@@ -52,6 +52,10 @@ class Audit:
         self._refused: set[str] = set()
         self._last_sequence = 0
 
+    def __len__(self) -> int:
+        """Episodes that are known one by one: those that the floor has not passed."""
+        return len(self._episodes)
+
     @property
     def missing(self) -> int:
         """Positions of the log that were not entered so far: trimmed, or lost."""
@@ -71,6 +75,7 @@ class Audit:
                 self._publish(sequence, tokens[-1], message)
             case LineageStarted() if tokens[2] == "train":
                 self._get_training(tokens[-1]).on_lineage(sequence, message, self._findings)
+                self._mark_passed(tokens[-1])
             case StepTrained():
                 self._counts["steps"] += 1
                 self._get_training(tokens[-1]).on_step(sequence, message, self._findings)
@@ -128,7 +133,7 @@ class Audit:
         for episode in passed:
             is_settled = episode.episode_id in settled.sequences
             by_learner = episode.split == "train" and bool(episode.lineage)
-            if not is_settled and (by_learner or episode.outcome is None):
+            if not (is_settled or episode.passed) and (by_learner or episode.outcome is None):
                 self._findings.add("floor_unsettled", episode.episode_id, sequence)
             self._closed.add(episode, is_settled=is_settled)
             del self._episodes[episode.episode_id]
@@ -137,6 +142,13 @@ class Audit:
             book.close(closed, self._findings)
         for versions in self._versions.values():
             versions.forget_old()
+
+    def _mark_passed(self, policy: str) -> None:
+        """A lineage has begun, perhaps behind what the floor has passed: that stays settled."""
+        first = self._floor.groups.get(policy, 0)
+        for episode in self._episodes.values():
+            if episode.policy == policy and 0 <= parse_group_number(episode.group_id, -1) < first:
+                episode.passed = True
 
     def _collect_settled(self, findings: Findings) -> Settled:
         settled = Settled()
@@ -214,7 +226,7 @@ class Audit:
     def _check_unsettled(self, settled: Settled, episodes: Iterable[EpisodeAudit]) -> None:
         asked: dict[str, list[EpisodeAudit]] = {}
         for episode in episodes:
-            if episode.requested and episode.split == "train" and episode.lineage:
+            if episode.requested and episode.split == "train" and episode.lineage and not episode.passed:
                 asked.setdefault(episode.policy, []).append(episode)
         for name, training in self._training.items():
             training.check_unsettled(asked.get(name, []), settled, self._findings)

@@ -45,7 +45,7 @@ class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
 class EpisodeAudit(msgspec.Struct, kw_only=True):
     """What is known of one episode so far. ``observed`` has a bit per turn, by attempt; ``hashes`` are those of the histories
     that (attempt, turn) were observed upon; ``actions`` are by position. ``lineage`` asked for it (empty: no learner did),
-    ``stray`` if that one had been replaced by then."""
+    ``stray`` if that one had been replaced by then; ``passed`` if the floor had passed its group when a lineage began."""
 
     episode_id: str
     requested: int = 0
@@ -55,6 +55,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
     group_size: int = 0
     lineage: str = ""
     stray: bool = False
+    passed: bool = False
     attempts: int = 0
     released: int = 0
     holding: bool = False

@@ -15,11 +15,13 @@ NO_FLOOR = FloorRaised(sequence=0)
 _GROUP = re.compile(r"g(\d+)")
 
 
-def parse_group_number(group_id: str) -> int:
-    """The number in a training group's id; raises `ValueError` for an id that no learner gives."""
-    if (found := _GROUP.fullmatch(group_id)) is None:
+def parse_group_number(group_id: str, default: int | None = None) -> int:
+    """The number in a training group's id; for an id that no learner gives, ``default``, or `ValueError`."""
+    if (found := _GROUP.fullmatch(group_id)) is not None:
+        return int(found[1])
+    if default is None:
         raise ValueError(f"{group_id} is not the id of a training group")
-    return int(found[1])
+    return default
 
 
 def find_group_number(request: EpisodeRequested) -> int | None:

@@ -284,7 +284,7 @@ async def test_a_recorder_that_goes_on_does_not_read_again_what_it_has_archived(
                     cast(Bus, counted), configuration=configuration, name=f"r{number}", drain=drain, folder=tmp_path / "archive"
                 )
     assert counted.read_from > ended[0]
-    assert set(counted.scanned) == {"train"}
+    assert set(counted.scanned) == {"session", "train"}
     archived = [entry.sequence for entry in read_archive(tmp_path / "archive", run="small")]
     assert archived[: ended[1]] == list(range(1, ended[1] + 1))
 

@@ -16,6 +16,7 @@ from fleetbus_workers.simulation.run import Report, run_seed
 from fleetbus_workers.simulation.scenario import FaultSet
 from fleetbus_workers.simulation.seed_pool import run_safely
 from tests.support import planted_in_episodes as episodes
+from tests.support import planted_in_retention as retention
 from tests.support import planted_in_sessions as sessions
 from tests.support import planted_in_training as training
 
@@ -86,6 +87,9 @@ PLANTS: dict[Plant, Found] = {
     training.first_weights_uploaded_again: Found(1, "an engine loads what was published"),
     training.version_announced_before_its_step: Found(1, "a version says which step made it"),
     training.more_requested_than_staleness_allows: Found(1, "the training makes progress"),
+    retention.floor_not_read: Found(5, "one environment per attempt", "usual"),
+    retention.removed_before_the_floor_is_raised: Found(5, "a request is stored once", "usual"),
+    retention.floor_above_open_groups: Found(18, "nothing open lies below the floor", "usual"),
     sessions.call_among_restored_ones: Found(8, "every end of a session has a cause"),
     sessions.answer_not_recorded: Found(1, "an answer is recorded before it is given"),
     sessions.repeated_call_executed_again: Found(3, "a call of a session is executed once"),
@@ -102,6 +106,7 @@ PLANTS: dict[Plant, Found] = {
 
 
 SAMPLE: tuple[Plant, ...] = (
+    retention.floor_not_read,
     episodes.ack_before_result,
     episodes.no_compare_and_set_of_claims,
     episodes.lease_not_extended,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleetbus.core.audit_findings import KINDS
-from fleetbus_schemas import AttemptReleased, VersionSpan
+from fleetbus_schemas import AttemptReleased, FloorRaised, VersionSpan
 from fleetbus_schemas.tokens import pack_logprobs
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, compute_history_hash, kinds, start_log
 
@@ -251,6 +251,12 @@ def never_settled_below_the_floor(log_builder: LogBuilder) -> None:
     log_builder.checkpoint(1, floor=len(log_builder.entries) + 1)
 
 
+def floor_above_what_is_unsettled(log_builder: LogBuilder) -> None:
+    log_builder.step(1, ["innocent"])
+    log_builder.play("a")
+    log_builder.add(SUBJECTS.floor, FloorRaised(sequence=len(log_builder.entries) + 1))
+
+
 def settled_after_its_checkpoint(log_builder: LogBuilder) -> None:
     log_builder.play("a")
     log_builder.step(1, ["innocent"])
@@ -318,6 +324,7 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (wrong_group, "result_not_of_request", "a"),
     (wrong_split, "result_not_of_request", "b"),
     (never_settled_below_the_floor, "below_floor_unsettled", "a"),
+    (floor_above_what_is_unsettled, "floor_unsettled", "a"),
     (settled_after_its_checkpoint, "below_floor_unsettled", "a"),
     (unsettled_at_the_end, "finished_unsettled", "a"),
     (lineage_of_no_checkpoint, "lineage_unfounded", "l2/1"),

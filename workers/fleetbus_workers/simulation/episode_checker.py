@@ -90,12 +90,12 @@ class EpisodeChecker:
         )
         self._observer.require(rises, "the floor never sinks", str(raised))
         self._floor = raised
-        passed = [
-            record.request.episode_id
-            for record in self.open.values()
-            if not record.refused and refuses_delivery(raised, record.request, record.request_sequence)
-        ]
+        passed = [record.request.episode_id for record in self.open.values() if not record.refused and self.is_passed(record)]
         self._observer.require(not passed, "nothing open lies below the floor", ", ".join(passed[:4]))
+
+    def is_passed(self, record: EpisodeRecord) -> bool:
+        """Whether the floor has passed it: it stays settled, whatever lineage is cut afterwards."""
+        return refuses_delivery(self._floor, record.request, record.request_sequence)
 
     async def all_finished(self) -> None:
         """Return once every request has its result."""

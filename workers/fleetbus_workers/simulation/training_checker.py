@@ -191,14 +191,19 @@ class TrainingChecker:
             return
         self._observer.require(checkpoint.step == self.steps, "a checkpoint holds the last step", name)
         self._checkpoints.add(stored.step)
-        requests = [record for record in self._episodes.record.values() if record.request.split == "train"]
+        requests = [
+            record
+            for record in self._episodes.record.values()
+            if record.request.split == "train" and not self._episodes.is_passed(record)
+        ]
         skipped = [
             record.request.episode_id
             for record in requests
             if record.request_sequence < checkpoint.floor and record.request.episode_id not in self.settled
         ]
         above = {record.request.episode_id for record in requests if record.request_sequence >= checkpoint.floor}
-        differing = (above & set(self.settled)) ^ set(checkpoint.settled)
+        open_settled = {name for name in checkpoint.settled if not self._episodes.is_passed(self._episodes.record[name])}
+        differing = (above & set(self.settled)) ^ open_settled
         self._observer.require(not skipped, "nothing unsettled lies below the floor", f"{name}: {skipped[:4]}")
         self._observer.require(not differing, "a checkpoint says what is settled", f"{name}: {sorted(differing)[:4]}")
 
@@ -216,7 +221,8 @@ class TrainingChecker:
     def _group_requests(self) -> dict[str, list[str]]:
         groups: dict[str, list[str]] = {}
         for record in self._episodes.record.values():
-            if record.request.split == "train" and record.request.episode_id not in self.strays:
+            stray = record.request.episode_id in self.strays or self._episodes.is_passed(record)
+            if record.request.split == "train" and not stray:
                 groups.setdefault(record.request.group_id, []).append(record.request.episode_id)
         return groups
 

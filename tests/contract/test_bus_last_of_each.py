@@ -1,0 +1,39 @@
+"""The last entries on several subjects from one state of the log, and which subjects it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def anyio_backend(bus_backend: Any) -> Any:
+    return bus_backend
+
+
+async def test_the_last_of_each_subject_is_given_and_subjects_without_entries_are_missing(world: Any) -> None:
+    s = world.subjects
+    async with world.ready() as bus:
+        assert await bus.last_of_each((s.floor, s.episode("a"))) == []
+        for number in range(6):
+            await bus.publish([s.floor, s.episode("a"), s.episode("b")][number % 3], b"%d" % number)
+        found = await bus.last_of_each((s.floor, s.episode("a"), s.episode("never")))
+        assert {entry.subject: (entry.sequence, entry.payload) for entry in found} == {
+            s.floor: (4, b"3"),
+            s.episode("a"): (5, b"4"),
+        }
+        await bus.purge(s.episode("a"), below=6)
+        assert [entry.subject for entry in await bus.last_of_each((s.floor, s.episode("a")))] == [s.floor]
+
+
+async def test_subjects_are_listed_while_they_have_entries(world: Any) -> None:
+    s = world.subjects
+    async with world.ready() as bus:
+        assert await bus.list_subjects(s.session("*")) == []
+        for name in ("a", "b", "a"):
+            await bus.publish(s.session(name), b"x")
+        await bus.publish(s.episode("a"), b"x")
+        assert sorted(await bus.list_subjects(s.session("*"))) == [s.session("a"), s.session("b")]
+        await bus.purge(s.session("a"), below=4)
+        assert await bus.list_subjects(s.session("*")) == [s.session("b")]

@@ -1,0 +1,39 @@
+"""Faults that a recorder, or who claims beside one, could have; planted by patching the workers' code for the length of a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+import fleetbus_workers.environment.episode.attempts as attempts
+import fleetbus_workers.recorder.log_trimmer as log_trimmer
+from fleetbus.core.retention import Retention
+
+
+def floor_not_read(patch: pytest.MonkeyPatch) -> None:
+    """A first claim on a subject that everything has left is taken for the first ever."""
+
+    async def faulty(self: attempts.Attempts, running: Any, claim_sequence: int) -> bool:
+        return False
+
+    patch.setattr(attempts.Attempts, "_is_refused", faulty)
+
+
+def removed_before_the_floor_is_raised(patch: pytest.MonkeyPatch) -> None:
+    async def faulty(self: Any, raised: Any, over: Any) -> bool:
+        return True
+
+    patch.setattr(log_trimmer.LogTrimmer, "_raise_floor", faulty)
+
+
+def floor_above_open_groups(patch: pytest.MonkeyPatch) -> None:
+    """The floor passes one group too many."""
+    compute = Retention.compute_floor
+
+    def faulty(self: Retention, last_sequence: int) -> Any:
+        raised = compute(self, last_sequence)
+        return msgspec.structs.replace(raised, groups={policy: number + 1 for policy, number in raised.groups.items()})
+
+    patch.setattr(Retention, "compute_floor", faulty)
