@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 @role_options
 @settings_options("run", "nats", "limits", "log")
 def command(archive: Path, **values: Any) -> int:
-    """Start a recorder: it archives a run's log and keeps the log below its limit by removing archived observations and actions
-    that no worker needs any more. Requests, claims, results and training entries stay.
+    """Start a recorder: it archives a run's log and keeps the log small by removing what is archived and settled.
 
     One per run. SIGTERM or Ctrl-C: archive the rest of the log, then exit. A new recorder continues at the end of the archive.
     Pass the folder to the learner, too (--learner-archive): to resume from an older checkpoint it needs the removed entries.
