@@ -137,7 +137,7 @@ class SmallFleet:
         async def record(bus: Bus, name: str) -> None:
             await run_recorder(
                 bus, configuration=self.configuration, name=name, drain=drain or self.drain, folder=self.archive,
-                settings=RecorderSettings(batch_seconds=0.05, trim_seconds=0.2, segment_bytes=LOG_BYTES),
+                settings=RecorderSettings(batch_seconds=0.05, trim_seconds=0.2, segment_bytes=LOG_BYTES, settle_seconds=0.5),
             )  # fmt: skip
 
         return self.start(record, name)

@@ -12,7 +12,7 @@ from fleetbus.archive import read_archive
 from fleetbus.audit import audit_run
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.streams import plan_run, tasks_consumer
-from fleetbus.client.sessions import SessionFailed, sessions
+from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
@@ -209,7 +209,5 @@ async def test_journals_of_ended_sessions_leave_the_log_and_an_open_one_stays(co
                     subject = S.rpc("environment", "s1")
                     answer = decode(SessionAnswer, await bus.request(subject, encode(late), timeout=5), subject=subject)
                     assert (answer.refusal, "left the log" in answer.error) == ("closed", True)
-                    with pytest.raises(SessionFailed, match="never opened"):
-                        await client.session("s2").step("x")
             recorded.set()
             deployment.drain.set()

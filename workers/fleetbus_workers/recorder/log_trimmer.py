@@ -47,15 +47,19 @@ class _Ages:
     def __init__(self, window_seconds: float) -> None:
         self._window_ns = int(window_seconds * 1e9)
         self._samples: deque[tuple[int, int]] = deque()
+        self._newest = (0, 0)
         self._position = 0
 
     def enter(self, entry: StreamEntry) -> None:
+        self._newest = (entry.sequence, entry.time_ns)
         if not self._samples or entry.time_ns - self._samples[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
             self._samples.append((entry.sequence, entry.time_ns))
 
     def find_position(self, now_ns: int) -> int:
         while self._samples and self._samples[0][1] < now_ns - self._window_ns:
             self._position = self._samples.popleft()[0]
+        if self._newest[1] < now_ns - self._window_ns:
+            self._position = self._newest[0]
         return self._position
 
 
@@ -102,11 +106,12 @@ class LogTrimmer:
             self._sessions.enter(entry.sequence, entry.subject.rpartition(".")[2], is_over=_ends_session(message))
         else:
             self._retention.enter(entry.sequence, entry.subject, message)
-        if isinstance(message, FloorRaised):
-            self._floors.append(entry.sequence)
         self.last_entered = entry.sequence
         self._content_ages.enter(entry)
-        self._settled_ages.enter(entry)
+        if isinstance(message, FloorRaised):  # it would be raised for ever because it was raised
+            self._floors.append(entry.sequence)
+        else:
+            self._settled_ages.enter(entry)
 
     async def load_archived(self, last: int) -> None:
         """Everything up to ``last`` is in the archive: read what decides about trimming, and none of what is trimmed first."""
