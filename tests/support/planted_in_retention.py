@@ -1,4 +1,4 @@
-"""Faults that a recorder, or who claims beside one, could have; planted by patching the workers' code for the length of a test."""
+"""Faults of a recorder, or of who claims beside one; planted by patching the workers' code for the length of a test."""
 
 from __future__ import annotations
 
