@@ -27,9 +27,12 @@ def settled_as_of_the_checkpoint_instead_of_the_step(patch: pytest.MonkeyPatch) 
     """What was discarded since the step is settled in the checkpoint, although no step has recorded it."""
     store = learner.Learner._store_checkpoint
 
-    async def faulty(self: learner.Learner, checkpoint: Any) -> None:
+    async def faulty(self: learner.Learner) -> None:
+        checkpoint = self._checkpoints.pending
+        assert checkpoint is not None
         discarded = (exclusion.episode_id for group in self._pool._excluded for exclusion in group)
-        await store(self, msgspec.structs.replace(checkpoint, settled=(*checkpoint.settled, *discarded)))
+        self._checkpoints.pending = msgspec.structs.replace(checkpoint, settled=(*checkpoint.settled, *discarded))
+        await store(self)
 
     patch.setattr(learner.Learner, "_store_checkpoint", faulty)
 

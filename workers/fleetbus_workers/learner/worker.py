@@ -361,7 +361,10 @@ class Learner:
         await self._publish_version()
         self._counters["steps"] += 1
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
-            await self._checkpoints.start(self._tasks)
+            await self._store_checkpoint()
+
+    async def _store_checkpoint(self) -> None:
+        await self._checkpoints.start(self._tasks)
 
     async def _publish_version(self) -> None:
         started = anyio.current_time()
