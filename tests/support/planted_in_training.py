@@ -17,6 +17,7 @@ import fleetbus_workers.learner.worker as learner
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.core.ledger import Ledger
 from fleetbus.core.retention import Retention
+from fleetbus_workers.learner import checkpoint_storage
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
 from fleetbus_workers.learner.checkpoints import list_checkpoints, read_checkpoint, write_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -110,11 +111,12 @@ def torn_checkpoint_announced(patch: pytest.MonkeyPatch) -> None:
         except OSError:
             return folder / f"{checkpoint.lineage}-{checkpoint.step:06d}"
 
-    patch.setattr(learner, "write_checkpoint", faulty)
+    patch.setattr(checkpoint_storage, "write_checkpoint", faulty)
+    patch.setattr(checkpoint_storage, "_begin", faulty)
 
 
 def fresh_weights_after_a_restart(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ScriptedTrainer, "restore", lambda self, weights, state: None)
+    patch.setattr(ScriptedTrainer, "restore", lambda self, folder: None)
 
 
 def exclusions_forgotten(patch: pytest.MonkeyPatch) -> None:
