@@ -18,6 +18,12 @@ from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLi
 from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
 from tests.support.processes import children, until
 
+
+@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.slow)])  # every test starts processes
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 TESTS = "assert add(1, 2) == 3\\nassert add(-1, 1) == 0\\n"
 SOLUTION = (
     "[m for m in conversation if m['role'] == 'assistant'][-1]['content'].split('```python\\n')[1].split('\\n```')[0] + '\\n'"

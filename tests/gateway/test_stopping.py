@@ -14,8 +14,8 @@ from websockets.exceptions import ConnectionClosed
 from fleetbus.client.sessions import sessions
 from fleetbus_workers.gateway.gym_service import GymService
 from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-from fleetbus_workers.serving.serve import serve
 from fleetbus_workers.serving.listeners import bind
+from fleetbus_workers.serving.serve import serve
 from tests.support.gym_service import Handler, Wire
 from tests.support.openenv_gateway import gateway
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from fleetbus_workers.environment.adapters.remote_gym.wire import build_request_headers, decode_response, encode_request
 from fleetbus_workers.gateway.gym_service import BaseGymHandler, GymService
-from fleetbus_workers.serving.serve import serve
 from fleetbus_workers.serving.listeners import bind
+from fleetbus_workers.serving.serve import serve
 
 
 class Handler(BaseGymHandler):

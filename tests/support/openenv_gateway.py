@@ -17,9 +17,9 @@ from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
-from fleetbus_workers.serving.serve import BOUNDS, serve
 from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import bind
+from fleetbus_workers.serving.serve import BOUNDS, serve
 from tests.support.small_deployment import LIMITS, Member, SmallDeployment, build_configuration, small_deployment
 
 

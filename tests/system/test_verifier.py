@@ -17,7 +17,7 @@ from fleetbus_workers.environment.isolation.verifier import Verifier
 from tests.support.grading import LIMITS, Tools, grade
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.slow)])  # every test starts processes
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
