@@ -114,6 +114,12 @@ map folder="":
 test-pythons *versions:
     bash .ci/pythons {{versions}}
 
+# The documentation site into build/site, strictly, in a separate environment: `just docs`, or `just docs serve`
+docs command="build --strict" *arguments:
+    test -d .venv-docs || python3 -m venv .venv-docs
+    .venv-docs/bin/pip install -q -c constraints.txt -e '.[docs]'
+    .venv-docs/bin/mkdocs {{command}} {{arguments}}
+
 # Run exactly what continuous integration runs
 ci:
     bash .ci/run

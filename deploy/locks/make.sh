@@ -25,5 +25,6 @@ compile tools "${same[@]}" --extra auth "$@"
 compile environment "${same[@]}" --extra environment "$@"
 compile monitor "${same[@]}" --extra monitor "$@"
 compile learner "${same[@]}" --extra environment --extra torch "$@"
+compile docs "${same[@]}" --extra docs "$@"
 compile build --constraints deploy/locks/ci.txt - "$@" <<<"hatchling"
 compile release --constraints deploy/locks/ci.txt - "$@" <<<$'cyclonedx-bom\nhatchling\ntwine'
