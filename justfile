@@ -40,6 +40,10 @@ test-slow *arguments:
 planted-faults *arguments:
     .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py {{arguments}}
 
+# Which branches of the delivery contract the kept seeds of the simulation reach, or `all:1-100 swarm:1-100` beside them: minutes
+sim-coverage *arguments:
+    .venv/bin/python benchmarks/simulation_coverage.py {{arguments}}
+
 # The algorithms compared with TRL's own trainers, to 1e-6, in a separate environment: TRL has many dependencies
 test-trl *arguments:
     test -d .venv-trl || python3 -m venv .venv-trl

@@ -1,8 +1,8 @@
-"""Which branches of the delivery contract simulations reach by themselves, and which seeds reach what no seed before did.
+"""Which branches of the delivery contract simulations reach by themselves, and the few seeds that reach them all.
 
-    python benchmarks/simulation_coverage.py                     # the kept seeds: tests/system/simulation_corpus.txt
-    python benchmarks/simulation_coverage.py all:1-100 swarm:1-50
-    python benchmarks/simulation_coverage.py --keep all:1-500    # and keep the seeds that reach something new
+    python benchmarks/simulation_coverage.py                          # the kept seeds: tests/system/simulation_corpus.txt
+    python benchmarks/simulation_coverage.py all:1-100 swarm:1-50     # more of them
+    python benchmarks/simulation_coverage.py --keep all:1-500         # and keep the fewest that reach as much
 
 Prints per file lines and branches, with those that were not reached; exit status 1 below ``--at-least`` percent in total.
 """
@@ -10,16 +10,22 @@ Prints per file lines and branches, with those that were not reached; exit statu
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coverage import Coverage
 
 if TYPE_CHECKING:
     from fleetbus_workers.simulation.scenario import FaultSet
+
+Arc = tuple[str, tuple[int, int]]
+Seed = tuple["FaultSet", int]
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "tests/system/simulation_corpus.txt"
@@ -62,21 +68,51 @@ CONTRACT = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seeds", nargs="*", metavar="FAULTS:A-B", help="instead of the kept seeds")
-    parser.add_argument("--keep", action="store_true", help="add the seeds that reach something new to the kept ones")
+    parser.add_argument("seeds", nargs="*", metavar="FAULTS:A-B", help="beside the kept seeds")
+    parser.add_argument("--keep", action="store_true", help="keep the fewest of these seeds that reach what all of them do")
     parser.add_argument("--at-least", type=float, default=0.0, metavar="PERCENT")
     arguments = parser.parse_args()
     coverage = Coverage(branch=True, include=[str(ROOT / file) for file in CONTRACT], data_file=None, config_file=False)
-    kept = read_corpus()
-    coverage.start()
-    new = [seed for seed in dict.fromkeys([*kept, *parse_seeds(arguments.seeds)]) if reaches_new(coverage, seed)]
-    coverage.stop()
+    imported = record_arcs(coverage, lambda: importlib.import_module("fleetbus_workers.simulation.run"))
+    seeds = dict.fromkeys([*read_corpus(), *parse_seeds(arguments.seeds)])
+    reached = {seed: record_arcs(coverage, partial(run_reported, *seed)) - imported for seed in seeds}
     if arguments.keep:
-        CORPUS.write_text("".join(f"{faults} {seed}\n" for faults, seed in new))
-        print(f"{len(new)} seeds kept, {len(kept)} before", file=sys.stderr)
-    coverage.report(file=(text := io.StringIO()), show_missing=True, skip_covered=False)
+        CORPUS.write_text("".join(f"{faults} {seed}\n" for faults, seed in choose_fewest(reached)))
+    everything = defaultdict(set)
+    for file, arc in imported.union(*reached.values()):
+        everything[file].add(arc)
+    coverage.get_data().add_arcs(everything)
+    coverage.report(file=(text := io.StringIO()), show_missing=True)
     print(text.getvalue().replace(f"{ROOT}/", ""))
     return int(coverage.report(file=io.StringIO()) < arguments.at_least)
+
+
+def record_arcs(coverage: Coverage, function: Callable[[], object]) -> set[Arc]:
+    """The branches that one call takes, by file."""
+    coverage.erase()
+    with coverage.collect():
+        function()
+    data = coverage.get_data()
+    found = {(file, arc) for file in data.measured_files() for arc in data.arcs(file) or ()}
+    coverage.erase()
+    return found
+
+
+def run_reported(faults: FaultSet, seed: int) -> None:
+    from fleetbus_workers.simulation.seed_pool import run_safely
+
+    report = run_safely(seed, faults)
+    if not report.passed:
+        print(f"{faults} {seed}: {report.violations[0].invariant}: {report.violations[0].detail}", file=sys.stderr)
+
+
+def choose_fewest(reached: dict[Seed, set[Arc]]) -> list[Seed]:
+    """Seeds that reach together what all do: again and again the one that adds most."""
+    left, chosen = set().union(*reached.values()), list[Seed]()
+    while left:
+        chosen.append(max(reached, key=lambda seed: len(reached[seed] & left)))
+        left -= reached[chosen[-1]]
+    return chosen
 
 
 def read_corpus() -> list[tuple[FaultSet, int]]:
@@ -92,25 +128,6 @@ def parse_seeds(ranges: list[str]) -> Iterator[tuple[FaultSet, int]]:
         first, _, last = seeds.partition("-")
         for seed in range(int(first), int(last or first) + 1):
             yield faults, seed  # type: ignore[misc]
-
-
-_reached: set[tuple[Any, ...]] = set()
-
-
-def reaches_new(coverage: Coverage, seed: tuple[FaultSet, int]) -> bool:
-    """Run a seed; True if it reached a branch that none before it did."""
-    from fleetbus_workers.simulation.seed_pool import run_safely
-
-    before = len(_reached)
-    report = run_safely(seed[1], seed[0])
-    if not report.passed:
-        print(f"{seed[0]} {seed[1]}: {report.violations[0].invariant}: {report.violations[0].detail}", file=sys.stderr)
-    data = coverage.get_data()
-    for file in data.measured_files():
-        _reached.update((file, *arc) for arc in data.arcs(file) or ())
-    if len(_reached) > before:
-        print(f"{seed[0]} {seed[1]}: {len(_reached) - before} new branches", file=sys.stderr)
-    return len(_reached) > before
 
 
 if __name__ == "__main__":

@@ -230,10 +230,3 @@ def version_announced_before_its_step(patch: pytest.MonkeyPatch) -> None:
         return await publish(self, max(step - 1, 0))
 
     patch.setattr(publication.Publication, "publish", faulty)
-
-
-def more_requested_than_staleness_allows(patch: pytest.MonkeyPatch) -> None:
-    """Admission knows no bound: groups are requested for ever."""
-    import fleetbus_workers.learner.admission as admission
-
-    patch.setattr(admission.Admission, "_count_admissible", lambda self: 1)

@@ -8,22 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.simulation.run import run_seed
-from fleetbus_workers.simulation.scenario import Scenario
-from fleetbus_workers.simulation.seed_pool import run_seeds
+from fleetbus_workers.simulation.scenario import FaultSet, Scenario
+from fleetbus_workers.simulation.seed_pool import run_safely, run_seeds
 
 ORDINARY_SEEDS = range(10)
 ALL_SEEDS = range(1000)
+CORPUS = Path(__file__).with_name("simulation_corpus.txt")
 
 FLEETBUS = (sys.executable, "-m", "fleetbus_workers.cli")
 
 
-def failures(seeds: range) -> dict[int, str]:
+def failures(seeds: range, faults: FaultSet = "usual") -> dict[int, str]:
     """What went wrong, by seed."""
-    reports = run_seeds(seeds, processes=2)
+    reports = run_seeds(seeds, processes=2, faults=faults)
     return {report.seed: "; ".join(map(str, report.violations)) for report in reports if not report.passed}
 
 
@@ -58,6 +60,21 @@ def test_different_seeds_give_different_runs() -> None:
 @pytest.mark.timeout(300)
 def test_ten_seeds_keep_all_invariants() -> None:
     assert failures(ORDINARY_SEEDS) == {}
+
+
+@pytest.mark.timeout(300)
+def test_the_kept_seeds_reach_what_they_were_kept_for_and_keep_all_invariants() -> None:
+    """Each reaches branches of the delivery contract that no other does: `benchmarks/simulation_coverage.py` chose them."""
+    kept = msgspec.convert(list(map(str.split, CORPUS.read_text().splitlines())), type=list[tuple[FaultSet, int]], strict=False)
+    reports = {(faults, seed): run_safely(seed, faults) for faults, seed in kept}
+    assert {name: report.violations for name, report in reports.items() if not report.passed} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("faults", "seeds"), [("all", range(1, 1001)), ("swarm", range(1, 301))])
+def test_many_seeds_with_all_faults_keep_all_invariants(faults: FaultSet, seeds: range) -> None:
+    assert failures(seeds, faults) == {}
 
 
 @pytest.mark.parametrize("seed", [736, 903])
