@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import fleetbus.actions as actions
+import fleetbus_workers.learner.checkpoint_storage as checkpoint_storage
 import fleetbus_workers.learner.journal as book
 import fleetbus_workers.learner.pool as pool
 import fleetbus_workers.learner.publication as publication
@@ -19,23 +20,34 @@ from fleetbus.core.ledger import Ledger
 from fleetbus.core.retention import Retention
 from fleetbus_workers.learner import checkpoint_storage
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
-from fleetbus_workers.learner.checkpoints import list_checkpoints, read_checkpoint, write_checkpoint
+from fleetbus_workers.learner.checkpoints import Checkpoint, finish_checkpoint, list_checkpoints, read_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.store import BusStore, FolderStore
 
 
 def settled_as_of_the_checkpoint_instead_of_the_step(patch: pytest.MonkeyPatch) -> None:
     """What was discarded since the step is settled in the checkpoint, although no step has recorded it."""
-    store = learner.Learner._store_checkpoint
+    settle, used = pool.GroupPool.settle, list[pool.GroupPool]()
 
+<<<<<<< HEAD
     async def faulty(self: learner.Learner) -> None:
         checkpoint = self._checkpoints.pending
         assert checkpoint is not None
         discarded = (exclusion.episode_id for group in self._pool._excluded for exclusion in group)
         self._checkpoints.pending = msgspec.structs.replace(checkpoint, settled=(*checkpoint.settled, *discarded))
         await store(self)
+=======
+    def faulty(self: pool.GroupPool, groups: Any) -> Any:
+        used[:] = [self]
+        return settle(self, groups)
+>>>>>>> 597e386 (Plant torn and early settled checkpoints where they are stored now)
 
-    patch.setattr(learner.Learner, "_store_checkpoint", faulty)
+    def build(**fields: Any) -> Checkpoint:
+        discarded = tuple(exclusion.episode_id for group in used[0]._excluded for exclusion in group)
+        return Checkpoint(**fields | {"settled": fields["settled"] + discarded})
+
+    patch.setattr(pool.GroupPool, "settle", faulty)
+    patch.setattr(learner, "Checkpoint", build)
 
 
 def newest_file_instead_of_the_log(patch: pytest.MonkeyPatch) -> None:
@@ -103,16 +115,19 @@ def unreadable_checkpoint_means_the_start(patch: pytest.MonkeyPatch) -> None:
 
 def torn_checkpoint_announced(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint whose writing failed is announced all the same."""
-    write = write_checkpoint
 
-    def faulty(folder: Any, checkpoint: Any, trainer: Any) -> Any:
+    def faulty(started: Any) -> Any:
         try:
-            return write(folder, checkpoint, trainer)
+            return finish_checkpoint(started)
         except OSError:
-            return folder / f"{checkpoint.lineage}-{checkpoint.step:06d}"
+            return started.partial.with_name(f"{started.checkpoint.lineage}-{started.checkpoint.step:06d}")
 
+<<<<<<< HEAD
     patch.setattr(checkpoint_storage, "write_checkpoint", faulty)
     patch.setattr(checkpoint_storage, "_begin", faulty)
+=======
+    patch.setattr(checkpoint_storage, "finish_checkpoint", faulty)
+>>>>>>> 597e386 (Plant torn and early settled checkpoints where they are stored now)
 
 
 def fresh_weights_after_a_restart(patch: pytest.MonkeyPatch) -> None:

@@ -86,13 +86,9 @@ PLANTS: dict[Plant, Found] = {
     training.failed_sync_ignored: Found(3, "every entry is in the log or in the archive"),
     training.first_weights_uploaded_again: Found(1, "an engine loads what was published"),
     training.version_announced_before_its_step: Found(1, "a version says which step made it"),
-<<<<<<< HEAD
-    training.more_requested_than_staleness_allows: Found(1, "the training makes progress"),
     retention.floor_not_read: Found(5, "one environment per attempt", "usual"),
     retention.removed_before_the_floor_is_raised: Found(5, "a request is stored once", "usual"),
     retention.floor_above_open_groups: Found(18, "nothing open lies below the floor", "usual"),
-=======
->>>>>>> 6293fdf (Show which branches simulation reaches; tell of simulated servers, disks and clients)
     sessions.call_among_restored_ones: Found(8, "every end of a session has a cause"),
     sessions.answer_not_recorded: Found(1, "an answer is recorded before it is given"),
     sessions.repeated_call_executed_again: Found(3, "a call of a session is executed once"),
