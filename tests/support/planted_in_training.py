@@ -18,7 +18,6 @@ import fleetbus_workers.learner.worker as learner
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.core.ledger import Ledger
 from fleetbus.core.retention import Retention
-from fleetbus_workers.learner import checkpoint_storage
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
 from fleetbus_workers.learner.checkpoints import Checkpoint, finish_checkpoint, list_checkpoints, read_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -29,18 +28,9 @@ def settled_as_of_the_checkpoint_instead_of_the_step(patch: pytest.MonkeyPatch) 
     """What was discarded since the step is settled in the checkpoint, although no step has recorded it."""
     settle, used = pool.GroupPool.settle, list[pool.GroupPool]()
 
-<<<<<<< HEAD
-    async def faulty(self: learner.Learner) -> None:
-        checkpoint = self._checkpoints.pending
-        assert checkpoint is not None
-        discarded = (exclusion.episode_id for group in self._pool._excluded for exclusion in group)
-        self._checkpoints.pending = msgspec.structs.replace(checkpoint, settled=(*checkpoint.settled, *discarded))
-        await store(self)
-=======
     def faulty(self: pool.GroupPool, groups: Any) -> Any:
         used[:] = [self]
         return settle(self, groups)
->>>>>>> 597e386 (Plant torn and early settled checkpoints where they are stored now)
 
     def build(**fields: Any) -> Checkpoint:
         discarded = tuple(exclusion.episode_id for group in used[0]._excluded for exclusion in group)
@@ -122,12 +112,7 @@ def torn_checkpoint_announced(patch: pytest.MonkeyPatch) -> None:
         except OSError:
             return started.partial.with_name(f"{started.checkpoint.lineage}-{started.checkpoint.step:06d}")
 
-<<<<<<< HEAD
-    patch.setattr(checkpoint_storage, "write_checkpoint", faulty)
-    patch.setattr(checkpoint_storage, "_begin", faulty)
-=======
     patch.setattr(checkpoint_storage, "finish_checkpoint", faulty)
->>>>>>> 597e386 (Plant torn and early settled checkpoints where they are stored now)
 
 
 def fresh_weights_after_a_restart(patch: pytest.MonkeyPatch) -> None:
