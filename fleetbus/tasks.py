@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from fleetbus import harbor
 from fleetbus.core.verifier_warnings import find_forgeable
 from fleetbus.datasets import read_dataset_files
 from fleetbus.errors import UserError
@@ -60,6 +61,8 @@ def load_dataset(location: str) -> list[Task]:
 
 def check_dataset(location: str) -> tuple[list[Task], list[str]]:
     """The tasks at a location, and one line for each thing that is wrong. Raises `UserError` if there is nothing to read."""
+    if location.startswith(harbor.PREFIX):
+        return harbor.check_harbor(location)
     files = read_dataset_files(location)
     tasks: list[Task] = []
     problems: list[str] = []

@@ -135,6 +135,11 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
             "there are, required refuses to start"
         ),
     ] = "auto"
+    boxes: Annotated[
+        Literal["auto", "docker", "sandbox"],
+        Meta(description="What Harbor tasks are played in; auto: containers where a Docker engine answers, else the sandbox"),
+    ] = "auto"
+    warm: Annotated[int, Meta(ge=0, description="Boxes of a Harbor task that wait, started, for its next episodes")] = 0
     max_abs_reward: Annotated[
         float, Meta(gt=0, le=1e12, description="Largest reward, either way; an episode with another one is not trained")
     ] = 1e6

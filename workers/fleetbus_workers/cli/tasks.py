@@ -21,10 +21,10 @@ LOCATION = click.argument("location", metavar="LOCATION")
 
 @click.group("tasks")
 def command() -> None:
-    """Validate tasks files, or split them into training and held-out tasks.
+    """Validate tasks, check their solutions, or split them into training and held-out tasks.
 
     LOCATION is a tasks file or a folder of them: a path, https://..., s3://..., with @VERSION at its end if there are several,
-    as in data@v0.2 or s3://bucket/{version}/openenv/all_tool_use.json@v0.2.
+    as in data@v0.2 or s3://bucket/{version}/openenv/all_tool_use.json@v0.2; or harbor:DIR, a Harbor task or a folder of them.
     """
 
 
@@ -52,6 +52,49 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     else:
         _print_facts(facts, location)
     return REFUSED if problems else 0
+
+
+@command.command("check")
+@LOCATION
+@click.option("--parallel", type=click.IntRange(min=1, max=64), default=4, help="Tasks at a time [4]")
+@click.option("--seconds", type=NumberRange(1, 86_400), default=600.0, help="Time limit of a solution and of its tests [600]")
+@click.option(
+    "--boxes", type=click.Choice(["auto", "docker", "sandbox"]), default="auto", help="What they are played in [auto]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON")
+def check(location: str, parallel: int, seconds: float, boxes: str, as_json: bool) -> int:
+    """Play each Harbor task twice: its own solution must get 1, doing nothing must not. LOCATION is harbor:DIR.
+
+    Exit status 0: all tasks hold; 2: some do not, or cannot be played.
+    """
+    import os
+
+    import anyio
+    import msgspec
+
+    from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
+    from fleetbus.tasks import load_dataset
+    from fleetbus_workers.environment.adapters.harbor.check import check_tasks, is_harbor
+
+    if not is_harbor(location):
+        from fleetbus.errors import UserError
+
+        raise UserError(f"{location}: only Harbor tasks have a solution to be checked: give harbor:DIR")
+    settings = Configuration(
+        environment=EnvironmentSettings(boxes=boxes, slots=parallel),  # type: ignore[arg-type]
+        limits=LimitSettings(verify=seconds, tool_call=seconds),
+    )
+    backend = {"use_uvloop": os.name != "nt"}
+    findings = anyio.run(check_tasks, location, load_dataset(location), settings, parallel, backend_options=backend)
+    if as_json:
+        _print_json({"tasks": [msgspec.structs.asdict(finding) for finding in findings]})
+    else:
+        width = max(len(finding.key) for finding in findings)
+        for finding in findings:
+            print(
+                f"{finding.key:<{width}}  solution {finding.solution}  nothing {finding.nothing}  {finding.problem or 'holds'}"
+            )
+    return REFUSED if any(finding.problem for finding in findings) else 0
 
 
 @command.command("split")

@@ -205,6 +205,10 @@ ADAPTERS = (
         ),
     ),
     Adapter(
+        "harbor:DIR", "harbor.factory", "", "Harbor tasks: a shell in a container (`fleetbus[docker]`) or in the sandbox",
+        lambda harbor, context: harbor.build_harbor_factory(context),
+    ),
+    Adapter(
         "MODULE:CLASS", "python_class.environment", "", "a class of your own, in this process",
         lambda python, context: _store_images(
             Factory(*python.build_named_class_factory(context.spec, context.settings.environment)), context

@@ -15,11 +15,12 @@ import msgspec
 
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.run_folder import RunFolder, run_folder
-from fleetbus.config.settings import Configuration
+from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.datasets import is_remote
 from fleetbus.datasets import redact_location as shown_location
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
+from fleetbus.harbor import PREFIX as HARBOR
 from fleetbus.logs import configure_logs
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.overview.progress import Progress
@@ -85,13 +86,20 @@ def resolve_paths(configuration: Configuration) -> Configuration:
     if is_hub_id(run.model):
         run = msgspec.structs.replace(run, model=str(download_model(run.model)))
     named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
-    paths = {key: str(Path(path).expanduser().absolute()) for key, path in named.items() if path and not is_remote(path)}
+    paths = {key: _make_absolute(path) for key, path in named.items() if path and not is_remote(path)}
+    if run.tasks.startswith(HARBOR) and run.environment == RunSettings().environment:
+        paths["environment"] = paths["tasks"]
     auth = str(Path(configuration.nats.auth).expanduser().absolute()) if configuration.nats.auth else ""
     return msgspec.structs.replace(
         configuration,
         run=msgspec.structs.replace(run, **paths),
         nats=msgspec.structs.replace(configuration.nats, auth=auth),
     )
+
+
+def _make_absolute(path: str) -> str:
+    prefix, place = (HARBOR, path.removeprefix(HARBOR)) if path.startswith(HARBOR) else ("", path)
+    return prefix + str(Path(place).expanduser().absolute())
 
 
 def _format_tasks(location: str) -> str:

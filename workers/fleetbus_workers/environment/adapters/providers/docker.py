@@ -25,6 +25,60 @@ CALLS_AT_A_TIME = 16
 MAX_PROCESSES = 512
 
 
+class DockerEngine:
+    """A Docker engine: calls of docker-py in threads, and what goes wrong with them as `EnvironmentFailed`.
+
+    ``seconds``: how long it may be silent.
+    """
+
+    def __init__(self, *, seconds: float = CALL_SECONDS) -> None:
+        self._seconds = seconds
+        self._client: Any = None
+        self._limiter = anyio.CapacityLimiter(CALLS_AT_A_TIME)
+
+    async def call(self, what: str, function: Callable[[Any], Any]) -> Any:
+        """What ``function`` gives for the client; ``what`` says in an error what the engine did not do."""
+        return await anyio.to_thread.run_sync(self._run_in_thread, what, function, limiter=self._limiter)
+
+    async def remove(self, name: str) -> None:
+        """Remove a container; nothing is wrong if it is gone already."""
+        with anyio.CancelScope(shield=True):  # docker-py has a time limit of its own
+            await self.call("remove", partial(_remove, name=name))
+
+    async def sweep(self) -> list[str]:
+        """Remove containers of workers that have exited, and expired ones of any worker."""
+        containers = await self.call(
+            "list", lambda client: client.containers.list(all=True, filters={"label": f"{PREFIX}.owner"}, ignore_removed=True)
+        )
+        removed = []
+        for container in containers:
+            labels = container.labels
+            if is_abandoned(labels.get(f"{PREFIX}.owner", ""), labels.get(f"{PREFIX}.expires", "")):
+                await self.call("remove", partial(_remove, name=container.name))
+                removed.append(str(container.name))
+        return removed
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await anyio.to_thread.run_sync(client.close)
+
+    def _run_in_thread(self, what: str, function: Callable[[Any], Any]) -> Any:
+        import docker
+        import requests
+
+        try:
+            if self._client is None:
+                self._client = docker.from_env(timeout=self._seconds)
+            return function(self._client)
+        except docker.errors.ImageNotFound as error:
+            image = str(error.explanation or "").rpartition(": ")[2] or "the image"
+            raise EnvironmentFailed(f"there is no image {image}: docker pull {image}") from error
+        except (docker.errors.DockerException, requests.RequestException) as error:
+            reason = str(getattr(error, "explanation", None) or error).splitlines()[0][:300]
+            raise EnvironmentFailed(f"the Docker engine did not {what}: {reason}") from error
+
+
 class DockerProvider:
     """Runs ``image`` once per episode, its ``port`` published on this machine's loopback alone."""
 
@@ -44,8 +98,7 @@ class DockerProvider:
         self._variables = dict(variables or {})
         self._memory_bytes = memory_bytes
         self._cpus = cpus
-        self._client: Any = None
-        self._limiter = anyio.CapacityLimiter(CALLS_AT_A_TIME)
+        self._engine = DockerEngine()
 
     async def start(self, labels: Labels) -> ProvidedServer:
         name = generate_server_name()
@@ -65,69 +118,38 @@ class DockerProvider:
             "security_opt": ["no-new-privileges"],
         }
         async with self._remove_on_failure(name):
-            await self._call("start", lambda client: client.containers.run(self._image, **options))
-            container = await self._call("inspect", lambda client: client.containers.get(name))
+            await self._engine.call("start", lambda client: client.containers.run(self._image, **options))
+            container = await self._engine.call("inspect", lambda client: client.containers.get(name))
             published = (container.attrs["NetworkSettings"]["Ports"] or {}).get(f"{self._port}/tcp")
             if not published:
                 raise EnvironmentFailed(f"{name} ended at once: {await self._describe_exit(container)}")
         return ProvidedServer(name=name, url=f"http://127.0.0.1:{published[0]['HostPort']}")
 
     async def find_problem(self, server: ProvidedServer) -> str:
-        container = await self._call("inspect", lambda client: client.containers.get(server.name))
+        container = await self._engine.call("inspect", lambda client: client.containers.get(server.name))
         return "" if container.status in ("created", "running", "restarting") else await self._describe_exit(container)
 
     async def stop(self, server: ProvidedServer) -> None:
-        with anyio.CancelScope(shield=True):  # docker-py has a time limit of its own
-            await self._call("remove", partial(_remove, name=server.name))
+        await self._engine.remove(server.name)
 
     async def sweep(self) -> list[str]:
-        """Remove containers of workers that have exited, and expired ones of any worker."""
-        containers = await self._call(
-            "list", lambda client: client.containers.list(all=True, filters={"label": f"{PREFIX}.owner"}, ignore_removed=True)
-        )
-        removed = []
-        for container in containers:
-            labels = container.labels
-            if is_abandoned(labels.get(f"{PREFIX}.owner", ""), labels.get(f"{PREFIX}.expires", "")):
-                await self._call("remove", partial(_remove, name=container.name))
-                removed.append(str(container.name))
-        return removed
+        return await self._engine.sweep()
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await anyio.to_thread.run_sync(client.close)
+        await self._engine.close()
 
     @asynccontextmanager
     async def _remove_on_failure(self, name: str) -> AsyncIterator[None]:
         try:
             yield
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._call("remove", partial(_remove, name=name))
+            await self._engine.remove(name)
             raise
 
     async def _describe_exit(self, container: Any) -> str:
-        logs = await self._call("logs", lambda _: container.logs(tail=1))
+        logs = await self._engine.call("logs", lambda _: container.logs(tail=1))
         code = container.attrs.get("State", {}).get("ExitCode")
         return f"exit code {code}: {logs.decode(errors='replace').strip()[:300]}"
-
-    async def _call(self, what: str, function: Callable[[Any], Any]) -> Any:
-        return await anyio.to_thread.run_sync(self._run_in_thread, what, function, limiter=self._limiter)
-
-    def _run_in_thread(self, what: str, function: Callable[[Any], Any]) -> Any:
-        import docker
-        import requests
-
-        try:
-            if self._client is None:
-                self._client = docker.from_env(timeout=CALL_SECONDS)
-            return function(self._client)
-        except docker.errors.ImageNotFound as error:
-            raise EnvironmentFailed(f"there is no image {self._image}: docker pull {self._image}") from error
-        except (docker.errors.DockerException, requests.RequestException) as error:
-            reason = str(getattr(error, "explanation", None) or error).splitlines()[0][:300]
-            raise EnvironmentFailed(f"the Docker engine did not {what}: {reason}") from error
 
 
 def _remove(client: Any, name: str) -> None:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -61,19 +61,26 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
         visible: Sequence[str | Path] = (),
         tools: bool = False,
         scratch_bytes: int = SCRATCH_BYTES,
+        writable: Mapping[str, str] | None = None,
     ) -> list[str]:
         """The command line that runs ``program`` inside; it inherits the descriptors that it is given.
 
         ``visible``: folders and files that are seen besides Python's, read-only. ``tools``: also the system's programs.
+        ``writable``: folders of this machine by where they are inside; they stay when the program has ended.
         """
         visible_paths = list(_list_visible_paths(visible, tools))
         if self.kind == "bubblewrap":
-            return [*_build_bubblewrap_arguments(visible_paths, scratch_bytes, own_users=self.own_users), "--", *program]
+            return [
+                *_build_bubblewrap_arguments(visible_paths, scratch_bytes, writable or {}, own_users=self.own_users),
+                "--",
+                *program,
+            ]
         description = {
             "own_users": self.own_users,
             "bind": [path for path, link in visible_paths if not link],
             "link": [(path, link) for path, link in visible_paths if link],
             "scratch_bytes": scratch_bytes,
+            "writable": writable or {},
         }
         jail = str(INSIDE / "jail.py")
         return [sys.executable, "-I", "-S", "-B", jail, msgspec.json.encode(description).decode(), *program]
@@ -171,7 +178,7 @@ def _list_parents(path: str) -> Iterator[str]:
 
 
 def _build_bubblewrap_arguments(
-    visible_paths: Sequence[tuple[str, str]], scratch_bytes: int, *, own_users: bool
+    visible_paths: Sequence[tuple[str, str]], scratch_bytes: int, writable: Mapping[str, str], *, own_users: bool
 ) -> Iterator[str]:
     yield from (shutil.which("bwrap") or "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts")
     yield from ("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv")
@@ -182,11 +189,13 @@ def _build_bubblewrap_arguments(
         yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL")
     # First of all, so that a Python or a checkout below /tmp is seen in it.
     yield from ("--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp")
-    parents = {parent for path, _ in visible_paths for parent in _list_parents(path)} - {"/", "/tmp"}
+    parents = {parent for path in (*dict(visible_paths), *writable) for parent in _list_parents(path)} - {"/", "/tmp"}
     for parent in sorted(parents):
         yield from ("--perms", "0755", "--dir", parent)
     for path, link in visible_paths:
         yield from ("--symlink", link, path) if link else ("--ro-bind", path, path)
+    for inside, outside in writable.items():
+        yield from ("--bind", outside, inside)
     yield from ("--dev", "/dev", "--perms", "1777", "--size", str(scratch_bytes // 4), "--tmpfs", "/dev/shm")
     yield from (
         "--dev-bind",

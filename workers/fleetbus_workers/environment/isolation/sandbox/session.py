@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import anyio
@@ -86,10 +86,23 @@ class SandboxFailed(Exception):
 
 
 class SandboxSession:
-    """One episode's sandbox. `run` calls must not overlap; `close` in every case."""
+    """One episode's sandbox. `run` calls must not overlap; `close` in every case.
 
-    def __init__(self, isolation: Isolation, limits: SandboxLimits, watch: MemoryWatch) -> None:
+    ``writable``: folders of this machine by where they are inside, owned by ``user`` (see `allocate_user`) where this is root.
+    """
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        limits: SandboxLimits,
+        watch: MemoryWatch,
+        *,
+        user: int | None = None,
+        writable: Mapping[str, str] | None = None,
+    ) -> None:
         self._isolation = isolation
+        self._user = user
+        self._writable = writable
         self._limits = limits
         self._watch = watch
         self._interpreter: _Interpreter | None = None
@@ -116,7 +129,7 @@ class SandboxSession:
         """Start the interpreter. Raises `SandboxFailed`."""
         if self._interpreter is None:
             self._ended = ""
-            self._interpreter = await _start(self._isolation, self._limits)
+            self._interpreter = await _start(self._isolation, self._limits, self._user, self._writable)
             self._watch.add(self)
 
     async def run(self, code: str, *, seconds: float | None = None) -> ExecutionResult:
@@ -197,15 +210,14 @@ class SandboxSession:
             return {"exit_code": KILLED}, "exit"
         return {"exit_code": TIME_UP}, "time"
 
-    async def close(self) -> None:
-        """End the interpreter and all that it started."""
-        await self._stop()
+    async def close(self) -> bool:
+        """End the interpreter and all that it started; whether all of it is known to have ended."""
+        return await self._stop()
 
-    async def _stop(self) -> None:
+    async def _stop(self) -> bool:
         interpreter, self._interpreter = self._interpreter, None
         self._watch.discard(self)
-        if interpreter is not None:
-            await interpreter.stop()
+        return interpreter is None or await interpreter.stop()
 
 
 class _Interpreter:
@@ -216,6 +228,15 @@ class _Interpreter:
         self.channel = channel
         self._streams = streams
         self.scratch: list[int] = []
+        self._first = -1
+
+    def find_first_process(self) -> None:
+        """Hold on to the first process of the new process namespace, the only child of the one that was started."""
+        try:
+            with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+                self._first = os.pidfd_open(int(file.read().split()[0]))
+        except (OSError, IndexError, ValueError):
+            self._first = -1  # it is gone already, or the system cannot tell
 
     def discard_output(self) -> None:
         for stream in self._streams:
@@ -237,24 +258,36 @@ class _Interpreter:
         if self.process.returncode is None:
             self.process.kill()
 
-    async def stop(self) -> None:
+    async def stop(self) -> bool:
+        """Whether the first process inside has ended, which it does after all others."""
         self.channel.close()
         self.kill()
+        ended = False
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(STOP_SECONDS):
                 await self.process.wait()
+                if self._first >= 0:
+                    await anyio.wait_readable(self._first)
+                    ended = True
             await self.process.aclose()
-        for descriptor in (*self._streams, *self.scratch):
+        for descriptor in (*self._streams, *self.scratch, *([self._first] if self._first >= 0 else [])):
             os.close(descriptor)
-        self.scratch = []
+        self.scratch, self._first = [], -1
+        return ended
 
 
-async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
+def allocate_user() -> int:
+    """A user id that belongs to nobody, and to no other sandbox of this worker."""
+    return FIRST_USER + (os.getpid() & 0xFFFF) * 4096 + next(_numbers) % 4096
+
+
+async def _start(
+    isolation: Isolation, limits: SandboxLimits, user: int | None, writable: Mapping[str, str] | None
+) -> _Interpreter:
     if sys.platform != "linux":
         raise SandboxFailed("the sandbox needs Linux")
-    user = FIRST_USER + (os.getpid() & 0xFFFF) * 4096 + next(_numbers) % 4096
     settings: dict[str, Any] = {
-        "user": user,
+        "user": allocate_user() if user is None else user,
         "limits": {
             "CPU": limits.cpu_seconds,
             "AS": limits.memory_bytes,
@@ -268,7 +301,7 @@ async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
     channel = Channel(mine, limit=ANSWER_BYTES)
     streams = (_output_file("stdout"), _output_file("stderr"))
     program = build_python_command(INSIDE / "runner.py", str(theirs.fileno()), msgspec.json.encode(settings).decode())
-    command = isolation.command(program, visible=[INSIDE], tools=True, scratch_bytes=limits.scratch_bytes)
+    command = isolation.command(program, visible=[INSIDE], tools=True, scratch_bytes=limits.scratch_bytes, writable=writable)
     try:
         process = await anyio.open_process(
             command,
@@ -294,6 +327,7 @@ async def _start(isolation: Isolation, limits: SandboxLimits) -> _Interpreter:
         with anyio.fail_after(START_SECONDS):
             interpreter.scratch = await channel.receive_descriptors(2)
             await channel.receive()
+            interpreter.find_first_process()
     except (ChannelBroken, TimeoutError) as error:
         reason = interpreter.output(2000)[1].strip().splitlines() or [str(error) or f"not ready within {START_SECONDS:g} s"]
         await interpreter.stop()

@@ -2,7 +2,8 @@
 
 Three processes: this one waits; the first of the new process namespace collects the dead; the command runs below it. When this
 one is killed, so is everything below. The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files
-and folders that are seen, read-only), ``link`` (symbolic links), ``scratch_bytes`` (size of /tmp).
+and folders that are seen, read-only), ``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable``
+(folders of the host by where they are inside).
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def build_root(description: dict[str, Any]) -> None:
     scratch("/tmp", description["scratch_bytes"])  # first of all, so that a Python or a checkout below /tmp is seen in it
     for path in description["bind"]:
         bind(path)
+    for path, outside in description.get("writable", {}).items():
+        bind(path, writable=True, source=outside)
     for name, device in DEVICES.items():
         bind(f"/dev/{name}", writable=True, source=f"/dev/{device}")
     for path, target in description["link"]:

@@ -1,0 +1,79 @@
+"""Where a Harbor task is played and graded: the protocol, with a Docker engine and with the sandbox behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from fleetbus.harbor import Place
+
+LOGS, TESTS, SOLUTION = "/logs", "/tests", "/solution"
+VERIFIER_LOGS, ARTIFACTS = "/logs/verifier", "/logs/artifacts"
+FOLDERS = ("/logs/agent", VERIFIER_LOGS, ARTIFACTS, TESTS, SOLUTION)
+"""Folders that every box has."""
+
+MAX_ARTIFACT_BYTES = 256 << 20
+
+
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shell command led to. ``ended``: empty, ``time``, ``memory`` or ``exit`` (all that ran in the box has ended)."""
+
+    output: str
+    exit_code: int
+    ended: str = ""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What a box is made of: a folder with a Dockerfile, or an image; and what it may use. ``digest`` is of the folder."""
+
+    folder: Path
+    digest: str
+    place: Place
+    variables: Mapping[str, str] = {}
+
+
+class Box(Protocol):
+    """One container, or what stands in for it. Everything raises `EnvironmentFailed` when the outside system fails."""
+
+    async def run(
+        self, command: str, *, user: str | int | None, variables: Mapping[str, str], seconds: float, workdir: str | None = None
+    ) -> CommandResult:
+        """Run a shell command; what it started in the background lives on."""
+
+    async def put(self, source: Path, target: str) -> None:
+        """Copy what is in a folder of this machine into a folder of the box, over what is there."""
+
+    async def clear(self, folder: str) -> None:
+        """Leave the folder empty, and writable for every user of the box."""
+
+    async def read(self, path: str, limit: int) -> bytes | None:
+        """The content of a regular file; None if there is none. A larger one is cut after ``limit`` + 1 bytes."""
+
+    async def export(self, paths: Sequence[str], target: Path) -> None:
+        """Copy files and folders of the box below a folder of this machine, each under its whole path; what is not there is
+        left out, and so are links."""
+
+    async def end_processes(self) -> None:
+        """End everything that runs in the box; its files stay."""
+
+    async def stop(self) -> None:
+        """Remove all of it; nothing is wrong if it is gone already."""
+
+
+class BoxMaker(Protocol):
+    """Makes boxes, and keeps what they are made from. `run` is entered around all of them and sweeps what a crash left."""
+
+    def run(self) -> AbstractAsyncContextManager[None]: ...
+
+    def find_unsupported(self, recipe: Recipe, users: Sequence[str | int | None]) -> list[str]:
+        """What a recipe asks for that these boxes have not."""
+
+    async def prepare(self, recipe: Recipe) -> None:
+        """Build or fetch what boxes of this recipe are made from, once."""
+
+    async def start(self, recipe: Recipe) -> Box:
+        """A new box; cancelled or failed, it leaves nothing."""
