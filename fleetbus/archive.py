@@ -12,9 +12,10 @@ from pathlib import Path
 
 from fleetbus.archive_format import ArchiveDamaged, TornRecord, list_segments, parse_first_sequence, read_entries, read_header
 from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.episodes import decode_episode_entry
 from fleetbus.errors import UserError
 from fleetbus.runtime import run_in_thread
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import EpisodeFinished, Subjects
 
 ENTRIES_AT_A_TIME = 1024
 """Read per call in a thread; bounds what waits in memory."""
@@ -47,6 +48,15 @@ def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str 
         if entry.sequence in sequences:
             found[entry.sequence] = entry
     return found
+
+
+def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, start: int) -> EpisodeFinished | None:
+    """The result of an episode whose request stands at ``start``, if the archive holds it; blocking."""
+    subject = subjects.episode(episode_id)
+    for entry in read_archive(folder, run=subjects.run, start=start):
+        if entry.subject == subject and isinstance(message := decode_episode_entry(entry), EpisodeFinished):
+            return message
+    return None
 
 
 async def scan_archive_and_log(bus: Bus, subjects: Subjects, folder: Path | None) -> AsyncIterator[StreamEntry]:

@@ -5,6 +5,7 @@ A lane whose lease ran out is free. A worker that finds its lane taken has been 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import anyio
@@ -18,6 +19,8 @@ from fleetbus_schemas import LaneLease, MalformedMessage, Subjects, decode, enco
 LEASE_SECONDS = LOST_AFTER_SECONDS
 ANSWER_SECONDS = 2.0
 """How long a renewal waits for the server: heartbeats wait with it."""
+
+MAX_LANES_IN_ORDER = 64
 
 
 class LaneLost(FleetbusError):
@@ -78,7 +81,13 @@ def _is_free(payload: bytes, time_ns: int, now_ns: int, subject: str) -> bool:
 async def claim_lane(
     bus: Bus, subjects: Subjects, *, role: str, names: Sequence[str], worker: str, nonce: str, wait_seconds: float = 30.0
 ) -> Lane:
-    """The first free lane of ``names``; waits up to ``wait_seconds`` for one, then raises `NoLaneFree`."""
+    """A free lane of ``names``; waits up to ``wait_seconds`` for one, then raises `NoLaneFree`.
+
+    Of few lanes it is the first. Through many of them each worker looks in an order of its own, which its nonce gives: of W
+    workers that start at the same moment each meets a few held lanes, and not W / 2.
+    """
+    if len(names) > MAX_LANES_IN_ORDER:
+        names = random.Random(nonce).sample(names, len(names))
     lease = LaneLease(worker=worker, nonce=nonce, lease_seconds=LEASE_SECONDS)
     with anyio.move_on_after(wait_seconds):
         while True:

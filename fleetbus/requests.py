@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import anyio
 import msgspec
 import structlog
 
+from fleetbus.archive import find_archived_result
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.claims import EpisodeState, build_result_without_attempt
 from fleetbus.episodes import RETRY_SECONDS, read_episode_state, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.floor import read_floor
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
@@ -33,11 +37,14 @@ log = structlog.get_logger()
 class Requests:
     """Publishes requests and tracks them until they are answered, so that none stays open indefinitely."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, *, configuration: Configuration, worker: str) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, *, configuration: Configuration, worker: str, runtime: Runtime | None = None
+    ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._configuration = configuration
         self._worker = worker
+        self._runtime = runtime or Runtime()
         self._open: dict[str, tuple[EpisodeRequested, int]] = {}
         self._next_sequence = 0
         """The first log position at which what is made now can stand, as far as is known."""
@@ -160,8 +167,9 @@ class Requests:
         while True:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             latest_ns = self._bus.now_ns() - int(self._configuration.limits.grace * 1e9)
+            settled = await self._find_floor() if self._open else 0
             for request, sequence in tuple(self._open.values()):
-                if request.deadline_ns < latest_ns and sequence != _UNKNOWN:
+                if sequence != _UNKNOWN and (request.deadline_ns < latest_ns or sequence < settled):
                     try:
                         await self._close(request, sequence, found)
                     except RequestUnanswered as unanswered:
@@ -174,14 +182,33 @@ class Requests:
             found(episode_state.result)
             return
         if not episode_state.last_sequence and sequence < (await read_floor(self._bus, self._subjects)).sequence:
-            log.error("result left the log before it was read; counting the episode as lost", episode=request.episode_id)
+            result = await self._find_archived(request, sequence)
+            if result is None:
+                log.error("result left the log before it was read; counting the episode as lost", episode=request.episode_id)
+                error = "its result has left the log: give the recorder's archive (learner.archive)"
+                result = self._build_result(request, sequence, episode_state, "lost", "trimmed", error)
             self.mark_answered(request.episode_id)
-            found(self._build_result(request, sequence, episode_state, "lost", "trimmed", "its result has left the log"))
+            found(result)
             return
         error = "the deadline passed and no worker stored a result"
         result = self._build_result(request, sequence, episode_state, "timeout", UNANSWERED, error)
         if await store_result(self._bus, self._subjects, result, expected_last=episode_state.last_sequence) != "superseded":
             self.mark_answered(request.episode_id)
+
+    async def _find_floor(self) -> int:
+        try:
+            return (await read_floor(self._bus, self._subjects)).sequence
+        except RequestUnanswered:
+            return 0
+
+    async def _find_archived(self, request: EpisodeRequested, sequence: int) -> EpisodeFinished | None:
+        """A result that left the log before it was read, because this process was away."""
+        folder = self._configuration.learner.archive
+        if not folder:
+            return None
+        look = partial(find_archived_result, Path(folder), self._subjects, request.episode_id, start=sequence)
+        found: EpisodeFinished | None = await self._runtime.offload(look)
+        return found
 
     def _build_result(
         self, request: EpisodeRequested, sequence: int, state: EpisodeState, outcome: Outcome, error_class: str, error: str

@@ -91,13 +91,13 @@ async def rollouts(
     At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the workers down. Episodes end
     by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
 
-    Beside a recorder the log keeps the Actions of a finished episode for its duplicate window, two minutes. What is read later,
+    Beside a recorder the log keeps result and Actions of a finished episode for two minutes. What is read later,
     because the caller held up its event loop, comes from ``learner.archive``; without it such an episode is
     ``lost``, with the
     reason.
     """
     subjects = Subjects(configuration.run.name)
-    requests = Requests(bus, subjects, configuration=configuration, worker=worker)
+    requests = Requests(bus, subjects, configuration=configuration, worker=worker, runtime=runtime)
     archive = Path(configuration.learner.archive) if configuration.learner.archive else None
     group_runner = _GroupRunner(bus, subjects, requests, group_size, version, temperature, archive, runtime or Runtime())
     places = anyio.Semaphore(groups_at_a_time)

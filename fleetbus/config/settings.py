@@ -50,7 +50,7 @@ class NatsSettings(Settings, frozen=True, kw_only=True):
     sync: Annotated[
         float, Meta(ge=0, description="Seconds of the log that a power failure may lose on that server; 0: none, but slower")
     ] = 1.0
-    lanes: Annotated[int, Meta(ge=1, le=1024, description="Lanes declared per role: the most workers of one role")] = 16
+    lanes: Annotated[int, Meta(ge=1, le=10_240, description="Lanes declared per role: the most workers of one role")] = 16
     replicas: Annotated[
         int, Meta(ge=0, le=5, description="Servers that keep a copy of the log; 0: as the server is configured")
     ] = 0

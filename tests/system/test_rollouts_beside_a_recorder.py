@@ -40,7 +40,7 @@ async def fleet_with_recorder(
                 name=member.name,
                 drain=member.drain,
                 folder=folder,
-                settings=RecorderSettings(trim_seconds=1.0),
+                settings=RecorderSettings(trim_seconds=1.0, settle_seconds=0),
                 runtime=fleet.runtime,
             )
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 
 import anyio
 import pytest
 
+from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import environment_lanes, plan_run
 from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, claim_lane
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
@@ -124,3 +126,54 @@ async def test_a_worker_that_is_ended_while_it_says_hello_leaves_its_lane_free()
             await greeted.wait()
             group.cancel_scope.cancel()
         await claimed(other, "other", wait_seconds=LEASE_SECONDS / 2)
+
+
+class CountedCalls:
+    """A bus that counts what claiming a lane asks of the server."""
+
+    def __init__(self, bus: Any, counts: Counter[str]) -> None:
+        self._bus = bus
+        self._counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
+            self._counts[name] += 1
+            await anyio.sleep(0.005)
+            return await getattr(self._bus, name)(*args, **options)
+
+        return call if name in ("last", "publish") else getattr(self._bus, name)
+
+
+async def test_a_thousand_workers_that_start_at_the_same_moment_have_lanes_after_calls_in_proportion_to_them() -> None:
+    """In virtual time, on 1,100 lanes; in the order of the lanes it took 500,500 reads and as many writes."""
+    workers, counts = 1000, Counter[str]()
+    lanes = environment_lanes(1100)
+    claimed_lanes: list[str] = []
+    async with MemoryServer().connect("r") as bus, anyio.create_task_group() as group:
+        await bus.declare(plan_run("r", lanes=1))
+
+        async def start(worker: str) -> None:
+            counted = cast(Bus, CountedCalls(bus, counts))
+            lane = await claim_lane(counted, SUBJECTS, role="environment", names=lanes, worker=worker, nonce=worker)
+            claimed_lanes.append(lane.name)
+
+        started = anyio.current_time()
+        for number in range(workers):
+            group.start_soon(start, f"w{number}")
+        while len(claimed_lanes) < workers:
+            await anyio.sleep(0.1)
+            assert anyio.current_time() - started < 10
+    assert len(set(claimed_lanes)) == workers
+    assert counts["last"] < 8 * workers
+    assert counts["publish"] < 4 * workers
+    print(dict(counts), anyio.current_time() - started)
+
+
+async def test_few_lanes_are_taken_in_their_order() -> None:
+    async with MemoryServer().connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        names = environment_lanes(16)
+        taken = [
+            await claim_lane(bus, SUBJECTS, role="environment", names=names, worker=worker, nonce=worker) for worker in "abc"
+        ]
+    assert [lane.name for lane in taken] == ["e0", "e1", "e2"]

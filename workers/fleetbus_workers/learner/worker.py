@@ -116,7 +116,7 @@ class Learner:
             replace_flat=_compute_max_replaced(configuration),
             max_abs_reward=configuration.environment.max_abs_reward,
         )
-        self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name)
+        self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name, runtime=runtime)
         self._admission = Admission(
             self._requests,
             self._pool,
