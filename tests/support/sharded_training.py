@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch import token_scores
 from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
@@ -63,6 +64,7 @@ def train(trainer: TorchTrainer | LeaderTrainer, out: Path) -> None:
 def main(folder: Path, out: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    token_scores.CHUNK_BYTES = 5 * 4 * VOCABULARY  # five tokens at a time, where one process computes all at once
     settings = msgspec.json.decode((out / "settings.json").read_bytes(), type=TorchTrainerSettings)
     trainer = TorchTrainer(folder, settings=settings)
     if trainer.shards.rank:

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from fleetbus_workers.learner.torch.batches import MicroBatch
+from fleetbus_workers.learner.torch.token_scores import Scores, score_logits, score_tokens
 
 Inputs = Callable[[PreTrainedModel, torch.Tensor], dict[str, torch.Tensor]]
 """What a model is called with for ids int64 [R, S]."""
-
-
-class Scores(NamedTuple):
-    """Of N sampled tokens: ``logprobs`` [N] with gradient, ``entropies`` [N] without; natural logarithms."""
-
-    logprobs: torch.Tensor
-    entropies: torch.Tensor
 
 
 def build_text_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -75,6 +69,24 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         hook.remove()
 
 
+def has_plain_logits(model: PreTrainedModel) -> bool:
+    """True if what the model returns are its head's logits and nothing more; every process of a sharded one has to ask."""
+    ids = torch.tensor([[1, 2]], device=model.device)
+    made: list[torch.Tensor] = []
+
+    def enlarge(module: torch.nn.Module, given: Any, logits: torch.Tensor) -> torch.Tensor:
+        made.append(1e4 * logits)
+        return made[-1]
+
+    hook = model.get_output_embeddings().register_forward_hook(enlarge)
+    try:
+        with torch.no_grad():
+            found = model(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    return torch.equal(made[-1].float(), found.float())
+
+
 def can_pack(model: PreTrainedModel) -> bool:
     """True if sequences that are packed into one row do not see each other: tried on two short ones."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -98,40 +110,77 @@ def compute_scores(
     prefix: SharedPrefix | None,
     temperature: torch.Tensor | float = 1.0,
     plain_head: bool = True,
+    whole_logits: bool = False,
     precision: torch.dtype = torch.float32,
     inputs: Inputs = build_text_inputs,
+    entropy_gradient: bool = False,
 ) -> Scores:
     """Scores of the batch's sampled tokens; ``temperature`` divides the logits, one for all or one per token [N].
 
-    ``plain_head`` False runs the model as a whole, as a sharded model or one with a soft cap needs. ``precision`` bfloat16
-    computes in that type; logits are turned to float32 before their softmax. ``inputs`` puts images in the place of tokens.
+    ``plain_head`` False enters the model at its top, as a sharded one needs; ``whole_logits`` True if that makes something
+    else of
+    the head's logits, such as a soft cap. ``precision`` bfloat16 computes in that type; logits are turned to float32 before
+    their softmax. ``inputs`` puts images in the place of tokens.
     """
     options: dict[str, Any] = {"use_cache": False}
     if prefix is not None:
         options = {"use_cache": True, "past_key_values": prefix.cache(len(batch.ids))}
     if batch.positions is not None:
         options["position_ids"] = batch.positions
+    head = model.get_output_embeddings()
+    vocabulary = head.weight.shape[0]
+
+    def score(hidden: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]) -> Scores:
+        return score_tokens(
+            embed,
+            hidden,
+            batch.targets,
+            vocabulary=vocabulary,
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
+        )
+
     with torch.autocast(batch.ids.device.type, precision, enabled=precision != torch.float32):
-        logits = _compute_logits(model, batch, plain_head, inputs(model, batch.ids) | options).float()
-    if isinstance(temperature, torch.Tensor):
-        logits = logits / temperature[:, None]
-    elif temperature != 1.0:
-        logits = logits / temperature
-    everywhere = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropies = -(everywhere.exp() * everywhere).sum(-1)
-    return Scores(everywhere.gather(-1, batch.targets[:, None])[:, 0], entropies)
+        called = inputs(model, batch.ids) | options
+        if plain_head:
+            return score(model.base_model(**called).last_hidden_state[batch.rows, batch.columns], head)
+        if whole_logits or not len(batch.columns):
+            return Scores(*score_logits(_compute_logits(model, batch, called), batch.targets, temperature, entropy_gradient))
+        return _score_inside(model, head, batch, called, score)
 
 
-def _compute_logits(model: PreTrainedModel, batch: MicroBatch, plain_head: bool, options: dict[str, Any]) -> torch.Tensor:
+def _score_inside(
+    model: PreTrainedModel,
+    head: torch.nn.Module,
+    batch: MicroBatch,
+    called: dict[str, Any],
+    score: Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], Scores],
+) -> Scores:
+    """Scores made where the model makes its logits: a sharded head is whole only there. What the model returns as logits [1,
+    N, 2] are log-probabilities and entropies."""
+    original = head.forward
+    places = batch.columns
+    if supports_logits_to_keep(model):
+        kept, places = torch.unique(batch.columns, return_inverse=True)
+        called = called | {"logits_to_keep": kept}
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack(score(hidden[batch.rows, places], original), dim=-1)[None]
+
+    head.forward = forward
+    try:
+        found = model(**called).logits[0]
+    finally:
+        del head.forward
+    return Scores(found[:, 0], found[:, 1])
+
+
+def _compute_logits(model: PreTrainedModel, batch: MicroBatch, called: dict[str, Any]) -> torch.Tensor:
     """Logits [N, vocabulary] at the places whose next token was sampled."""
     logits: torch.Tensor
-    if plain_head:
-        hidden = model.base_model(**options).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[batch.rows, batch.columns])
-    elif supports_logits_to_keep(model) and len(batch.columns):
+    if supports_logits_to_keep(model) and len(batch.columns):
         kept, places = torch.unique(batch.columns, return_inverse=True)
-        logits = model(logits_to_keep=kept, **options).logits[batch.rows, places]
+        logits = model(logits_to_keep=kept, **called).logits[batch.rows, places]
     else:
-        logits = model(**options).logits[batch.rows, batch.columns]
+        logits = model(**called).logits[batch.rows, batch.columns]
     return logits

@@ -14,8 +14,8 @@ from fleetbus.core.losses import LossPlan, compute_token_losses, reduce_losses, 
 from fleetbus.core.objectives import outside_clip, token_ratio
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch
-from fleetbus_workers.learner.torch.forward import Scores
 from fleetbus_workers.learner.torch.sharding import Shards
+from fleetbus_workers.learner.torch.token_scores import Scores
 
 
 class Totals(NamedTuple):

@@ -27,9 +27,10 @@ T = TypeVar("T")
 class Shards:
     """This process among ``world`` ones; ``rank`` 0 leads."""
 
-    def __init__(self, device: torch.device, mesh: DeviceMesh | None) -> None:
+    def __init__(self, device: torch.device, mesh: DeviceMesh | None, precision: torch.dtype = torch.float32) -> None:
         self._device = device
         self._mesh = mesh
+        self._precision = precision
         self.world = mesh.size() if mesh is not None else 1
         self.rank = mesh.get_rank() if mesh is not None else 0
         self.background = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if mesh is not None else None
@@ -40,15 +41,17 @@ class Shards:
         """Shard a model that is whole, layer by layer; its parameters become `DTensor`s."""
         if self._mesh is None:
             return
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
+        lower = self._precision if self._precision != torch.float32 else None
+        policy = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32 if lower else None)
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, mesh=self._mesh)
+                fully_shard(module, mesh=self._mesh, mp_policy=policy)
         # By default the top keeps its whole weights until a backward pass. A pass without one, which only measures, would leave
         # them behind for the next step, and that step would see the weights from before the update.
-        fully_shard(model, mesh=self._mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
 
     def split_items(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's items, as many as every other's, because collectives must match; False marks one that is run along
@@ -125,8 +128,8 @@ class Shards:
         return found
 
 
-def init_shards(device: torch.device) -> Shards:
-    """The processes that ``torchrun`` started, this one alone without it."""
+def init_shards(device: torch.device, precision: torch.dtype = torch.float32) -> Shards:
+    """The processes that ``torchrun`` started, this one alone without it. ``precision`` is what a sharded model computes in."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return Shards(device, None)
@@ -134,7 +137,7 @@ def init_shards(device: torch.device) -> Shards:
         # Objects travel over gloo: pickled tensors of a GPU would all arrive on the sender's device number.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    return Shards(device, init_device_mesh(device.type, (world,)))
+    return Shards(device, init_device_mesh(device.type, (world,)), precision)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -32,17 +32,18 @@ from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefi
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.forward import (
     Inputs,
-    Scores,
     SharedPrefix,
     build_text_inputs,
     can_pack,
     can_share_prefix,
     compute_scores,
     has_plain_head,
+    has_plain_logits,
 )
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
+from fleetbus_workers.learner.torch.token_scores import Scores
 
 if TYPE_CHECKING:
     from fleetbus_workers.learner.torch.images import TrainingImages
@@ -78,7 +79,12 @@ class TorchTrainer:
         self.settings.check()
         torch.set_num_threads(self.settings.learner.threads)
         device = resolve_device(self.settings.trainer.device)
-        self.shards = init_shards(device)
+        precision: torch.dtype = getattr(torch, self.settings.trainer.precision)
+        self.shards = init_shards(device, precision)
+        # A sharded model is cast as it is gathered: its shards, their gradients and their sums stay in float32.
+        self._autocast = precision if self.shards.world == 1 else torch.float32
+        if device.type == "cuda" and precision != torch.float32:
+            torch.set_float32_matmul_precision("high")
         self._folder = folder
         self._updates = 0
         self._writing: FinishWriting | None = None
@@ -95,6 +101,7 @@ class TorchTrainer:
             lr=self.settings.learner.learning_rate,
             betas=self.settings.betas,
             weight_decay=self.settings.trainer.weight_decay,
+            fused=device.type == "cuda",
         )
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
@@ -217,6 +224,7 @@ class TorchTrainer:
         settings = self.settings
         # A sharded model has to be entered at its top, and checkpointed layers drop their cache.
         self._plain_head = self.shards.world == 1 and has_plain_head(self._model)
+        self._whole_logits = not self._plain_head and not has_plain_logits(self._model)
         separate = self.shards.world > 1 or settings.trainer.packing or settings.trainer.gradient_checkpointing
         self._share = settings.share_prefix and not separate and can_share_prefix(self._model)
         if settings.trainer.packing and not can_pack(self._model):
@@ -335,7 +343,7 @@ class TorchTrainer:
         if self._images is not None:
             ids, inputs = self._images.encode_images(batch)
         length = find_shared_prefix(ids, masks) if self._share else 0
-        precision: torch.dtype = getattr(torch, self.settings.trainer.precision)
+        precision = self._autocast
         prefix = None
         if length:
             with torch.autocast(device.type, precision, enabled=precision != torch.float32):
@@ -361,6 +369,7 @@ class TorchTrainer:
                         prefix=prefix,
                         temperature=tokens.temperature,
                         plain_head=self._plain_head,
+                        whole_logits=self._whole_logits,
                         precision=precision,
                         inputs=inputs,
                     )
