@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fleetbus_workers.api.run import Run as Run
     from fleetbus_workers.api.run import print_event as print_event
     from fleetbus_workers.api.run import train as train
+    from fleetbus_workers.environment.base import ContextChange as ContextChange
     from fleetbus_workers.environment.base import Environment as Environment
     from fleetbus_workers.environment.base import EnvironmentFailed as EnvironmentFailed
     from fleetbus_workers.environment.base import Start as Start
@@ -53,6 +54,7 @@ _PUBLIC: dict[str, tuple[str, Stability]] = {
     "Environment": ("fleetbus_workers.environment.base", "stable"),
     "Start": ("fleetbus_workers.environment.base", "stable"),
     "Step": ("fleetbus_workers.environment.base", "stable"),
+    "ContextChange": ("fleetbus_workers.environment.base", "provisional"),
     "Verdict": ("fleetbus_workers.environment.base", "stable"),
     "EnvironmentFailed": ("fleetbus_workers.environment.base", "stable"),
     "Task": ("fleetbus_schemas", "stable"),
@@ -91,6 +93,7 @@ __all__ = [
     "Action",
     "BusError",
     "ChatMessage",
+    "ContextChange",
     "Environment",
     "EnvironmentFailed",
     "EpisodeRow",

@@ -31,10 +31,12 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(
             "inference.urls must not contain a password, because settings are written to files: set OPENAI_API_KEY instead"
         )
-    if episode.max_episode_tokens > inference.max_model_len:
+    drops_turns = configuration.environment.compaction != "off" or configuration.environment.context_tools
+    if episode.max_episode_tokens > inference.max_model_len and not drops_turns:
         raise UserError(
             f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_model_len = "
-            f"{inference.max_model_len}: raise inference.max_model_len or lower the episode's limit"
+            f"{inference.max_model_len}: raise inference.max_model_len, lower the episode's limit, or let episodes drop turns "
+            "(environment.compaction)"
         )
 
 

@@ -164,6 +164,14 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     output_chars: Annotated[
         int, Meta(ge=500, description="Maximum characters of tool output per message when context tools are offered")
     ] = 10_000
+    compaction: Annotated[
+        Literal["off", "drop", "summarise"],
+        Meta(description="Before a context is full: drop older turns, or have the policy summarise them; off: end the episode"),
+    ] = "off"
+    compaction_share: Annotated[
+        float, Meta(gt=0, lt=1, description="Share of inference.max_model_len that a context fills before it is compacted")
+    ] = 0.75
+    compaction_turns: Annotated[int, Meta(ge=1, description="Turns that stay when older ones are dropped")] = 4
 
 
 class InferenceSettings(Settings, frozen=True, kw_only=True):

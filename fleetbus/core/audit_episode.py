@@ -14,6 +14,7 @@ import numpy as np
 
 from fleetbus.core.audit_findings import Findings
 from fleetbus.core.history import Turn, fold_history
+from fleetbus.core.segments import SegmentError, SegmentTree, describe_segments
 from fleetbus_schemas import (
     GRADED,
     Action,
@@ -21,8 +22,10 @@ from fleetbus_schemas import (
     AttemptStarted,
     EpisodeFinished,
     EpisodeRequested,
+    EpisodeSegment,
     Observation,
     Outcome,
+    SegmentOrigin,
     Split,
 )
 from fleetbus_schemas.tokens import EMPTY_HISTORY, TOKEN_BYTES, count_tokens, extend_history
@@ -32,13 +35,15 @@ MAX_TURNS = 1 << 16
 
 
 class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of an Action: its token counts, the history hashes before (of its observation) and after it, and the kinds
-    of findings that its result has if it names this Action."""
+    """What is kept of an Action: its token counts, its segment, the history hashes before (of its observation) and after it,
+    and the kinds of findings that its result has if it names this Action."""
 
     prompt: int
     sampled: int
     before: bytes
     after: bytes
+    segment: int
+    origin: SegmentOrigin | None
     faults: tuple[str, ...]
 
 
@@ -145,8 +150,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         named = [self.actions[reference.sequence] for reference in result.actions]
         for kind in {kind for action in named for kind in action.faults}:
             findings.add(kind, self.episode_id, sequence)
-        if [action.before for action in named] != [EMPTY_HISTORY, *(action.after for action in named)][: len(named)]:
+        if not _follow_their_segments(named):
             findings.add("history_hash_wrong", self.episode_id, sequence)
+        if _describe_segments(named) != result.segments:
+            findings.add("segments_wrong", self.episode_id, sequence)
         counts = [(action.prompt, action.sampled) for action in named]
         tokens = sum(prompt + sampled for prompt, sampled in counts)
         if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:
@@ -159,13 +166,38 @@ def _turn_bit(turn: int) -> int:
     return 1 << turn if 0 <= turn < MAX_TURNS else 0
 
 
+def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:
+    """Whether each Action was observed upon the hash of the segment that it extends or leaves."""
+    digests: dict[int, bytes] = {}
+    for action in named:
+        stands_on = action.segment if action.origin is None else action.origin.parent
+        if action.before != digests.get(stands_on, EMPTY_HISTORY):
+            return False
+        digests[action.segment] = action.after
+    return True
+
+
+def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ...] | None:
+    """The segments of a result with these Actions; None if they are no tree."""
+    tree = SegmentTree()
+    try:
+        for action in named:
+            tree.add(action.segment, action.origin, prompt=action.prompt, sampled=action.sampled)
+    except SegmentError:
+        return None
+    return describe_segments(tree.segments)
+
+
 def _summarize_action(action: Action, before: bytes) -> ActionFacts:
     prompt, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
-    after = extend_history(before, action.prompt_delta, action.sampled, [image.object for image in action.images])
+    """What a segment keeps of its parent is no longer known here: the first hash of its chain is left to the deep audit."""
+    start = before if action.origin is None else EMPTY_HISTORY
+    after = extend_history(start, action.prompt_delta, action.sampled, [image.object for image in action.images])
+    is_known = action.origin is None or action.origin.kept == 0
     logprobs = np.frombuffer(action.logprobs, "<f4") if len(action.logprobs) == TOKEN_BYTES * sampled else None
     stops = [0, *(span.stop for span in action.versions)]
     faults = {
-        "history_hash_wrong": action.history_hash != after,
+        "history_hash_wrong": is_known and action.history_hash != after,
         "logprobs_missing": logprobs is None or not np.isfinite(logprobs).all(),
         "versions_missing": [span.start for span in action.versions] != stops[:-1] or stops[-1] != sampled,
     }
@@ -174,6 +206,8 @@ def _summarize_action(action: Action, before: bytes) -> ActionFacts:
         sampled=sampled,
         before=before,
         after=action.history_hash,
+        segment=action.segment,
+        origin=action.origin,
         faults=tuple(kind for kind, found in faults.items() if found),
     )
 

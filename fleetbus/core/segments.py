@@ -59,15 +59,19 @@ class SegmentTree:
 
     def append(self, action: Action) -> Segment:
         """Add the next turn, and return the segment that it belongs to. Raises `SegmentError`, and changes nothing then."""
-        if action.segment == len(self.segments):
-            segment = self.begin(action.origin)
+        prompt, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
+        return self.add(action.segment, action.origin, prompt=prompt, sampled=sampled)
+
+    def add(self, number: int, origin: SegmentOrigin | None, *, prompt: int, sampled: int) -> Segment:
+        """The same for a turn of which only the numbers of its tokens are known."""
+        if number == len(self.segments):
+            segment = self.begin(origin)
             self.segments.append(segment)
-        elif 0 <= action.segment < len(self.segments) and action.origin is None:
-            segment = self.segments[action.segment]
+        elif 0 <= number < len(self.segments) and origin is None:
+            segment = self.segments[number]
         else:
-            raise SegmentError(f"turn {self.turns} is of segment {action.segment}; before it {len(self.segments)} were begun")
-        prompt = count_tokens(action.prompt_delta)
-        stop = self.tokens + prompt + count_tokens(action.sampled)
+            raise SegmentError(f"turn {self.turns} is of segment {number}; before it {len(self.segments)} were begun")
+        stop = self.tokens + prompt + sampled
         segment.answers.append(segment.length + prompt)
         segment.turns.append(self.turns)
         segment.extend([(self.tokens, stop)])
@@ -215,14 +219,15 @@ def place_in_segment(segment: Segment, placed: Iterable[P]) -> list[P]:
 
 def hash_segments(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[bytes, ...]:
     """The history hash of each segment after its last turn. Each is a chain of its own, which begins with what it keeps."""
-    digests = []
-    for segment in segments:
-        digest = hash_kept(segment.origin, segments, turns)
-        for turn in segment.turns:
-            action = turns[turn].action
-            digest = extend_history(digest, action.prompt_delta, action.sampled, [image.object for image in action.images])
-        digests.append(digest)
-    return tuple(digests)
+    return tuple(hash_segment(segment, segments, turns) for segment in segments)
+
+
+def hash_segment(segment: Segment, segments: Sequence[Segment], turns: Sequence[Turn]) -> bytes:
+    digest = hash_kept(segment.origin, segments, turns)
+    for turn in segment.turns:
+        action = turns[turn].action
+        digest = extend_history(digest, action.prompt_delta, action.sampled, [image.object for image in action.images])
+    return digest
 
 
 def hash_kept(origin: SegmentOrigin | None, segments: Sequence[Segment], turns: Sequence[Turn]) -> bytes:

@@ -17,7 +17,8 @@ class Observation(Message, frozen=True, kw_only=True):
     ``hop`` counts re-routings of one turn; handlers key on (episode, attempt, turn).
 
     ``segment`` is the sequence that this turn extends, or begins: then ``origin`` says where it leaves its parent, and
-    ``history_hash`` is the parent's. A new root begins as turn 0 does: the whole prompt, its tools, no history.
+    ``history_hash`` is the parent's. A new root begins as turn 0 does: the whole prompt, its tools, no history. ``segments``
+    counts those begun, this one included: a worker that has to begin another one gives it that number.
     """
 
     episode_id: str
@@ -37,3 +38,4 @@ class Observation(Message, frozen=True, kw_only=True):
     deadline_ns: int
     segment: int = 0
     origin: SegmentOrigin | None = None
+    segments: int = 1

@@ -176,6 +176,7 @@ _EXAMPLES: tuple[Message, ...] = (
         deadline_ns=1_800_000_000_123_456_789,
         segment=2,
         origin=ORIGIN,
+        segments=3,
     ),
     Action(
         episode_id="s3-g7-k2",

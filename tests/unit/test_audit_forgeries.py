@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleetbus.core.audit_findings import KINDS
-from fleetbus_schemas import AttemptReleased, FloorRaised, VersionSpan
+from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SegmentOrigin, VersionSpan
 from fleetbus_schemas.tokens import pack_logprobs
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, compute_history_hash, kinds, start_log
 
@@ -157,6 +157,12 @@ def loss_mask_length(log_builder: LogBuilder) -> None:
 
 def loss_mask_bytes(log_builder: LogBuilder) -> None:
     log_builder.play("a", loss_mask=b"\x18")
+
+
+def segments_invented(log_builder: LogBuilder) -> None:
+    first = EpisodeSegment(origin=None, first_turn=0, turns=1, tokens=4)
+    origin = SegmentOrigin(parent=0, kept=2, reason="context_dropped")
+    log_builder.play("a", segments=(first, EpisodeSegment(origin=origin, first_turn=1, turns=1, tokens=4)))
 
 
 def loss_mask_unsampled(log_builder: LogBuilder) -> None:
@@ -307,6 +313,7 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (actions_of_a_superseded_attempt, "actions_not_history", "a"),
     (loss_mask_length, "loss_mask_length", "a"),
     (loss_mask_bytes, "loss_mask_length", "a"),
+    (segments_invented, "segments_wrong", "a"),
     (loss_mask_unsampled, "loss_mask_unsampled", "a"),
     (reward_missing, "reward_not_of_outcome", "a"),
     (reward_of_a_failure, "reward_not_of_outcome", "a"),

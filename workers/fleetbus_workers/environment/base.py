@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, SegmentReason, Task, ToolOutput, ToolSpec
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +33,20 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     offered: tuple[ToolSpec, ...] = ()
 
 
+class ContextChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for the policy's next turn in another context than the one that has grown so far; a step's messages follow it.
+
+    ``keep_turns`` N keeps the prompt that the present segment began with and its last N turns, each an answer and what was
+    shown after it; what lies between is dropped. With 0 nothing is kept: the step's messages are a whole prompt, with
+    ``tools``. ``resume`` goes on in an earlier segment where it stood. Kept turns are never rendered again.
+    """
+
+    reason: SegmentReason = "context_dropped"
+    keep_turns: int = 0
+    resume: int | None = None
+    tools: tuple[ToolSpec, ...] = ()
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What one action led to. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
 
@@ -40,7 +54,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ``reward`` is this turn's own part of the
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
     this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
-    a success. ``output``: what the called tool gave, where ``messages`` say it in words for a policy.
+    a success. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
+    policy's context goes on, if not by growing.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -52,6 +67,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     images: Sequence[Any] = ()
     output: ToolOutput | None = None
+    context: ContextChange | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

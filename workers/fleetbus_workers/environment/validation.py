@@ -13,7 +13,7 @@ import msgspec
 
 from fleetbus_schemas import ChatMessage, ToolSpec
 from fleetbus_schemas.chat import Role
-from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.base import ContextChange, Start, Step, Verdict
 from fleetbus_workers.environment.episode.normalization import to_plain_number
 from fleetbus_workers.environment.failure_location import locate_method
 
@@ -73,6 +73,7 @@ def _validate(kind: type[T], value: object, call: str) -> T:
                 "tool_errors": _check_count(value.tool_errors, "Step.tool_errors"),
             }
             _check_info(value.info, "Step.info")
+            _check_context(value.context)
         case Verdict():
             changed = {"reward": None if value.reward is None else _check_number(value.reward, "Verdict.reward")}
             if not isinstance(value.reason, str):
@@ -108,6 +109,16 @@ def _check_fields(value: object, kind: type, where: str) -> None:
         msgspec.convert(msgspec.to_builtins(value), kind)
     except (msgspec.ValidationError, TypeError) as error:
         raise InvalidReturn(f"{where}: {error}") from None
+
+
+def _check_context(change: object) -> None:
+    if change is None:
+        return
+    if not isinstance(change, ContextChange):
+        raise InvalidReturn(f"Step.context must be a ContextChange, not {_describe(change)}")
+    _check_fields(change, ContextChange, "Step.context")
+    if change.keep_turns < 0:
+        raise InvalidReturn(f"Step.context.keep_turns is {change.keep_turns}; it must be 0 or more")
 
 
 def _check_number(value: Any, where: str) -> float:

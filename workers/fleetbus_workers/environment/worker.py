@@ -153,6 +153,7 @@ async def run_environment(
         limits=configuration.limits,
         make=make_for,
         nonce=runtime.nonce,
+        context_tokens=configuration.inference.max_model_len,
     )
     worker = EnvironmentWorker(
         bus, configuration=configuration, name=name, drain=drain, lane=lane, context=context, on_hosting=on_hosting

@@ -40,7 +40,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``cache_key`` names the episode, so that keys and values of its history may be kept between turns. ``seed`` makes the
     sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1. ``trained``
     is False where nothing will ever be trained on the answer (evaluation): an engine without log-probabilities may answer.
-    ``images`` are those that ``ids`` show, in order; only engines that see are handed any.
+    ``images`` are those that ``ids`` show, in order; only engines that see are handed any. ``segment`` tells the sequences of
+    one episode from each other; one that begins keeps the first tokens of its ``parent``, so its keys and values serve.
     """
 
     cache_key: str
@@ -51,6 +52,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     trained: bool = True
     images: tuple[PlacedImage, ...] = ()
+    segment: int = 0
+    parent: int | None = None
+
+    @property
+    def history_key(self) -> str:
+        """Names the sequence that this turn extends."""
+        return name_history(self.cache_key, self.segment)
+
+    @property
+    def parent_key(self) -> str | None:
+        """Names the sequence whose first tokens this one shares, if it begins with this turn."""
+        return None if self.parent is None else name_history(self.cache_key, self.parent)
+
+
+def name_history(cache_key: str, segment: int) -> str:
+    """The name of one of an episode's sequences."""
+    return f"{cache_key}/{segment}" if segment else cache_key
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,10 +13,12 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.history import Turn, collect_images, collect_token_ids, history_hash
+from fleetbus.core.history import Turn, collect_images, shift_images
+from fleetbus.core.segments import Segment, SegmentError, collect_segment_ids, fold_segments, hash_segment, place_in_segment
 from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
-from fleetbus_schemas import Observation, ShownImage, Subjects, ToolSpec
-from fleetbus_schemas.tokens import EMPTY_HISTORY
+from fleetbus_schemas import NEW_ROOT, Observation, SegmentOrigin, ShownImage, Subjects, ToolSpec
+from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_ids, start_history
+from fleetbus_workers.inference.base import name_history
 
 REBUILD_TRIES = 2
 REBUILD_PAUSE_SECONDS = 0.2
@@ -35,7 +37,7 @@ class StaleObservation(Exception):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """All token ids of an episode so far, and the images that they show. The caller may extend ``ids``: it is no longer
+    """All token ids of a segment so far, and the images that they show. The caller may extend ``ids``: it is no longer
     kept. ``tools`` are those that the prompt came with, ``calls`` how many calls of them were sampled."""
 
     digest: bytes
@@ -44,10 +46,27 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[ToolSpec, ...] = ()
     calls: int = 0
 
+    def leave(self, origin: SegmentOrigin) -> tuple[History, History]:
+        """What a segment that leaves this one keeps, and what its first prompt delta repeats, with images counted from the
+        beginning of that. Raises `HistoryMismatch` if this segment does not have it."""
+        length = len(self.ids)
+        if min(origin.kept, origin.repeated) < 0 or origin.kept + origin.repeated > length:
+            raise HistoryMismatch(f"a segment keeps {origin.kept} and repeats {origin.repeated} of {length} tokens")
+        first_repeated = length - origin.repeated
+        if any(image.start < cut < image.stop for image in self.images for cut in (origin.kept, first_repeated)):
+            raise HistoryMismatch("a segment leaves its parent within an image")
+        images = tuple(image for image in self.images if image.stop <= origin.kept)
+        digest = start_history(pack_ids(self.ids[: origin.kept]), [image.object for image in images])
+        repeated = shift_images([image for image in self.images if image.start >= first_repeated], -first_repeated)
+        return (
+            History(digest=digest, ids=self.ids[: origin.kept], images=images, tools=self.tools, calls=self.calls),
+            History(digest=b"", ids=self.ids[first_repeated:], images=tuple(repeated)),
+        )
+
 
 class HistoryCache:
-    """At most ``limit`` episodes and ``limit_ids`` token ids (36 bytes each), the least recently used dropped first: the log
-    has them all."""
+    """At most ``limit`` segments and ``limit_ids`` token ids (36 bytes each), the least recently used dropped first: the log
+    has them all. Each is kept under its `fleetbus_workers.inference.base.name_history`."""
 
     def __init__(self, bus: Bus, subjects: Subjects, *, limit: int = 4096, limit_ids: int = 8 << 20) -> None:
         self._bus = bus
@@ -61,31 +80,36 @@ class HistoryCache:
     async def take_or_rebuild(self, observation: Observation) -> History:
         """The history that the observation stands on, given away; raises `HistoryMismatch` or `StaleObservation`.
 
-        Waits for reads that lag, `LONGEST_LAG_SECONDS` at most.
+        Of an observation that begins a segment it is the whole of the parent's. Waits for reads that lag,
+        `LONGEST_LAG_SECONDS` at most.
         """
-        entry = self.forget(observation.episode_id)
+        entry = self.forget(name_history(observation.episode_id, _find_segment(observation)))
         if observation.history_hash == EMPTY_HISTORY:
             return History(digest=EMPTY_HISTORY, ids=[], tools=observation.tools)
-        if entry is not None and entry.digest == observation.history_hash:
-            return entry
-        return await self._rebuild(observation)
+        if entry is None or entry.digest != observation.history_hash:
+            entry = await self._rebuild(observation)
+        if observation.origin is not None and observation.origin.reason == "sub_agent":  # it will be gone on with
+            self.put(name_history(observation.episode_id, observation.origin.parent), entry)
+        return entry
 
     async def _rebuild(self, observation: Observation) -> History:
         episode = observation.episode_id
         give_up_at = anyio.current_time() + LONGEST_LAG_SECONDS
-        tries = 0
+        tries, number = 0, _find_segment(observation)
         while True:
             turns = await self._turns_before(observation)
-            if turns is not None and history_hash(turns) == observation.history_hash:
+            segments = _fold_segments(turns or ())
+            segment = segments[number] if 0 <= number < len(segments) else None
+            if turns and segment is not None and hash_segment(segment, segments, turns) == observation.history_hash:
                 self.rebuilt += 1
-                images = tuple(collect_images(turns))
-                first = await read_answered_observations(self._bus, self._subjects, observation.policy, episode, turns[:1])
+                first = turns[_find_root(segments, number).turns[0]]
+                asked = await read_answered_observations(self._bus, self._subjects, observation.policy, episode, [first])
                 return History(
                     digest=observation.history_hash,
-                    ids=collect_token_ids(turns),
-                    images=images,
-                    tools=first[0].tools if first else (),
-                    calls=sum(len(turn.action.tool_calls) for turn in turns),
+                    ids=collect_segment_ids(segment, turns),
+                    images=tuple(place_in_segment(segment, collect_images(turns))),
+                    tools=asked[first.action.turn].tools if asked else (),
+                    calls=_count_calls(segments, number, turns),
                 )
             tries += turns is not None
             if tries >= REBUILD_TRIES or anyio.current_time() >= give_up_at:
@@ -108,16 +132,46 @@ class HistoryCache:
         turns = await read_turns(self._bus, self._subjects, episode, episode_state)
         return turns[: observation.turn] if len(turns) >= observation.turn else None
 
-    def put(self, episode_id: str, history: History) -> None:
+    def put(self, name: str, history: History) -> None:
         """Remember the history after an Action, most recently used last."""
-        self.forget(episode_id)
-        self._entries[episode_id] = history
+        self.forget(name)
+        self._entries[name] = history
         self._entry_id_count += len(history.ids)
         while len(self._entries) > self._limit or (self._entry_id_count > self._limit_ids and len(self._entries) > 1):
             self.forget(next(iter(self._entries)))
 
-    def forget(self, episode_id: str) -> History | None:
-        """Drop what is kept of an episode, and return it."""
-        entry = self._entries.pop(episode_id, None)
+    def forget(self, name: str) -> History | None:
+        """Drop what is kept of a segment, and return it."""
+        entry = self._entries.pop(name, None)
         self._entry_id_count -= len(entry.ids) if entry is not None else 0
         return entry
+
+
+def _find_segment(observation: Observation) -> int:
+    """The segment that the observation stands on: the one that it extends, or leaves."""
+    return observation.segment if observation.origin is None else observation.origin.parent
+
+
+def _fold_segments(turns: tuple[Turn, ...]) -> tuple[Segment, ...]:
+    try:
+        return fold_segments(turns)
+    except SegmentError as error:
+        raise HistoryMismatch(str(error)) from error
+
+
+def _find_root(segments: tuple[Segment, ...], number: int) -> Segment:
+    """The segment whose prompt this one begins with."""
+    segment = segments[number]
+    while segment.origin is not None and segment.origin.parent != NEW_ROOT:
+        segment = segments[segment.origin.parent]
+    return segment
+
+
+def _count_calls(segments: tuple[Segment, ...], number: int, turns: tuple[Turn, ...]) -> int:
+    """The calls of a segment's turns, and of those that its parents had when it left them."""
+    segment, before, calls = segments[number], len(turns), 0
+    while True:
+        calls += sum(len(turns[turn].action.tool_calls) for turn in segment.turns if turn < before)
+        if segment.origin is None or segment.origin.parent == NEW_ROOT:
+            return calls
+        segment, before = segments[segment.origin.parent], segment.turns[0]

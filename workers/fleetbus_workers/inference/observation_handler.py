@@ -31,6 +31,7 @@ from fleetbus_workers.inference.base import (
     RequestRefused,
     Sampler,
     Template,
+    name_history,
 )
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
 
@@ -182,8 +183,12 @@ class ObservationHandler:
 
     async def _sample_action(self, observation: Observation, history: History) -> Action:
         received = anyio.current_time()
+        origin = observation.origin
+        repeated = History(digest=b"", ids=[])
+        if origin is not None:
+            history, repeated = history.leave(origin)
         try:
-            delta = await self._encode_prompt_delta(observation, history)
+            delta = await self._encode_prompt_delta(observation, history, repeated)
         except (ImageFailed, ImageNotFetched, RequestRefused):
             raise
         except Exception as error:  # a template is a model's own code, and may fail in any way on what it is shown
@@ -206,15 +211,17 @@ class ObservationHandler:
         generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         _check_pinned_version(observation.pinned_version, generation)
         prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
-        digest = extend_history(observation.history_hash, prompt_delta, sampled, [image.object for image in delta.images])
+        digest = extend_history(history.digest, prompt_delta, sampled, [image.object for image in delta.images])
         ids += generation.ids
         text = self._template.decode_text(generation.ids)
         parsed = self._template.parse_text(text, history.tools, calls_before=history.calls)
         calls = history.calls + len(parsed.calls)
-        self._histories.put(
-            observation.episode_id, History(digest=digest, ids=ids, images=images, tools=history.tools, calls=calls)
-        )
+        name = name_history(observation.episode_id, observation.segment)
+        self._histories.put(name, History(digest=digest, ids=ids, images=images, tools=history.tools, calls=calls))
         self._count(generation, len(delta.ids))
+        if origin is not None:
+            self._counters["segments"] += 1
+            self._counters["tokens_kept"] += origin.kept
         return self._fill_action(
             observation,
             text=text,
@@ -231,17 +238,19 @@ class ObservationHandler:
             seconds_generating=round(anyio.current_time() - started, 6),
         )
 
-    async def _encode_prompt_delta(self, observation: Observation, history: History) -> PromptDelta:
-        """The ids that this turn's messages become."""
+    async def _encode_prompt_delta(self, observation: Observation, history: History, repeated: History) -> PromptDelta:
+        """The ids that this turn's messages become, after those that a new segment repeats."""
         if observation.history_hash:
-            ids = self._template.encode_continuation(history.ids[-1:], observation.messages)
+            ids = self._template.encode_continuation((repeated.ids or history.ids)[-1:], observation.messages)
         else:
             ids = self._template.encode_prompt(observation.messages, observation.tools)
         if self._images is not None:
-            return await self._images.expand(ids, observation.messages)
-        if history.images or any(message.images for message in observation.messages):
+            delta = await self._images.expand(ids, observation.messages)
+            images = (*repeated.images, *shift_images(delta.images, len(repeated.ids)))
+            return PromptDelta(ids=repeated.ids + delta.ids, images=images) if repeated.ids else delta
+        if history.images or repeated.images or any(message.images for message in observation.messages):
             raise RequestRefused("this worker's model reads text only, and the episode contains images")
-        return PromptDelta(ids=ids)
+        return PromptDelta(ids=repeated.ids + ids if repeated.ids else ids)
 
     async def _build_request(
         self, observation: Observation, ids: list[int], images: tuple[ShownImage, ...], room: int
@@ -256,6 +265,8 @@ class ObservationHandler:
             seed=compute_turn_seed(observation),
             trained=observation.pinned_version is None,
             images=await self._images.load_images(images) if self._images is not None and images else (),
+            segment=observation.segment,
+            parent=observation.origin.parent if observation.origin is not None and observation.origin.kept else None,
         )
 
     async def _wait_for_version(self, pinned: int | None) -> None:
@@ -289,7 +300,7 @@ class ObservationHandler:
         for _, episode_state in decode_entries(Action, [stored] if stored is not None else []):
             if msgspec.structs.asdict(episode_state) == msgspec.structs.asdict(action):
                 return True
-        self._histories.forget(action.episode_id)
+        self._histories.forget(name_history(action.episode_id, action.segment))
         self._sampler.forget(action.episode_id)
         return False
 
@@ -313,6 +324,8 @@ class ObservationHandler:
             text=text,
             worker=self._worker,
             lane=self._lane,
+            segment=observation.segment,
+            origin=observation.origin,
             **fields,  # type: ignore[arg-type]
         )
 

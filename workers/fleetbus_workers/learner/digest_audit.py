@@ -6,7 +6,7 @@ Actions of open episodes and of each finished one a digest. It only reads; the b
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +17,8 @@ from fleetbus.config.settings import AlgorithmSettings, EpisodeSettings, Learner
 from fleetbus.core.audit_findings import Finding, Findings
 from fleetbus.core.audit_training import TrainingAudit
 from fleetbus.core.groups import Group
+from fleetbus.core.history import Turn
+from fleetbus.core.segments import fold_segments, hash_segments
 from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.stored import STORED
@@ -119,6 +121,8 @@ class DigestAudit:
             digests = tuple(digest_sampled(each) for each in split_sequence(sequence, leaves))
         except (ValueError, IndexError):
             return
+        if len(result.segments) > 1 and not _hashes_follow(named):
+            self._findings.add("history_hash_wrong", result.episode_id, result.actions[0].sequence)
         self._sampled[result.episode_id] = Sampled(
             result=msgspec.structs.replace(result, info={}, last_observation="", loss_mask=b""),
             digests=digests,
@@ -158,6 +162,14 @@ def _compute_digests(sampled: dict[str, Sampled], plan: CreditPlan) -> dict[str,
         of_leaves = [np.where(mask[leaf.places] & leaf.first, spread[leaf.places], np.float32(0)) for leaf in each.leaves]
         digests[result.episode_id] = join_leaves(list(map(add_advantages, each.digests, of_leaves or [spread])))
     return digests
+
+
+def _hashes_follow(named: Sequence[Action]) -> bool:
+    """Whether the last hash of each segment is that of its tokens, those that it keeps of its parent included."""
+    turns = [Turn(sequence=0, lane="", action=action) for action in named]
+    segments = fold_segments(named)
+    expected = hash_segments(turns, segments)
+    return all(named[segment.turns[-1]].history_hash == expected[segment.number] for segment in segments)
 
 
 def _build_plan(started: LineageStarted) -> CreditPlan:

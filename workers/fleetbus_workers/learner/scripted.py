@@ -22,7 +22,7 @@ class ScriptedTrainer:
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         self.updates += 1
-        self.trained += [sequence.episode_id for sequence in batch]
+        self.trained += dict.fromkeys(sequence.episode_id for sequence in batch)
         tokens = int(np.sum([sequence.loss_mask.sum() for sequence in batch]))
         return {"loss": 0.0, "grad_norm": 0.0, "entropy": 1.0, "clip_fraction": 0.0, "ratio_max": 1.0} | {
             "logprob_difference_max": 0.0,

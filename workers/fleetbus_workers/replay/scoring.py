@@ -87,7 +87,7 @@ class ScoringSampler(WatchedSampler):
         self.seconds += anyio.current_time() - began
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        proved = self._proved.get((request.cache_key, len(request.ids)))
+        proved = self._proved.get((request.history_key, len(request.ids)))
         generation = proved and build_generation(proved, request, self._max_model_len, self.version)
         if not generation:
             self.sampled += 1
@@ -112,7 +112,7 @@ class ScoringSampler(WatchedSampler):
         histories = merge_histories(turns)
         with torch.inference_mode():
             proved = [each for batch in self._plan_passes(histories) for each in self._select_proved(histories, *batch)]
-        named = {(each.expected.request.cache_key, len(each.expected.ids)): each for each in proved}
+        named = {(each.expected.request.history_key, len(each.expected.ids)): each for each in proved}
         return {
             name: each
             for number, (name, each) in enumerate(sorted(named.items(), key=lambda item: item[0]))

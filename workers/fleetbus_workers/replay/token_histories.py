@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetbus_schemas import SegmentOrigin
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.observation_handler import compute_turn_seed
 from fleetbus_workers.replay.recorded_episode import RecordedTurn
@@ -39,12 +40,15 @@ class Scorer(Protocol):
 def find_expected_turns(turns: Sequence[RecordedTurn]) -> Iterator[tuple[RecordedTurn, ExpectedTurn]]:
     """The turns of one episode that one version sampled, each with all tokens before it, up to the first turn with images:
     from there the ids do not determine everything that the model is shown."""
-    history: list[Ids] = []
+    sequences: list[list[Ids]] = []
     for turn in turns:
         action = turn.action
         if action is None or action.images or action.finish_reason == "failed":
             return
         prompt, sampled = (np.frombuffer(packed, "<u4").astype(np.int64) for packed in (action.prompt_delta, action.sampled))
+        if action.segment >= len(sequences):
+            sequences.append(_begin_sequence(sequences, action.origin))
+        history = sequences[min(action.segment, len(sequences) - 1)]
         history.append(prompt)
         before = np.concatenate(history)
         history.append(sampled)
@@ -56,8 +60,16 @@ def find_expected_turns(turns: Sequence[RecordedTurn]) -> Iterator[tuple[Recorde
                 stop_ids=frozenset(),
                 max_tokens=len(action.sampled),
                 seed=compute_turn_seed(turn.observation),
+                segment=action.segment,
             )
             yield turn, ExpectedTurn(request=request, ids=before, sampled=sampled)
+
+
+def _begin_sequence(sequences: Sequence[Sequence[Ids]], origin: SegmentOrigin | None) -> list[Ids]:
+    """What a segment keeps of its parent."""
+    if origin is None or not 0 <= origin.parent < len(sequences):
+        return []
+    return [np.concatenate(sequences[origin.parent])[: origin.kept]]
 
 
 class History(msgspec.Struct, kw_only=True):

@@ -24,6 +24,10 @@ from fleetbus_workers.simulation.scenario import Scenario
 
 ARCHIVE = "archive"
 LOG_BYTES = 1 << 30
+MAX_MODEL_LEN = 1024
+COMPACTED_TOKENS = 60
+"""Fewer than most episodes have: a turn is 8 sampled tokens and a dozen that are shown."""
+
 CHECKPOINT_WAIT_SECONDS = 60.0
 """What a learner waits for a checkpoint before it leaves the decision to an operator."""
 
@@ -50,8 +54,11 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
             slots=scenario.environment_slots,
             session_slots=scenario.session_slots if scenario.session_clients + scenario.gateway_clients else 0,
             max_attempts=scenario.max_attempts,
+            compaction=scenario.compaction,
+            compaction_share=COMPACTED_TOKENS / MAX_MODEL_LEN,
+            compaction_turns=1,
         ),
-        inference=InferenceSettings(slots=scenario.inference_slots),
+        inference=InferenceSettings(slots=scenario.inference_slots, max_model_len=MAX_MODEL_LEN),
         learner=LearnerSettings(
             steps=scenario.steps,
             groups=scenario.groups,

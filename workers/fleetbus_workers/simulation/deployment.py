@@ -30,9 +30,9 @@ from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.journal import LearnerReplaced
-from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
+from fleetbus_workers.simulation.checked_trainer import CheckedTrainer
 from fleetbus_workers.simulation.clients import GatewayCaller, SessionCaller, run_rollouts
 from fleetbus_workers.simulation.configuration import build_tasks
 from fleetbus_workers.simulation.engines import SimulatedSampler
@@ -185,6 +185,7 @@ class Deployment:
                 process,
                 self._scenario.fault_profile,
                 replayable=self._scenario.replayable,
+                segments=self._scenario.segments,
                 seed=self._scenario.seed,
                 draw=draw,
                 observer=self._observer,
@@ -216,7 +217,7 @@ class Deployment:
         )
 
     async def _run_learner(self, process: Process, wire: SimulatedBus) -> None:
-        trainer = ScriptedTrainer()
+        trainer = CheckedTrainer(self._observer, self._log_checker.episodes.record, self._configuration)
         await run_learner(
             wire,
             configuration=self._configuration,

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from fleetbus_schemas import Action, ChatMessage, Task
-from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.base import ContextChange, EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.scenario import CALM, FaultProfile
@@ -70,7 +70,7 @@ def compute_reward(seen: str) -> float:
 
 class SimulatedEnvironment:
     """One episode's world, or one of a step-wise ``session``; ``draw`` decides what goes wrong with this very instance,
-    ``register`` hears when it is opened."""
+    ``register`` hears when it is opened. After the share ``segments`` of its steps the policy's context changes."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class SimulatedEnvironment:
         fault_profile: FaultProfile,
         *,
         replayable: bool,
+        segments: float,
         seed: int,
         draw: random.Random,
         observer: Observer,
@@ -92,6 +93,7 @@ class SimulatedEnvironment:
         self._is_session = bool(session)
         self.replayable = replayable
         self._fault_profile = fault_profile
+        self._segments = segments
         self._seed = seed
         self._draw = draw
         self._observer = observer
@@ -126,7 +128,21 @@ class SimulatedEnvironment:
         if len(self._sampled) >= self._turns:
             return Step(terminated=True, tool_calls=1, tool_errors=int(failed))
         shown = ChatMessage(role="tool", content=self._render())
-        return Step(messages=(shown,), reward=self._compute_turn_reward(), tool_calls=1, tool_errors=int(failed))
+        reward, change = self._compute_turn_reward(), self._choose_context()
+        return Step(messages=(shown,), reward=reward, tool_calls=1, tool_errors=int(failed), context=change)
+
+    def _choose_context(self) -> ContextChange | None:
+        """The same after the same actions: turns dropped, a new prompt, or back to the first segment."""
+        name = f"segments/{self._seed}/{self._render()}"
+        if not is_selected(name, self._segments):
+            return None
+        match hashlib.blake2b(name.encode(), digest_size=1).digest()[0] % 4:
+            case 0:
+                return ContextChange(resume=0)
+            case 1:
+                return ContextChange(reason="sub_agent")
+            case turns:
+                return ContextChange(keep_turns=turns - 1)
 
     async def state(self) -> dict[str, Any]:
         return {"actions": len(self._sampled)}

@@ -14,7 +14,8 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.claims import EpisodeEntry
 from fleetbus.core.floor import NO_FLOOR, refuses_delivery, refuses_request
-from fleetbus.core.history import Turn, collect_token_ids, fold_history, history_hash, loss_mask
+from fleetbus.core.history import Turn, fold_history, loss_mask
+from fleetbus.core.segments import collect_segment_ids, describe_segments, fold_segments, hash_segment
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import (
     GRADED,
@@ -29,7 +30,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.stored import STORED
-from fleetbus_schemas.tokens import extend_history, pack_ids, pack_mask, unpack_ids
+from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids, pack_mask, start_history, unpack_ids
 from fleetbus_workers.inference.observation_handler import compute_turn_seed
 from fleetbus_workers.simulation.engines import compute_sampled_ids
 from fleetbus_workers.simulation.observer import Observer
@@ -151,7 +152,7 @@ class EpisodeChecker:
         key = (observation.attempt, observation.turn)
         first = record.observations.setdefault(key, observation)
         record.observed_at.setdefault(key, at)
-        same = (first.messages, first.history_hash) == (observation.messages, observation.history_hash)
+        same = _stands_on(first) == _stands_on(observation)
         self._observer.require(same, "a rerouted observation is the same", f"{observation.episode_id} {key}")
 
     def apply_action(self, entry: StreamEntry, at: float) -> None:
@@ -212,6 +213,7 @@ class EpisodeChecker:
             tuple(turn.reference for turn in history) == result.actions
             and (len(mask), pack_mask(mask)) == (result.tokens, result.loss_mask)
             and tuple(sorted(versions)) == result.policy_versions
+            and describe_segments(fold_segments(history)) == result.segments
         )
         self._observer.require(holds, "a result refers to the history of its claims", f"{name}, {len(history)} turns")
 
@@ -221,14 +223,33 @@ class EpisodeChecker:
         if len(before) != action.turn:
             self._observer.violate("an action stands on all turns before it", f"{name}: {len(before)} turns in the log")
             return
-        delta = [byte for message in observation.messages for byte in str(message.content).encode()]
-        sampled = compute_sampled_ids(collect_token_ids(before) + delta, action.versions, compute_turn_seed(observation))
-        digest = extend_history(history_hash(before), pack_ids(delta), pack_ids(sampled))
         require = self._observer.require
         pinned = record.request.pinned_version
         require(
             pinned is None or {span.version for span in action.versions} == {pinned}, "a pinned episode has one version", name
         )
+        same = (action.segment, action.origin) == (observation.segment, observation.origin)
+        require(same, "an action is of its segment", name)
+        kept, digest, delta = _build_start(before, observation)
+        delta += [byte for message in observation.messages for byte in str(message.content).encode()]
+        sampled = compute_sampled_ids(kept + delta, action.versions, compute_turn_seed(observation))
+        digest = extend_history(digest, pack_ids(delta), pack_ids(sampled))
         require(unpack_ids(action.prompt_delta) == delta, "the prompt is what was observed", name)
         require(unpack_ids(action.sampled) == sampled, "tokens are sampled upon the recorded history", name)
         require(action.history_hash == digest, "an action carries the hash of its history", name)
+
+
+def _stands_on(observation: Observation) -> tuple[object, ...]:
+    return observation.messages, observation.history_hash, observation.segment, observation.origin
+
+
+def _build_start(before: Sequence[Turn], observation: Observation) -> tuple[list[int], bytes, list[int]]:
+    """By hand and from the log: the ids that a turn's prompt follows, their hash, and the ids that it begins with."""
+    segments, origin = fold_segments(before), observation.origin
+    number = observation.segment if origin is None else origin.parent
+    if not 0 <= number < len(segments):
+        return [], EMPTY_HISTORY, []
+    ids = collect_segment_ids(segments[number], before)
+    if origin is None:
+        return ids, hash_segment(segments[number], segments, before), []
+    return ids[: origin.kept], start_history(pack_ids(ids[: origin.kept])), ids[len(ids) - origin.repeated :]

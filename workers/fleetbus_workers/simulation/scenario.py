@@ -102,7 +102,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     ``settle_seconds``: what was settled for so long leaves the log. ``late_copies``: copies of requests that left it are stored
     again. In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what
     training, saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
-    wait has a bound.
+    wait has a bound. ``segments``: share of steps after which an environment changes the policy's context.
     """
 
     seed: int
@@ -148,6 +148,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     network_faults: NetworkFaultRates = NetworkFaultRates()
     fault_profile: FaultProfile = FaultProfile()
     fault_schedule: tuple[ScheduledFault, ...] = ()
+    segments: float = 0.0
+    compaction: Literal["off", "drop", "summarise"] = "off"
 
 
 def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
@@ -160,7 +162,7 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
 
 
 def _draw_usual(seed: int) -> Scenario:
-    draw = random.Random(f"scenario/{seed}")
+    draw, contexts = random.Random(f"scenario/{seed}"), random.Random(f"contexts/{seed}")
     groups, group_size = draw.choice(((5, 4), (5, 4), (10, 2)))
     scenario = Scenario(
         seed=seed,
@@ -177,6 +179,8 @@ def _draw_usual(seed: int) -> Scenario:
         replayable=draw.random() < 0.65,
         recorder=draw.random() < 0.3,
         blocking_seconds=draw.choice((0.2, 1.0, 4.0)),
+        segments=contexts.choice((0.0, 0.0, 0.2, 0.5)),
+        compaction=contexts.choice(("off", "off", "off", "drop", "summarise")),
     )
     settling = random.Random(f"settling/{seed}")
     scenario = msgspec.structs.replace(

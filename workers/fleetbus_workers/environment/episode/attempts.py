@@ -68,7 +68,8 @@ def _describe_expiry(episode_state: EpisodeState) -> str:
 
 
 class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim."""
+    """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim.
+    ``context_tokens`` is what the model takes, 0: as many as an episode may have."""
 
     bus: Bus
     subjects: Subjects
@@ -78,6 +79,7 @@ class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
     limits: LimitSettings
     make: Callable[[Task], Environment]
     nonce: Callable[[], str]
+    context_tokens: int = 0
 
 
 class RunningAttempt:
@@ -278,6 +280,7 @@ class Attempts:
             remaining_seconds=remaining_seconds,
             settings=context.settings,
             limits=context.limits,
+            context_tokens=context.context_tokens,
             counters=self._counters,
             first_failures=self._first_failures,
         )

@@ -22,6 +22,7 @@ from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, Subjects, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
+from fleetbus_workers.environment.episode.segments import FIRST, Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 
 MAX_CHECK_INTERVAL_SECONDS = 10.0
@@ -58,7 +59,7 @@ class PolicyClient:
         self._settings = settings
         self._limits = limits
         self._action_sequence = action_sequence
-        self._history_hash = history[-1].action.history_hash if history else EMPTY_HISTORY
+        self._history_hashes = {turn.action.segment: turn.action.history_hash for turn in history}
         self._lane = history[-1].action.lane if history else ANY_LANE
         self._worker = history[-1].action.worker if history else ""
         self._expected = -1
@@ -84,13 +85,22 @@ class PolicyClient:
             self._check_at = math.inf
             self._wakeup.set()
 
-    async def ask(self, turn: int, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], *, tokens_left: int) -> Turn:
+    async def ask(
+        self,
+        turn: int,
+        messages: tuple[ChatMessage, ...],
+        tools: tuple[ToolSpec, ...],
+        *,
+        tokens_left: int,
+        placement: Placement = FIRST,
+    ) -> Turn:
         """Publish the observation of ``turn`` and wait for its Action. The caller's scope limits the wait.
 
         Raises `Superseded`, or `EpisodeEnded` when the observation went round too often.
         """
         self._expected, self._answer = turn, None
         request = self._request
+        stands_on = placement.segment if placement.origin is None else placement.origin.parent
         observation = Observation(
             episode_id=request.episode_id,
             attempt=self._claim.attempt,
@@ -101,11 +111,14 @@ class PolicyClient:
             sampling=request.sampling,
             tokens_left=tokens_left,
             pinned_version=request.pinned_version,
-            history_hash=self._history_hash,
+            history_hash=self._history_hashes.get(stands_on, EMPTY_HISTORY),
             environment_lane=self._claim.lane,
             action_sequence=self._action_sequence,
             request_sequence=self._claim.request_sequence,
             deadline_ns=request.deadline_ns,
+            segment=placement.segment,
+            origin=placement.origin,
+            segments=placement.segments,
         )
         lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE
         answer = await self._await_answer(observation, lane)
@@ -187,6 +200,6 @@ class PolicyClient:
     def _record_answer(self, answer: Turn) -> None:
         action = answer.action
         self._action_sequence = answer.sequence
-        self._history_hash = action.history_hash
+        self._history_hashes[action.segment] = action.history_hash
         if action.lane:
             self._lane, self._worker = action.lane, action.worker

@@ -14,13 +14,14 @@ import msgspec
 import structlog
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.core.context import format_status_line
+from fleetbus.core.context import SUMMARY_KEPT, SUMMARY_REQUEST, TURNS_DROPPED, format_status_line
 from fleetbus.core.history import Turn, loss_mask
 from fleetbus.core.reward_bounds import find_reward_problem
+from fleetbus.core.segments import SegmentError
 from fleetbus.core.success import success_in
-from fleetbus_schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, Text, ToolSpec
+from fleetbus_schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, ToolSpec
 from fleetbus_schemas.tokens import count_tokens, pack_mask
-from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.base import ContextChange, Environment, Start, Step, Verdict
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.normalization import (
     INFO_BYTES,
@@ -30,6 +31,13 @@ from fleetbus_workers.environment.episode.normalization import (
     format_text,
 )
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
+from fleetbus_workers.environment.episode.segments import (
+    FIRST,
+    EpisodeContext,
+    Placement,
+    append_line,
+    find_context_tokens,
+)
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.validation import validate_return
@@ -69,6 +77,7 @@ class EpisodeRunner:
         remaining_seconds: float,
         settings: EnvironmentSettings,
         limits: LimitSettings,
+        context_tokens: int = 0,
         counters: MutableMapping[str, float] | None = None,
         first_failures: FirstFailures | None = None,
     ) -> None:
@@ -87,7 +96,9 @@ class EpisodeRunner:
         self._turn_rewards: list[float] = []
         self._tool_calls = 0
         self._tool_errors = 0
-        self._tokens = 0
+        self._context = EpisodeContext(settings, max_tokens=find_context_tokens(settings, request.max_tokens, context_tokens))
+        self._unread: tuple[ChatMessage, ...] | None = None
+        """What the policy shall see when it has written the summary that it was asked for; None if it was not asked."""
         self._lack_of_room = ""
         self._last = Step()
 
@@ -131,41 +142,74 @@ class EpisodeRunner:
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
             messages, tools = start.messages, start.tools
+        placement = FIRST
         while self.turn < self._request.max_turns:
-            turn = await self._obtain_turn(messages, tools)
+            turn = await self._obtain_turn(messages, tools, placement)
             if turn is None and not self.turn:  # no work of the policy is in such an episode: a grade would say nothing of it
                 return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=self._no_room())
             if turn is None:
                 return Conclusion(outcome="truncated", error_class="tokens", note=self._describe_used_tokens())
+            self._append_turn(turn, messages)
+            if self._unread is not None:
+                messages, tools, placement = self._go_on_after_summary(self._unread), (), self._context.keep_summary()
+                continue
             step = await self._step_environment(turn)
             if step.terminated:
                 return Conclusion(outcome="completed")
             if step.truncated:
                 return Conclusion(outcome="truncated", error_class="environment")
-            messages, tools = self._append_status(step.messages), ()
+            messages, tools, placement = self._plan_turn(step)
         return Conclusion(outcome="truncated", error_class="turns")
 
     def _append_status(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
         if not self._settings.context_status or not messages:
             return messages
-        request = self._request
+        context = self._context
         line = format_status_line(
-            tokens=self._tokens, max_tokens=request.max_tokens, turn=self.turn, max_turns=request.max_turns
+            tokens=context.held, max_tokens=context.max_tokens, turn=self.turn, max_turns=self._request.max_turns
         )
-        last = messages[-1]
-        content = f"{last.content}\n{line}" if isinstance(last.content, str) else (*last.content, Text(text=line))
-        return (*messages[:-1], msgspec.structs.replace(last, content=content))
+        return append_line(messages, line)
 
-    async def _obtain_turn(self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...]) -> Turn | None:
+    def _plan_turn(self, step: Step) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...], Placement]:
+        """What the policy sees next, and in which segment."""
+        messages, context = step.messages, self._context
+        if step.context is not None:
+            return self._append_status(messages), step.context.tools, self._change_context(step.context)
+        if not context.needs_compaction(messages):
+            return self._append_status(messages), (), context.extend()
+        if self._settings.compaction == "summarise":
+            self._unread = messages
+            return append_line(messages, SUMMARY_REQUEST), (), context.extend()
+        placement = context.compact(messages)
+        if placement is None:
+            return self._append_status(messages), (), context.extend()
+        return self._append_status(append_line(messages, TURNS_DROPPED)), (), placement
+
+    def _change_context(self, wanted: ContextChange) -> Placement:
+        try:
+            return self._context.change(wanted)
+        except SegmentError as error:
+            location = locate_method(self._environment, "step")
+            raise EpisodeEnded("env_failed", "context_change", str(error), location=location) from error
+
+    def _go_on_after_summary(self, unread: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+        """The summary is no step of the environment: what it showed before is shown again, after what is left."""
+        self._unread = None
+        self._turn_rewards.append(0.0)
+        return self._append_status(append_line(unread, SUMMARY_KEPT))
+
+    async def _obtain_turn(
+        self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], placement: Placement
+    ) -> Turn | None:
         """The recorded turn if there is one, else the policy's answer; None when its tokens are used up."""
         if self.turn < len(self._recorded):
             self._check_divergence(messages)
             return self._recorded[self.turn]
-        tokens_left = self._request.max_tokens - self._tokens
+        tokens_left = self._request.max_tokens - self._context.tokens
         if tokens_left <= 0:
             return None
-        turn = await self._ask_policy(messages, tools, tokens_left)
+        turn = await self._ask_policy(messages, tools, tokens_left, placement)
         if turn.action.finish_reason == "failed":
             raise EpisodeEnded("lost", turn.action.error_class or "action_failed", turn.action.error)
         if not turn.action.sampled:
@@ -189,12 +233,14 @@ class EpisodeRunner:
             f"{limit:,} (episode.max_episode_tokens)"
         )
 
-    async def _ask_policy(self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], tokens_left: int) -> Turn:
+    async def _ask_policy(
+        self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], tokens_left: int, placement: Placement
+    ) -> Turn:
         """The policy's answer, within the limit of waiting for it and the environment's patience, whichever ends first."""
         idle_seconds = self._limits.idle - (anyio.current_time() - self._stages.ended_at)
         limit, seconds = min(("action", self._limits.action), ("idle", idle_seconds), key=lambda named: named[1])
         with self._stages.time_limit("action", seconds, limit=limit):
-            return await self._policy_client.ask(self.turn, messages, tools, tokens_left=tokens_left)
+            return await self._policy_client.ask(self.turn, messages, tools, tokens_left=tokens_left, placement=placement)
 
     def _check_divergence(self, messages: tuple[ChatMessage, ...]) -> None:
         """A re-applied turn has to start from what was observed when it was first played."""
@@ -202,9 +248,14 @@ class EpisodeRunner:
         if before is not None and before != messages:
             raise EpisodeEnded("lost", "diverged", f"turn {self.turn} shows something else than was recorded")
 
-    async def _step_environment(self, turn: Turn) -> Step:
+    def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
         self._turns.append(turn)
-        self._tokens += count_tokens(turn.action.prompt_delta) + count_tokens(turn.action.sampled)
+        try:
+            self._context.append(turn, messages)
+        except SegmentError as error:
+            raise EpisodeEnded("lost", "segments_broken", str(error)) from error
+
+    async def _step_environment(self, turn: Turn) -> Step:
         with self._stages.time_limit("step", self._limits.step):
             step = validate_return(Step, await self._environment.step(turn.action), "step", self._environment)
             step = msgspec.structs.replace(step, messages=clip_messages(step.messages, self._settings.observation_bytes))
@@ -291,4 +342,5 @@ class EpisodeRunner:
             error_location=conclusion.location,
             traceback=conclusion.traceback,
             note=conclusion.note,
+            segments=self._context.segments,
         )

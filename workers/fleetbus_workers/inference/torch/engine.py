@@ -149,7 +149,7 @@ class Engine:
         for turn in list(self._waiting) if len(self._rows) < self._slots else []:
             if len(self._rows) == self._slots or tokens > PREFILL_TOKENS_LIMIT:
                 break
-            entry, covered, own = self._prefix_cache.find(turn.request.cache_key, turn.ids)
+            entry, covered, own = self._prefix_cache.find(turn.request.history_key, turn.request.parent_key, turn.ids)
             if not own and self._is_being_computed(turn, covered, prefix_owners):
                 continue
             self._waiting.remove(turn)
@@ -248,7 +248,7 @@ class Engine:
         if turn.start_version == self.version and not turn.abandoned:
             ids = np.concatenate((turn.ids, np.array(turn.sampled[:-1], dtype=np.int64)))
             state = self._runner.cache.save(row, turn.shared, length)
-            self._prefix_cache.histories.put(turn.request.cache_key, CacheEntry(ids, state))
+            self._prefix_cache.histories.put(turn.request.history_key, CacheEntry(ids, state))
 
     def _cache_prompts(self, prefix_owners: list[Turn]) -> None:
         if self._reference is not None and self._reference_state is None:

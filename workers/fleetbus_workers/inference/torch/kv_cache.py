@@ -74,6 +74,12 @@ class LRUCache:
         with self._lock:
             return self._remove(key)
 
+    def remove_all(self, key: str, prefix: str) -> None:
+        """Drop the entry under ``key``, and those whose key begins with ``prefix``."""
+        with self._lock:
+            for each in [each for each in self._entries if each == key or (isinstance(each, str) and each.startswith(prefix))]:
+                self._remove(each)
+
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
@@ -93,9 +99,10 @@ class PrefixCache:
         self.histories = LRUCache(histories, limit_bytes)
         self.prompts = LRUCache(prompts, limit_bytes // 4)
 
-    def find(self, cache_key: str, ids: Ids) -> tuple[CacheEntry | None, int, bool]:
-        """The state that covers most of ``ids``, how many it covers, and whether it is this episode's own history."""
-        own = self.histories.pop(cache_key)
+    def find(self, key: str, parent_key: str | None, ids: Ids) -> tuple[CacheEntry | None, int, bool]:
+        """The state that covers most of ``ids``, how many it covers, and whether it is this episode's own: the history under
+        ``key``, or that of the segment which it leaves."""
+        own = self.histories.pop(key) if parent_key is None else self.histories.get(parent_key)
         if own is not None and own.count_covered(ids) == own.state.stop:
             return own, own.state.stop, True
         if (same := self.prompts.get(ids.tobytes())) is not None:
@@ -104,6 +111,10 @@ class PrefixCache:
         best = max(candidates, key=lambda entry: entry.count_covered(ids), default=None)
         covered = best.count_covered(ids) if best is not None else 0
         return (best, covered, best is own) if covered > 0 else (None, 0, False)
+
+    def forget(self, cache_key: str) -> None:
+        """Drop all histories of an episode."""
+        self.histories.remove_all(cache_key, f"{cache_key}/")
 
     def clear(self) -> None:
         self.histories.clear()

@@ -157,7 +157,7 @@ class TorchSampler:
             await self._submit_and_wait(WeightSwap(policy.version, prepared))
 
     def forget(self, cache_key: str) -> None:
-        self._prefix_cache.histories.pop(cache_key)
+        self._prefix_cache.forget(cache_key)
 
     async def _submit_and_wait(self, operation: EngineOperation) -> None:
         if self._engine is None:

@@ -1,7 +1,7 @@
-"""Tools with which a policy looks at its own context: its size, its messages, the parts cut from outputs.
+"""Tools with which a policy manages its own context: its size, its messages, the parts cut from outputs, its older turns.
 
-Above it is `McpEnvironment`, which offers them beside a server's own when ``environment.context_tools`` is set. No history is
-dropped (docs/decisions/0022-no-history-is-dropped.md): what was trained on is what was read.
+Above it is `McpEnvironment`, which offers them beside a server's own when ``environment.context_tools`` is set. Dropped turns
+leave the context in a segment of its own (docs/decisions/0111-episodes-are-trees.md): what is trained on is what was read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetbus.core.context import read_page, search_lines, search_messages, truncate_output
-from fleetbus_schemas import ToolSpec
+from fleetbus_schemas import Action, ToolSpec
+from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.mcp.connection import ToolResult
+from fleetbus_workers.environment.base import ContextChange
 
 MAX_STORED_CHARACTERS = 64 << 20
 """Of all the outputs of one episode; the rest is dropped with a notice."""
@@ -21,6 +23,7 @@ LARGE_CHARACTERS = 1 << 20
 """From here on looking through the outputs takes longer than a turn of the event loop should."""
 
 MAX_PAGE_LINES = 500
+KEEP_RECENT_TURNS = 5
 
 
 def _build_tool(name: str, description: str, required: Sequence[str] = (), **properties: tuple[str, str]) -> ToolSpec:
@@ -43,6 +46,11 @@ TOOLS = (
         page_size=("integer", "Lines per page, 50 by default"),
         output=_OUTPUT,
     ),
+    _build_tool(
+        "manage_context",
+        "Drop all but the task and the last turns from your context, this one included. Dropped messages can be searched.",
+        keep_recent_turns=("integer", "How many turns to keep, 5 by default"),
+    ),
 )
 NAMES = frozenset(tool.name for tool in TOOLS)
 
@@ -54,8 +62,16 @@ class ContextTools:
         self._output_chars = output_chars
         self._outputs: dict[int, str] = {}
         self._characters_left = MAX_STORED_CHARACTERS
+        self._change: ContextChange | None = None
         self.turns = 0
         self.tokens = 0
+        """What the context holds, as of the last action."""
+
+    def record_action(self, action: Action) -> None:
+        """Count the turn; a context that begins anew holds what it keeps and this turn."""
+        self.turns += 1
+        kept = self.tokens if action.origin is None else action.origin.kept
+        self.tokens = kept + count_tokens(action.prompt_delta) + count_tokens(action.sampled)
 
     @property
     def is_large(self) -> bool:
@@ -79,8 +95,17 @@ class ContextTools:
         except ValueError as error:
             return ToolResult(content=str(error), failed=True)
 
+    def take_change(self) -> ContextChange | None:
+        """How the context goes on after the calls since this was asked last."""
+        change, self._change = self._change, None
+        return change
+
     def _answer(self, name: str, arguments: dict[str, Any], messages: Sequence[tuple[str, str]]) -> str:
         match name:
+            case "manage_context":
+                turns = _get_number(arguments, "keep_recent_turns", KEEP_RECENT_TURNS)
+                self._change = ContextChange(keep_turns=turns)
+                return f"The context is now the task and its last {turns} turns."
             case "check_context":
                 outputs = {str(number): len(text) for number, text in self._outputs.items()}
                 state = {"turns": self.turns, "tokens": self.tokens, "messages": len(messages), "cut_outputs": outputs}

@@ -11,6 +11,7 @@ from datetime import date
 from typing import Any, Literal
 
 import anyio
+import msgspec
 import structlog
 
 from fleetbus.core.prompts import (
@@ -27,7 +28,6 @@ from fleetbus.core.prompts import (
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import Action, ChatMessage, Task, Text, ToolCall, ToolSpec
-from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.common.tool_results import (
     Content,
     build_tool_messages,
@@ -145,8 +145,7 @@ class McpEnvironment:
     async def step(self, action: Action) -> Step:
         """Execute the first call of the action, if any; then the episode is over if the action says so."""
         if self._context is not None:
-            self._context.turns += 1
-            self._context.tokens += count_tokens(action.prompt_delta) + count_tokens(action.sampled)
+            self._context.record_action(action)
         if self._prompt == "template":
             return await self._step_with_template(action)
         calls = action.tool_calls or parse_tool_calls(action.text).calls
@@ -191,6 +190,7 @@ class McpEnvironment:
             tool_calls=len(results),
             tool_errors=errors,
             output=tool_output(results[0], self._observation_bytes) if len(results) == 1 else None,
+            context=self._context.take_change() if self._context is not None else None,
         )
 
     async def _execute_side_by_side(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
@@ -224,7 +224,8 @@ class McpEnvironment:
     async def _answer_context_call(self, context: ContextTools, calls: Sequence[ToolCall], *, done: bool) -> Step:
         """A call of a context tool is answered here and counts as none of the server's."""
         result = await self._call_context_tool(context, calls[0])
-        return self._build_step(self._format_result(result, calls), done=done)
+        step = self._build_step(self._format_result(result, calls), done=done)
+        return msgspec.structs.replace(step, context=context.take_change())
 
     async def _call_context_tool(self, context: ContextTools, call: ToolCall) -> ToolResult:
         messages = [(message.role, to_plain_text(message.content)) for message in self._conversation]
