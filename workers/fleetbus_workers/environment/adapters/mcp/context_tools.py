@@ -1,7 +1,7 @@
 """Tools with which a policy manages its own context: its size, its messages, the parts cut from outputs, its older turns.
 
 Above it is `McpEnvironment`, which offers them beside a server's own when ``environment.context_tools`` is set. Dropped turns
-leave the context in a segment of its own (docs/decisions/0111-episodes-are-trees.md): what is trained on is what was read.
+leave the context in a segment of its own (docs/decisions/0116-episodes-are-trees.md): what is trained on is what was read.
 """
 
 from __future__ import annotations
