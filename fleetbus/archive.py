@@ -60,21 +60,63 @@ def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, s
 
 
 async def scan_archive_and_log(bus: Bus, subjects: Subjects, folder: Path | None) -> AsyncIterator[StreamEntry]:
-    """Archive and log as one, to the end of the log; without a folder the log alone."""
+    """Archive and log as one, to the end of the log; without a folder the log alone. Of a log that went back in time what the
+    archive holds beyond that is left out: `find_lost_entries` has it."""
     last = 0
     if folder is not None:
+        lost = await find_first_lost(bus, subjects, folder)
         async for entry in scan_archive(folder, run=subjects.run):
+            if lost is not None and entry.sequence >= lost:
+                break
             last = entry.sequence
             yield entry
-        if last > await bus.last_sequence():
-            raise UserError(f"{folder} is longer than the log: it belongs to another run with the name {subjects.run}")
     async for entry in bus.scan([subjects.log], start=last + 1):
         yield entry
 
 
-async def scan_archive(folder: Path, *, run: str | None = None) -> AsyncIterator[StreamEntry]:
+async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | None:
+    """Where the log stopped being what is archived, because it went back in time: None if it did not.
+
+    A server that loses its newest entries gives their positions again. Raises `UserError` when even the first entry is another:
+    then the archive is that of another log.
+    """
+    newest = await run_in_thread(_read_newest, folder, subjects.run)
+    if newest is None or await bus.next_entry(subjects.log, start=newest.sequence) == newest:
+        return None
+    last, first = await bus.last_sequence(), await bus.next_entry(subjects.log, start=1)
+    stored_entries = bus.scan([subjects.log])
+    stored = await anext(stored_entries, None)
+    async for entry in scan_archive(folder, run=subjects.run, start=first.sequence if first is not None else last + 1):
+        if entry.sequence > last:
+            return entry.sequence
+        while stored is not None and stored.sequence < entry.sequence:
+            stored = await anext(stored_entries, None)
+        if stored is not None and stored.sequence == entry.sequence and stored != entry:
+            if stored.sequence == 1:
+                raise UserError(f"{folder} is the archive of an earlier log of run {subjects.run}: give another --archive")
+            return entry.sequence
+    return None
+
+
+async def find_lost_entries(bus: Bus, subjects: Subjects, folder: Path) -> list[StreamEntry]:
+    """What the archive holds and the log had lost before it went on; empty unless it went back in time."""
+    lost = await find_first_lost(bus, subjects, folder)
+    if lost is None:
+        return []
+    return [entry async for entry in scan_archive(folder, run=subjects.run, start=lost)]
+
+
+def _read_newest(folder: Path, run: str) -> StreamEntry | None:
+    segments = list_segments(folder)
+    newest = None
+    for entry in read_archive(folder, run=run, start=parse_first_sequence(segments[-1]) if segments else 1):
+        newest = entry
+    return newest
+
+
+async def scan_archive(folder: Path, *, run: str | None = None, start: int = 1) -> AsyncIterator[StreamEntry]:
     """As `read_archive`, without blocking the event loop."""
-    entries = read_archive(folder, run=run)
+    entries = read_archive(folder, run=run, start=start)
     while batch := await run_in_thread(_read_batch, entries):
         for entry in batch:
             yield entry

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from fleetbus.archive import scan_archive, scan_archive_and_log
+from fleetbus.archive import find_lost_entries, scan_archive, scan_archive_and_log
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.audit import Audit
 from fleetbus.core.audit_findings import Report
@@ -26,6 +26,8 @@ _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "p
 async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None) -> Report:
     """The books of a run as of now. Raises `UserError` for a log that was trimmed when no archive is given."""
     audit = await _audit_entries(scan_archive_and_log(bus, subjects, archive))
+    for entry in await find_lost_entries(bus, subjects, archive) if archive is not None else ():
+        audit.enter_lost(entry.sequence, entry.subject)
     if audit.missing and archive is None:
         raise UserError(
             f"{audit.missing} entries of the log of run {subjects.run} were trimmed: give --archive with the recorder's folder"

@@ -35,6 +35,9 @@ from fleetbus_schemas import (
 MAX_VERSIONS = 1 << 14
 """Newest versions of a policy that are known one by one."""
 
+LOST = {"task": "request", "obs": "observation", "act": "action", "episode": "claim or result"}
+"""What an episode lost with an entry, by the kind of its subject."""
+
 EpisodeMessage = EpisodeRequested | AttemptStarted | AttemptReleased | Observation | Action | EpisodeFinished
 
 
@@ -92,6 +95,11 @@ class Audit:
         """An entry that is no message; workers ignore it, and so do the books."""
         self.enter(sequence, subject, None)
         self._counts["malformed"] += 1
+
+    def enter_lost(self, sequence: int, subject: str) -> None:
+        """An entry that was archived and that the log has lost: another may stand at its position by now."""
+        kind, name = subject.split(".")[2], subject.rpartition(".")[2]
+        self._findings.add("entries_lost", f"{name}: {LOST[kind]}" if kind in LOST else f"{kind} {name}", sequence)
 
     def report(self) -> Report:
         """The books as of the last entry."""

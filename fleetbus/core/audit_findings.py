@@ -9,6 +9,7 @@ MAX_IDS = 100
 
 KINDS: dict[str, str] = {
     "entries_missing": "positions of the log without an entry in the log or the archive",
+    "entries_lost": "episodes, and subjects, of which the log lost what was archived: it went back in time",
     "misfiled": "entries whose episode is not that of their subject",
     "requested_twice": "episodes with more than one request",
     "never_requested": "episodes that were claimed, finished or settled without a request, or after they were settled for good",

@@ -166,7 +166,6 @@ async def test_a_thousand_workers_that_start_at_the_same_moment_have_lanes_after
     assert len(set(claimed_lanes)) == workers
     assert counts["last"] < 8 * workers
     assert counts["publish"] < 4 * workers
-    print(dict(counts), anyio.current_time() - started)
 
 
 async def test_few_lanes_are_taken_in_their_order() -> None:

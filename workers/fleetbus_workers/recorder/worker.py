@@ -6,14 +6,13 @@ where the archive ends; of what is archived it reads again only what decides abo
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 import anyio
 import msgspec
 import structlog
 
-from fleetbus.archive import read_archive
+from fleetbus.archive import find_first_lost
 from fleetbus.archive_writer import ArchiveWriter, open_archive
 from fleetbus.bus.base import Bus, Reader, StreamEntry
 from fleetbus.config.settings import Configuration
@@ -148,7 +147,7 @@ async def run_recorder(
     runtime, settings = runtime or Runtime(), settings or RecorderSettings()
     subjects = Subjects(configuration.run.name)
     with open_archive(folder, subjects.run, segment_bytes=settings.segment_bytes) as archive:
-        await _check_same_log(bus, subjects, folder, archive, runtime)
+        await _check_same_log(bus, subjects, folder, archive)
         lane = await _claim_lane(bus, subjects, name, runtime)
         window_seconds = await bus.duplicate_window_seconds()
         trimmer = LogTrimmer(
@@ -187,13 +186,15 @@ async def _claim_lane(bus: Bus, subjects: Subjects, name: str, runtime: Runtime)
         raise UserError(f"run {subjects.run} already has a recorder: stop it before you start another") from taken
 
 
-async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: ArchiveWriter, runtime: Runtime) -> None:
-    """A run that was removed and made again has the same name and another log: its entries must not follow the old ones."""
+async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: ArchiveWriter) -> None:
+    """A run that was removed and made again has the same name and another log, and a log may go back in time: its entries must
+    not follow the archived ones."""
     if archive.last is None:
         return
-    first = await bus.next_entry(subjects.log, start=1)
-    if first is not None and archive.last_sequence <= await bus.last_sequence():
-        archived = await runtime.offload(lambda: list(islice(read_archive(folder, start=first.sequence), 1)))
-        if not archived or archived[0].sequence != first.sequence or archived[0] == first:
-            return
-    raise UserError(f"{folder} is the archive of an earlier log of run {subjects.run}: give another --archive")
+    lost = await find_first_lost(bus, subjects, folder)
+    if lost is not None:
+        raise UserError(
+            f"the log of run {subjects.run} lost entries from {lost} on, which {folder} has up to {archive.last_sequence} "
+            f"(a loss of power, a restored volume): `fleetbus audit {subjects.run} --archive {folder}` names them; give "
+            "another --archive to go on"
+        )
