@@ -150,6 +150,14 @@ async def test_a_reward_cannot_be_forged_from_outside_the_tests(boxes: str, name
         assert (await player.finish())[0] == 0.0
 
 
+async def test_folders_that_cannot_be_entered_are_removed_all_the_same(boxes: str) -> None:
+    async for player in playing(boxes, OURS / "roman-numerals"):
+        await player.run(
+            "mkdir -p /app/a/b/c /logs/artifacts/d; touch /app/a/b/c/f; chmod 0 /app/a/b/c /app/a/b /app/a /logs/artifacts/d"
+        )
+        assert (await player.finish())[0] == 0.0
+
+
 async def test_links_of_the_policy_lead_nowhere_when_files_are_put_and_read(
     boxes: str, copy: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -259,7 +267,9 @@ def test_check_names_a_solution_that_fails_and_a_reward_for_nothing(copy: Callab
 
 def test_folders_of_workers_that_died_are_swept() -> None:
     gone = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.uname().nodename[:24]}_999999999_1-"))
-    (gone / "box").mkdir(mode=0o000)
+    (gone / "box/inner/most").mkdir(parents=True)
+    for folder in ("box/inner/most", "box/inner", "box"):
+        (gone / folder).chmod(0o000)
     assert gone.name in sweep_folders() and not gone.exists()
 
 

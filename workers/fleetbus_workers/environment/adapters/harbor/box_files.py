@@ -10,7 +10,6 @@ import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 
 def find_outside(mounts: Mapping[str, Path], path: str) -> Path | None:
@@ -63,7 +62,8 @@ def give_tree(folder: Path, user: int) -> None:
 
 
 def empty_folder(folder: Path) -> None:
-    """Remove what is in a folder."""
+    """Remove what is in a folder, which its owner may have closed."""
+    os.chmod(folder, 0o755)
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
             remove_tree(Path(entry.path))
@@ -72,18 +72,15 @@ def empty_folder(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, those of its own that cannot be entered included; nothing is wrong if it is gone."""
-
-    def open_up(function: Any, path: str, _: Any) -> None:
-        try:
-            os.chmod(os.path.dirname(path), 0o700)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-            shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-        except FileNotFoundError:
-            pass
-
-    shutil.rmtree(folder, onerror=open_up)
+    """Remove a folder, those in it that cannot be entered included; nothing is wrong if it is gone."""
+    if not folder.is_dir():
+        return
+    os.chmod(folder, 0o700)
+    for parent, folders, _ in os.walk(folder):
+        for name in folders:
+            if not os.path.islink(os.path.join(parent, name)):
+                os.chmod(os.path.join(parent, name), 0o700)
+    shutil.rmtree(folder)
 
 
 def read_regular_file(path: Path, limit: int) -> bytes | None:

@@ -111,9 +111,14 @@ class SandboxBoxes:
         folder = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))
         try:
             await anyio.to_thread.run_sync(lambda: shutil.copytree(image, folder, symlinks=True, dirs_exist_ok=True))
-            return await self._make_box(folder, build, recipe, _make_folders(folder, build))
+            box = await self._make_box(folder, build, recipe, _make_folders(folder, build))
+            await box.open()
+            return box
         except BaseException:
-            remove_tree(folder)
+            with anyio.CancelScope(shield=True):
+                for box in [each for each in self._boxes if each.folder == folder]:
+                    await box.stop()
+                await anyio.to_thread.run_sync(remove_tree, folder)
             raise
 
     async def _make_box(self, folder: Path, build: Build, recipe: Recipe, mounts: dict[str, Path]) -> SandboxBox:
@@ -152,7 +157,7 @@ class SandboxBox:
         storage_bytes: int,
     ) -> None:
         self._maker = maker
-        self._folder = folder
+        self.folder = folder
         self.mounts = mounts
         self.limits = limits
         self.user = allocate_user()
@@ -161,19 +166,28 @@ class SandboxBox:
         self._variables = {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **build.variables, **recipe.variables}
         self._session: SandboxSession | None = None
 
+    async def open(self) -> SandboxSession:
+        """Start the sandbox on these folders, unless it is open; raises `EnvironmentFailed`."""
+        if self._session is None:
+            self._session = self._maker.make_session(self)
+        try:
+            await self._session.open()
+        except SandboxFailed as error:
+            raise EnvironmentFailed(str(error)) from error
+        return self._session
+
     async def run(
         self, command: str, *, user: str | int | None, variables: Mapping[str, str], seconds: float, workdir: str | None = None
     ) -> CommandResult:
-        if self._session is None:
-            self._session = self._maker.make_session(self)
+        session = await self.open()
         program = ["/bin/bash", "-c", command]
         merged = {**self._variables, **variables}
         code = _SHELL.format(command=program, workdir=workdir or self._workdir, variables=merged)
         try:
-            result = await self._session.run(code, seconds=seconds)
+            result = await session.run(code, seconds=seconds)
         except SandboxFailed as error:
             raise EnvironmentFailed(str(error)) from error
-        used = await anyio.to_thread.run_sync(measure_tree, self._folder)
+        used = await anyio.to_thread.run_sync(measure_tree, self.folder)
         if used > self._storage_bytes:
             await self.end_processes()
             return CommandResult(output=f"the disk is full: {used >> 20} MiB", exit_code=137, ended="exit")
@@ -234,7 +248,7 @@ class SandboxBox:
             if session is not None:
                 await session.close()
             self._maker.forget(self)
-            await anyio.to_thread.run_sync(remove_tree, self._folder)
+            await anyio.to_thread.run_sync(remove_tree, self.folder)
 
 
 def _make_folders(folder: Path, build: Build) -> dict[str, Path]:
