@@ -86,9 +86,11 @@ class EvaluationFinished(Message, frozen=True, kw_only=True):
 
 
 class TrainingFinished(Message, frozen=True, kw_only=True):
-    """The lineage reached its last step; no further steps follow unless a later run asks for more."""
+    """The lineage reached its last step; no further steps follow unless a later run asks for more. ``more``: another such entry
+    follows, with what did not fit into this one; without it training has not finished."""
 
     lineage: str
     step: int
     version: int
     excluded: tuple[Exclusion, ...] = ()
+    more: bool = False

@@ -298,6 +298,7 @@ _EXAMPLES: tuple[Message, ...] = (
         step=20,
         version=20,
         excluded=(Exclusion(episode_id="s9-g1-k0", reason="stale"),),
+        more=True,
     ),
     FloorRaised(sequence=90, groups={"main": 17}, sessions=88),
     WorkerStarted(role="environment", worker="env-1", slots=8, lane="e3", host="node-4", pid=4711, version="0.1.0"),

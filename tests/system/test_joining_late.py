@@ -106,6 +106,8 @@ async def test_a_learner_begins_where_the_surviving_lineage_stands(tmp_path: Pat
         beginning = await find_resume_point(told, runtime=Runtime(offload=run_inline))
         assert (beginning.lineage, beginning.parent, beginning.train_last) == ("l3", "l2", last)
         assert (beginning.step, told.finished_step) == (2, -1)
+        await book(TrainingFinished(lineage="l2", step=4, version=4, more=True))
+        assert (await read_book(bus, SUBJECTS, "default")).finished_step == -1  # its author ended before it said all
         await book(TrainingFinished(lineage="l2", step=4, version=4))
         assert (await read_book(bus, SUBJECTS, "default")).finished_step == 4
 

@@ -130,7 +130,7 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
         checkpoints=tuple(checkpoints),
         evaluations=tuple(evaluations),
         train_last=train_last,
-        finished_step=last.step if isinstance(last, TrainingFinished) else -1,
+        finished_step=last.step if isinstance(last, TrainingFinished) and not last.more else -1,
         reached=reached,
         restarts=tuple(restarts),
     )

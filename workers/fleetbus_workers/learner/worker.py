@@ -223,8 +223,10 @@ class Learner:
         self._pool.discard_all("training_finished")
         while True:
             excluded = tuple(self._pool.take_exclusions())
+            more = self._pool.has_exclusions
+            version = self._publication.version
             await self._train.append(
-                TrainingFinished(lineage=self._lineage, step=self._step, version=self._publication.version, excluded=excluded)
+                TrainingFinished(lineage=self._lineage, step=self._step, version=version, excluded=excluded, more=more)
             )
             if not self._pool.has_exclusions:
                 break

@@ -209,7 +209,9 @@ class TrainingChecker:
 
     def _apply_finish(self, finished: TrainingFinished) -> None:
         self._exclude(finished.excluded)
-        self.finished = True
+        self.finished = not finished.more
+        if finished.more:
+            return
 
     def check_settled(self) -> None:
         """At the end of the world: of finished training nothing is left over that had its result in time."""
