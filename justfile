@@ -124,6 +124,10 @@ docs command="build --strict" *arguments:
     .venv-docs/bin/pip install -q -c constraints.txt -e '.[docs]'
     .venv-docs/bin/mkdocs {{command}} {{arguments}}
 
+# Pictures of every view of a run, wide and on a phone, light and dark: `just screenshots default pictures`
+screenshots run folder *arguments:
+    .venv/bin/python docs/pictures/make.py {{run}} {{folder}} {{arguments}}
+
 # Run exactly what continuous integration runs
 ci:
     bash .ci/run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r'```(sh|python title="([^"]+)")\n(.*?)```', re.DOTALL)
@@ -37,7 +37,7 @@ def run_line(line: str, folder: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("FLEETBUS_", "PYTEST_"))}
     variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False
+        ["bash", "-c", line], cwd=folder, env=variables, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 

@@ -112,12 +112,13 @@ async def step(bus: Bus, number: int, episodes: list[str]) -> None:
 
 
 async def turns(bus: Bus, id: str) -> None:
+    """One turn; the last sampled token is another one in every episode."""
     observation = Observation(
         episode_id=id, attempt=1, turn=0, policy="default", tokens_left=100, environment_lane="e0", deadline_ns=0,
         messages=(ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=MARKUP)),
     )  # fmt: skip
     await bus.publish(SUBJECTS.observation("default", "any", id), encode(observation))
-    ids = list(range(10, 30))
+    ids = [*range(10, 29), 100 + int(id[1:])]
     action = Action(
         episode_id=id, attempt=1, turn=0, text=MARKUP, prompt_delta=pack_ids(range(5)), sampled=pack_ids(ids),
         worker="inference-1", logprobs=pack_logprobs([-index / 5 for index in range(len(ids))]),
@@ -196,7 +197,7 @@ async def test_a_run_that_is_over_says_so_and_is_no_alarm_though_its_server_is_g
         watch.health.record_failure("the NATS server does not answer", now)
         return Termination(how="stopped", since_ns=1, seconds=2.0, line=f"over: it was stopped normally {MARKUP}")
 
-    monkeypatch.setattr(RunObserver, "ending", ended)
+    monkeypatch.setattr(RunObserver, "find_termination", ended)
     async with opened(10, "light") as (page, address, errors, _):
         await page.goto(address)
         told = page.locator("section[aria-label='Over'] p")
@@ -239,6 +240,56 @@ async def test_the_keyboard_reaches_an_episode_and_its_tokens_and_markup_stays_t
         await page.keyboard.press("Enter")
         await page.locator("caption", has_text="1 episodes").wait_for()
         assert await page.locator("tr[tabindex]").count() == 1
+        assert errors == []
+
+
+async def test_a_table_is_filtered_while_somebody_types_and_sorted_by_a_click() -> None:
+    async with opened(300, "light") as (page, address, errors, _):
+        await page.goto(f"{address}#/episodes")
+        await page.wait_for_selector("tr[tabindex]")
+        await page.locator("input[type=search]").press_sequentially("e0000", delay=60)
+        await page.locator("caption", has_text="10 episodes").wait_for()
+        assert await page.evaluate("document.activeElement.name") == "text"
+        await page.keyboard.type("7")
+        await page.locator("caption", has_text="1 episodes").wait_for()
+        assert await page.input_value("input[type=search]") == "e00007"
+        await page.goto(f"{address}#/episodes?split=train")
+        await page.get_by_role("button", name="reward").click()
+        await page.get_by_role("button", name="reward").click()
+        await page.locator("th[aria-sort=descending]").wait_for()
+        rewards = await page.locator("tbody tr td:nth-child(3)").all_inner_texts()
+        assert rewards == sorted(rewards, reverse=True) and rewards[0] == "1.00"
+        async with page.expect_download() as downloading:
+            await page.get_by_role("link", name="CSV").click()
+        file = anyio.Path(await (await downloading.value).path())
+        assert len((await file.read_text()).splitlines()) == 301
+        assert errors == []
+
+
+async def test_an_episode_leads_to_its_neighbours_and_is_compared_with_another_sample() -> None:
+    async with opened(16, "dark") as (page, address, errors, _):
+        await page.goto(f"{address}#/episode/e00014")
+        await page.get_by_role("button", name="next").click()
+        await page.get_by_role("heading", name="Episode e00015").wait_for()
+        assert await page.get_by_role("button", name="next").is_disabled()
+        await page.keyboard.press("[")
+        await page.get_by_role("heading", name="Episode e00014").wait_for()
+        await page.get_by_role("link", name="e00015").click()
+        await page.get_by_text("Alike up to turn 0, token 19").wait_for()
+        assert await page.locator("mark").count() == 2
+        await shot(page, "16-compare-dark")
+        await page.keyboard.press("Escape")
+        await page.get_by_role("heading", name="Episode e00014").wait_for()
+        assert errors == []
+
+
+@pytest.mark.parametrize("view", ["", "curves", "groups", "episodes", "episode/e00015"])
+async def test_a_phone_shows_every_view_without_scrolling_sideways(view: str) -> None:
+    async with opened(16, "light") as (page, address, errors, _):
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await page.goto(f"{address}#/{view}")
+        await page.wait_for_selector("main section h2")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
         assert errors == []
 
 

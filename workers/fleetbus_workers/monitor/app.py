@@ -19,10 +19,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fleetbus.recording.episodes import EpisodeRow, build_episode_subjects, read_transcript
+from fleetbus.recording.episodes import build_episode_subjects, read_transcript
 from fleetbus_schemas import Action, Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_workers.monitor.episode_table import build_csv, choose_rows, find_neighbours
 from fleetbus_workers.monitor.timeline import timeline
 from fleetbus_workers.monitor.token_decoder import TokenDecoder
 from fleetbus_workers.overview.run_observer import RunObserver
@@ -144,12 +145,13 @@ class Site:
     # Tables
 
     async def episodes(self, request: Request) -> Response:
-        """Newest first. Query: ``state``, ``group``, ``split``, ``text`` (in id, task or error), ``offset``, ``limit``."""
+        """Query: see `choose_rows`; ``offset``, ``limit``; with ``format=csv`` all that match, as a file."""
         query = request.query_params
         state = self._watch.state
-        chosen = [
-            row for row in reversed(state.episodes.rows.values()) if _matches(row, state.describe_state(row), dict(query))
-        ]
+        chosen = choose_rows(state.episodes.rows.values(), state.describe_state, query)
+        if query.get("format") == "csv":
+            headers = {"content-disposition": f'attachment; filename="{self._subjects.run}-episodes.csv"'}
+            return PlainTextResponse(build_csv(chosen, state.describe_state), headers=headers, media_type="text/csv")
         offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
         shown = [
             {
@@ -196,6 +198,7 @@ class Site:
             "episode": episode,
             "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.describe_state(row)},
             "trained_in": self._watch.state.trained_in.get(episode, 0),
+            **find_neighbours(self._watch.state.episodes.rows, episode),
             "task": transcript.request and transcript.request.task,
             "sampling": transcript.request and transcript.request.sampling,
             "claims": transcript.claims,
@@ -248,17 +251,6 @@ class _SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, with_headers)
-
-
-def _matches(row: EpisodeRow, state: str, query: dict[str, str]) -> bool:
-    if (wanted := query.get("state")) and state != wanted:
-        return False
-    if (group := query.get("group")) and row.group_id != group:
-        return False
-    if (split := query.get("split")) and row.split != split:
-        return False
-    text = query.get("text", "").lower()
-    return not text or any(text in field.lower() for field in (row.episode_id, row.task_key, row.error_class, row.worker))
 
 
 def _parse_number(text: str | None, otherwise: int) -> int:

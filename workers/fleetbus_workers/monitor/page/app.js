@@ -1,4 +1,5 @@
 // Routes, live events, keys. Each view is a function of data to elements; live views are drawn again when an event comes.
+import { compare } from "./compare.js";
 import { curves } from "./curves.js";
 import { el, percent } from "./dom.js";
 import { episode } from "./episode.js";
@@ -10,7 +11,13 @@ const seen = { overview: null, points: [], evaluations: [] };
 let drawing = 0;
 
 const route = () => { const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?"); const [view, ...rest] = path.split("/"); return { view: view || "overview", rest: rest.join("/"), query: new URLSearchParams(query) }; };
-const go = (query, view = route().view) => { const text = query.toString(); location.hash = `#/${view}${text ? `?${text}` : ""}`; };
+/** Show a view; with `replace` the address changes without a step in the history, as while somebody types. */
+function go(query, view = route().view, { replace = false } = {}) {
+  const text = query.toString(), address = `#/${view}${text ? `?${text}` : ""}`;
+  if (!replace) { location.hash = address; return; }
+  history.replaceState(null, "", address);
+  draw();
+}
 
 async function content({ view, rest, query }) {
   switch (view) {
@@ -18,24 +25,36 @@ async function content({ view, rest, query }) {
     case "groups": return groups(query, go);
     case "episodes": return episodes(query, go);
     case "episode": return episode(decodeURIComponent(rest));
-    default: return seen.overview ? overview(seen.overview) : [el("p", { class: "empty" }, "waiting for the run")];
+    case "compare": return compare(...rest.split("/").map(decodeURIComponent));
+    default: return seen.overview ? overview(seen.overview, seen.points, seen.evaluations) : [el("p", { class: "empty" }, "waiting for the run")];
   }
 }
 
 /** Draw the current view; where the keyboard was and how far the page was scrolled stay. */
 async function draw({ fresh = false } = {}) {
   const mine = ++drawing, now = route();
-  for (const link of document.querySelectorAll("nav a")) link.dataset.view === now.view || (now.view === "episode" && link.dataset.view === "episodes") ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  for (const link of document.querySelectorAll("nav a")) link.dataset.view === now.view || (["episode", "compare"].includes(now.view) && link.dataset.view === "episodes") ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   let nodes;
   try { nodes = await content(now); } catch (error) { nodes = [el("p", { class: "bad", role: "alert" }, `error: ${error.message}`)]; }
   if (mine !== drawing) return;
   const rows = [...main.querySelectorAll("tr[tabindex]")], at = rows.indexOf(document.activeElement);
   const open = [...main.querySelectorAll("details")].map((each) => each.open);
+  const field = main.contains(document.activeElement) && document.activeElement.name ? document.activeElement : null;
   main.replaceChildren(...nodes);
   main.dataset.view = now.view;
   if (fresh) { scrollTo(0, 0); main.focus({ preventScroll: true }); return; }
   [...main.querySelectorAll("details")].forEach((each, index) => { each.open = open[index] ?? false; });
+  if (field) keepTyping(field);
   if (at >= 0) main.querySelectorAll("tr[tabindex]")[at]?.focus({ preventScroll: true });
+}
+
+/** The field that had the keyboard, in the new content: with what was typed meanwhile. */
+function keepTyping(field) {
+  const now = main.querySelector(`[name="${field.name}"]`);
+  if (!now) return;
+  now.value = field.value;
+  now.focus({ preventScroll: true });
+  if (field.type === "search") now.setSelectionRange(field.selectionStart, field.selectionEnd);
 }
 
 const typing = () => ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement?.tagName);
@@ -82,7 +101,7 @@ function move(by) {
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "Escape") { typing() ? document.activeElement.blur() : route().view === "episode" && history.back(); return; }
+  if (event.key === "Escape") { typing() ? document.activeElement.blur() : ["episode", "compare"].includes(route().view) && history.back(); return; }
   if (typing()) return;
   const views = { 1: "", 2: "curves", 3: "groups", 4: "episodes" };
   if (event.key in views) location.hash = `#/${views[event.key]}`;

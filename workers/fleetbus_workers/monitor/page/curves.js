@@ -2,13 +2,20 @@
 import { chart, colored } from "./charts.js";
 import { el, section } from "./dom.js";
 
-export function curves(points, evaluations) {
-  const metric = (name, label = name) => ({ name: label, values: points.filter((point) => name in point.metrics).map((point) => [point.step, point.metrics[name]]) });
+const metricOf = (points) => (name, label = name) => ({ name: label, values: points.filter((point) => name in point.metrics).map((point) => [point.step, point.metrics[name]]) });
+
+/** Reward and success per step, and of held-out tasks. */
+export function rewardChart(points, evaluations) {
+  const metric = metricOf(points);
   const held = (greedy) => ({ name: greedy ? "held out, greedy" : "held out, sampled", marks: true, values: evaluations.filter((each) => (each.temperature === 0) === greedy).map((each) => [each.step, each.success]) });
+  return chart("Reward and success", colored([metric("reward"), metric("success"), held(false), held(true)]), { ceiling: 1 });
+}
+
+export function curves(points, evaluations) {
+  const metric = metricOf(points);
   const rates = points.slice(1).map((point, index) => { const spent = (point.time_ns - points[index].time_ns) / 1e9; return [point, spent > 0 ? spent : null]; }).filter(([, spent]) => spent);
   const per = (name, label, count) => ({ name: label, values: rates.filter(([point]) => count(point) !== undefined).map(([point, spent]) => [point.step, count(point) / spent]) });
   const boxes = [
-    ["Reward and success", colored([metric("reward"), metric("success"), held(false), held(true)]), { ceiling: 1 }],
     ["Staleness, in steps", colored([metric("staleness_mean", "mean"), metric("staleness_max", "max"), metric("staleness_in_flight_mean", "in flight"), metric("staleness_in_queue_mean", "in queue")]), { ceiling: 1 }],
     ["Episodes trained per second", colored([per("episodes", "episodes/s", (point) => point.episodes)]), { digits: 1 }],
     ["Tokens trained per second", colored([per("tokens", "tokens/s", (point) => point.metrics.tokens)]), { digits: 0 }],
@@ -19,5 +26,5 @@ export function curves(points, evaluations) {
     ["Gradient norm, loss", colored([metric("grad_norm", "gradient norm"), metric("loss")]), { floor: null, digits: 3 }],
     ["Turns per episode, tool errors", colored([metric("turns"), metric("tool_errors", "tool errors")]), { digits: 1 }],
   ];
-  return [el("div", { class: "grid" }, boxes.map(([title, series, options]) => section(title, chart(title, series, options))))];
+  return [el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), boxes.map(([title, series, options]) => section(title, chart(title, series, options))))];
 }

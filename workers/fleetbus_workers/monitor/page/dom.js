@@ -35,9 +35,10 @@ export function bytes(value) {
 
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(value * 100).toFixed(0)} %`);
 
-/** A table of `rows`; columns are `[title, cell(row), class]`. `open(row)` makes rows reachable by keyboard. */
-export function table(caption, columns, rows, open) {
-  const head = el("tr", {}, columns.map(([title, , kind]) => el("th", { scope: "col", class: kind }, title)));
+/** A table of `rows`; columns are `[title, cell(row), class, field]`. `open(row)` makes rows reachable by keyboard; `sort` is
+ *  `{by, go(by)}`: columns with a field are then sorted by a click, the second time from the largest on. */
+export function table(caption, columns, rows, open, sort) {
+  const head = el("tr", {}, columns.map(([title, , kind, field]) => sort && field ? sorter(title, kind, field, sort) : el("th", { scope: "col", class: kind }, title)));
   const body = rows.map((row) => {
     const cells = columns.map(([, cell, kind]) => {
       const content = cell(row);
@@ -47,6 +48,12 @@ export function table(caption, columns, rows, open) {
     return el("tr", { tabindex: "0", click: (event) => event.target.closest("a") || open(row), keydown: (event) => event.key === "Enter" && event.target.tagName === "TR" && open(row) }, cells);
   });
   return el("div", { class: "scroll", tabindex: rows.length ? undefined : "-1" }, el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)));
+}
+
+function sorter(title, kind, field, { by, go }) {
+  const order = by === field ? "ascending" : by === `-${field}` ? "descending" : "none";
+  const next = order === "ascending" ? `-${field}` : order === "descending" ? "" : field;
+  return el("th", { scope: "col", class: kind, "aria-sort": order }, el("button", { type: "button", class: "sort", click: () => go(next) }, title, { ascending: " ▲", descending: " ▼", none: "" }[order]));
 }
 
 export const section = (title, ...content) => el("section", { "aria-label": title }, el("h2", {}, title), ...content);

@@ -1,6 +1,6 @@
 // One episode: its timeline, then what was said, the sampled tokens colored by log-probability.
 import { el, number, seconds, section, table } from "./dom.js";
-import { stateOf } from "./episodes.js";
+import { stateOf, toEpisode } from "./episodes.js";
 
 const KINDS = ["waiting", "open", "queue", "generate", "travel", "environment", "verify", "lost"];
 const NAMES = { waiting: "waiting for a worker", open: "open and reset", queue: "queue at the engine", generate: "generate", travel: "to and from the engine", environment: "tools and steps", verify: "verify and close", lost: "lost with a worker" };
@@ -9,10 +9,10 @@ export async function episode(id) {
   const answer = await fetch(`/api/episodes/${encodeURIComponent(id)}`);
   if (!answer.ok) return [section(`Episode ${id}`, el("p", { class: "bad", role: "alert" }, await answer.text()))];
   const found = await answer.json();
-  return [head(found), timeline(found.spans), transcript(found)];
+  return [head(found), comparison(found), timeline(found.spans), transcript(found)].filter(Boolean);
 }
 
-function head({ episode, row, task, claims, result, trained_in }) {
+function head({ episode, row, task, claims, result, trained_in, previous, next }) {
   const facts = [
     ["state", row ? stateOf(row) : "–"], ["reward", number(result?.reward, 3)], ["turns", result?.turns ?? "–"], ["tokens", number(result?.tokens)],
     ["attempts", claims.length], ["trained in step", trained_in || "–"], ["policy versions", result?.policy_versions.join(" ") || "–"],
@@ -21,7 +21,22 @@ function head({ episode, row, task, claims, result, trained_in }) {
   const error = result?.error_class ? el("p", { class: "bad" }, `${result.error_class}${result.error ? `: ${result.error}` : ""}${result.error_location ? ` (${result.error_location})` : ""}`) : null;
   const traceback = result?.traceback ? el("pre", { class: "bad" }, result.traceback) : null;
   const taken = claims.length > 1 ? el("p", { class: "warn" }, claims.map((claim) => `attempt ${claim.attempt} by ${claim.worker} (${(claim.reason ?? "fresh").replaceAll("_", " ")}, from turn ${claim.resumed_at_turn ?? 0})`).join(" · ")) : null;
-  return section(`Episode ${episode}`, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), error, traceback, taken);
+  const said = [result?.note, ...Object.entries(result?.info ?? {}).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`)].filter(Boolean);
+  const explained = said.length ? el("details", { open: true }, el("summary", {}, "what the environment and its verifier say"), el("pre", {}, said.join("\n"))) : null;
+  return section(`Episode ${episode}`, steps({ previous, next }), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), error, traceback, explained, taken);
+}
+
+/** Buttons to the episodes requested just before and after this one. */
+function steps({ previous, next }) {
+  const button = (name, key, to) => el("button", { type: "button", "data-key": key, disabled: !to, click: () => toEpisode(to) }, name);
+  return el("form", { submit: (event) => event.preventDefault() }, button("previous", "[", previous), button("next", "]", next));
+}
+
+/** Another sample of the same group beside this one. */
+function comparison({ episode, siblings }) {
+  if (!siblings?.length) return null;
+  const links = siblings.flatMap((other) => [el("a", { href: `#/compare/${encodeURIComponent(episode)}/${encodeURIComponent(other)}` }, other), " "]);
+  return section("Compare with another sample of the group", el("p", {}, links));
 }
 
 function timeline(spans) {

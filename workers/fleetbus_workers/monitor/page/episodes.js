@@ -1,7 +1,8 @@
 // Tables of episodes and groups, in pages.
 import { el, number, seconds, section, table } from "./dom.js";
 
-const ROWS = 100;
+const ROWS = 100, MOST_ROWS = 1000, TYPED_MS = 150;
+const link = (name, query) => el("a", { href: `/api/episodes?${query}`, download: `episodes.${name.toLowerCase()}`, title: `What is filtered, as ${name}` }, name);
 const STATES = ["waiting", "running", "completed", "truncated", "env_failed", "verifier_unknown", "timeout", "lost", "cancelled", "stale"];
 const KIND = { waiting: "dim", running: "warn", completed: "good", truncated: "" };
 
@@ -15,16 +16,19 @@ export async function episodes(query, go) {
   const text = el("input", { type: "search", name: "text", placeholder: "id, task, worker or error", value: query.get("text") ?? "", "aria-label": "Filter by id, task, worker or error" });
   const state = el("select", { name: "state", "aria-label": "State" }, el("option", { value: "" }, "any state"), STATES.map((name) => el("option", { value: name, selected: query.get("state") === name }, name.replaceAll("_", " "))));
   const split = el("select", { name: "split", "aria-label": "Split" }, ["", "train", "eval"].map((name) => el("option", { value: name, selected: query.get("split") === name }, name || "any split")));
-  const form = el("form", { role: "search", submit: (event) => { event.preventDefault(); apply(); }, change: apply }, text, state, split, pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
-  function apply() { go(changed(query, { text: text.value, state: state.value, split: split.value, offset: "" })); }
+  let waiting;
+  const exported = el("span", {}, link("CSV", changed(query, { format: "csv", offset: "" })), " ", link("JSON", changed(query, { offset: "", limit: MOST_ROWS })));
+  const form = el("form", { role: "search", submit: (event) => { event.preventDefault(); apply(); }, input: () => { clearTimeout(waiting); waiting = setTimeout(apply, TYPED_MS); } }, text, state, split, exported, pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
+  function apply() { go(changed(query, { text: text.value, state: state.value, split: split.value, offset: "" }), undefined, { replace: true }); }
   const columns = [
-    ["episode", (row) => row.episode_id], ["task", (row) => row.task_key, "wide"], ["state", stateOf],
-    ["reward", (row) => number(row.reward, 2), "number"], ["turns", (row) => row.turns, "number"], ["tokens", (row) => number(row.tokens), "number"],
-    ["seconds", (row) => (row.seconds === null ? "" : number(row.seconds, 2)), "number"], ["attempts", (row) => row.attempts, "number"],
-    ["versions", (row) => row.policy_versions.join(" ")], ["step", (row) => row.trained_in || "", "number"], ["worker", (row) => row.worker],
-    ["error", (row) => row.error_class, "wide"],
+    ["episode", (row) => row.episode_id, "", "episode_id"], ["state", stateOf], ["reward", (row) => number(row.reward, 2), "number", "reward"],
+    ["task", (row) => row.task_key, "wide", "task_key"], ["turns", (row) => row.turns, "number", "turns"], ["tokens", (row) => number(row.tokens), "number", "tokens"],
+    ["seconds", (row) => (row.seconds === null ? "" : number(row.seconds, 2)), "number", "seconds"], ["attempts", (row) => row.attempts, "number", "attempts"],
+    ["versions", (row) => row.policy_versions.join(" ")], ["step", (row) => row.trained_in || "", "number"], ["worker", (row) => row.worker, "", "worker"],
+    ["error", (row) => row.error_class, "wide", "error_class"],
   ];
-  const body = found.total ? table(`${number(found.total)} episodes, newest first`, columns, found.rows, (row) => toEpisode(row.episode_id)) : el("p", { class: "empty" }, "no such episode");
+  const sort = { by: query.get("sort") ?? "", go: (by) => go(changed(query, { sort: by, offset: "" }), undefined, { replace: true }) };
+  const body = found.total ? table(`${number(found.total)} episodes, ${sort.by ? `sorted by ${sort.by.replace("-", "")}` : "newest first"}`, columns, found.rows, (row) => toEpisode(row.episode_id), sort) : el("p", { class: "empty" }, "no such episode");
   return [section("Episodes", form, body)];
 }
 

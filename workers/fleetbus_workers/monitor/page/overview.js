@@ -1,12 +1,13 @@
 // The first view: counters, workers, failures, and the state of the log.
+import { rewardChart } from "./curves.js";
 import { bytes, el, number, percent, seconds, section, table } from "./dom.js";
 
 const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
-export function overview(shown) {
+export function overview(shown, points, evaluations) {
   const { numbers, workers, log, server, stalls, notes, ending } = shown;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), cards(numbers, stalls), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(numbers, stalls)), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */

@@ -1,0 +1,73 @@
+"""The table of episodes as the page asks for it: filtered, sorted, and as CSV. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fleetbus.recording.episodes import EpisodeRow
+
+SORTABLE = ("episode_id", "task_key", "reward", "turns", "tokens", "seconds", "attempts", "worker", "error_class")
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""What a spreadsheet would calculate: text of a log gets an apostrophe before it."""
+
+DescribeState = Callable[[EpisodeRow], str]
+
+
+def choose_rows(rows: Iterable[EpisodeRow], describe_state: DescribeState, query: Mapping[str, str]) -> list[EpisodeRow]:
+    """The rows that match ``state``, ``group``, ``split`` and ``text`` (in id, task, error or worker), by ``sort``: a name of
+    `SORTABLE`, with ``-`` before it from the largest on; otherwise newest first. What has no value comes last."""
+    chosen = [row for row in rows if _matches(row, describe_state, query)][::-1]
+    wanted = query.get("sort", "")
+    name = wanted.removeprefix("-")
+    if name in SORTABLE:
+        known = [row for row in chosen if getattr(row, name) not in (None, "")]
+        known.sort(key=lambda row: getattr(row, name), reverse=wanted.startswith("-"))
+        chosen = known + [row for row in chosen if getattr(row, name) in (None, "")]
+    return chosen
+
+
+def find_neighbours(rows: Mapping[str, EpisodeRow], episode: str) -> dict[str, Any]:
+    """The episodes requested just before and after this one, and the others of its group."""
+    names = list(rows)
+    if episode not in rows:
+        return {"previous": None, "next": None, "siblings": []}
+    at, group = names.index(episode), rows[episode].group_id
+    return {
+        "previous": names[at - 1] if at else None,
+        "next": names[at + 1] if at + 1 < len(names) else None,
+        "siblings": [name for name, row in rows.items() if group and row.group_id == group and name != episode],
+    }
+
+
+def build_csv(rows: Sequence[EpisodeRow], describe_state: DescribeState) -> str:
+    """The rows with their state, one line each, no cell of which a spreadsheet calculates."""
+    output = io.StringIO()
+    fields = [field for field in EpisodeRow.__struct_fields__ if field != "timings"]
+    writer = csv.writer(output)
+    writer.writerow([*fields, "state"])
+    for row in rows:
+        facts = msgspec.structs.asdict(row)
+        writer.writerow([_format_cell(value) for value in (*(facts[field] for field in fields), describe_state(row))])
+    return output.getvalue()
+
+
+def _format_cell(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+
+
+def _matches(row: EpisodeRow, describe_state: DescribeState, query: Mapping[str, str]) -> bool:
+    if (wanted := query.get("state")) and describe_state(row) != wanted:
+        return False
+    if (group := query.get("group")) and row.group_id != group:
+        return False
+    if (split := query.get("split")) and row.split != split:
+        return False
+    text = query.get("text", "").lower()
+    return not text or any(text in field.lower() for field in (row.episode_id, row.task_key, row.error_class, row.worker))
