@@ -31,6 +31,14 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(
             "inference.urls must not contain a password, because settings are written to files: set OPENAI_API_KEY instead"
         )
+    environment = configuration.environment
+    if inference.reasoning == "template" and (
+        environment.compaction != "off" or environment.context_tools or environment.images
+    ):
+        raise UserError(
+            "inference.reasoning = template renders whole conversations of text: leave out environment.compaction, "
+            "context_tools and images"
+        )
     drops_turns = configuration.environment.compaction != "off" or configuration.environment.context_tools
     if episode.max_episode_tokens > inference.max_model_len and not drops_turns:
         raise UserError(

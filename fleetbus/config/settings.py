@@ -199,8 +199,11 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         int, Meta(ge=0, description="KV cache of engine vllm, in MiB; 0: 512 on a CPU, 90 % of a GPU's memory")
     ] = 0
     reasoning: Annotated[
-        Literal["keep", "refuse"],
-        Meta(description="With a template that drops earlier reasoning: keep the sampled text, or refuse the model"),
+        Literal["keep", "template", "refuse"],
+        Meta(
+            description="With a template that drops earlier reasoning: keep the sampled text, drop it as the template does "
+            "(a new segment), or refuse the model"
+        ),
     ] = "keep"
     thinking: Annotated[
         Literal["auto", "on", "off"], Meta(description="Value of enable_thinking for a template that has it; auto: not set")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import anyio
 
 from fleetbus.core.tool_formats import HERMES, ParsedResponse, parse_response
-from fleetbus_schemas import ChatMessage, ToolSpec, VersionSpan
+from fleetbus_schemas import ChatMessage, SegmentReason, ToolSpec, VersionSpan
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
 
@@ -39,6 +39,13 @@ class RuleTemplate:
     """One token per UTF-8 byte."""
 
     stop_ids: frozenset[int] = frozenset({STOP})
+    renders_history = False
+
+    def encode_conversation(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        return self.encode_prompt(messages, tools)
+
+    def explain_rendering(self, conversation: Sequence[ChatMessage], rendered: Sequence[int]) -> SegmentReason:
+        return "history_edited"
 
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         return self.encode_continuation((), messages)

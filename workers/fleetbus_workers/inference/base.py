@@ -9,7 +9,16 @@ from typing import Protocol
 import msgspec
 
 from fleetbus.core.tool_formats import ParsedResponse
-from fleetbus_schemas import ChatMessage, FinishReason, PolicyPublished, SamplingSettings, ShownImage, ToolSpec, VersionSpan
+from fleetbus_schemas import (
+    ChatMessage,
+    FinishReason,
+    PolicyPublished,
+    SamplingSettings,
+    SegmentReason,
+    ShownImage,
+    ToolSpec,
+    VersionSpan,
+)
 from fleetbus_schemas.episode import DISTORTING
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.weights.file import WeightsRejected
@@ -124,12 +133,22 @@ class Template(Protocol):
     stop_ids: frozenset[int]
     """The model's own end-of-turn ids."""
 
+    @property
+    def renders_history(self) -> bool:
+        """Whether each turn's prompt is `encode_conversation` of all before it, instead of the history and its continuation."""
+
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         """Ids of the whole prompt of turn 0, ending where the assistant begins."""
 
     def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         """Ids between the last sampled token and the assistant's next turn: the end of its turn if it was not sampled,
         the new messages, and the assistant's header."""
+
+    def encode_conversation(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        """Ids of a whole conversation, ending where the assistant begins; an assistant's message is its sampled text."""
+
+    def explain_rendering(self, conversation: Sequence[ChatMessage], rendered: Sequence[int]) -> SegmentReason:
+        """Why that does not begin with what was sampled."""
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """The sampled ids as text, without the end-of-turn token; `<done>` and tool-call tags stay."""

@@ -21,7 +21,8 @@ import msgspec
 
 from fleetbus.core.tool_formats import HERMES, ParsedResponse, number_calls, parse_response
 from fleetbus.errors import UserError
-from fleetbus_schemas import ChatMessage, Text, ToolSpec
+from fleetbus_schemas import ChatMessage, SegmentReason, Text, ToolSpec
+from fleetbus_workers.inference.rendered_history import find_reason
 from fleetbus_workers.inference.tool_support import (
     ToolSupport,
     build_tool_schema,
@@ -48,7 +49,8 @@ class ChatTemplate:
     zero-width space, so that no observation can end a turn or begin one.
 
     ``drops_reasoning`` says that the template leaves earlier reasoning out; with ``reasoning`` "refuse" such a model is
-    refused, with "keep" the history keeps what was sampled. ``thinking`` is passed to templates that use
+    refused, with "keep" the history keeps what was sampled, with "template" ``renders_history`` says that each turn's prompt is
+    `encode_conversation` of all before it. ``thinking`` is passed to templates that use
     ``enable_thinking``. ``turn_end`` is the id that ends an assistant's turn."""
 
     stop_ids: frozenset[int]
@@ -76,6 +78,7 @@ class ChatTemplate:
                 f"{folder}: the chat template drops earlier reasoning, but the history keeps it: allow this with "
                 "--inference-reasoning keep, or put a chat_template.jinja that keeps it into the folder"
             )
+        self.renders_history = reasoning == "template"
         self._cached_ids = lru_cache(MAX_CACHED_DELTAS)(self._encode_ids)
         self._cached_delta = lru_cache(MAX_CACHED_DELTAS)(self._encode_delta)
 
@@ -136,6 +139,21 @@ class ChatTemplate:
         delta = (self._cached_delta if short else self._encode_delta)(tuple(messages))
         ended = bool(last_sampled) and last_sampled[-1] == delta[0]
         return list(delta[1:] if ended else delta)
+
+    def encode_conversation(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        """Ids of a whole conversation, ending where the assistant begins, as the template itself writes it: an assistant's
+        message is the text that was sampled, of which the template leaves out what it leaves out. Raises `UserError` if the
+        template refuses."""
+        plain = [
+            {"role": "assistant", "content": message.content} if message.role == "assistant" else self._convert_message(message)
+            for message in messages
+        ]
+        schemas = [build_tool_schema(tool) for tool in tools] if tools and self.tools else None
+        return list(self._encode_ids(self._render(_merge_system_message(plain) if self._joins_system else plain, schemas)))
+
+    def explain_rendering(self, conversation: Sequence[ChatMessage], rendered: Sequence[int]) -> SegmentReason:
+        """Why `encode_conversation` does not begin with what was sampled."""
+        return find_reason(conversation, self.decode(rendered), self.reasoning_marks)
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """The sampled ids as text, without a final end-of-turn token; every other token stays."""

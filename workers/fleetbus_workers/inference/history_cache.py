@@ -7,6 +7,7 @@ of the log may lag behind what the Observation stands on (its claim, its Actions
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
 import anyio
 import msgspec
@@ -16,7 +17,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.core.history import Turn, collect_images, shift_images
 from fleetbus.core.segments import Segment, SegmentError, collect_segment_ids, fold_segments, hash_segment, place_in_segment
 from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
-from fleetbus_schemas import NEW_ROOT, Observation, SegmentOrigin, ShownImage, Subjects, ToolSpec
+from fleetbus_schemas import NEW_ROOT, ChatMessage, Observation, SegmentOrigin, ShownImage, Subjects, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_ids, start_history
 from fleetbus_workers.inference.base import name_history
 
@@ -38,13 +39,15 @@ class StaleObservation(Exception):
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """All token ids of a segment so far, and the images that they show. The caller may extend ``ids``: it is no longer
-    kept. ``tools`` are those that the prompt came with, ``calls`` how many calls of them were sampled."""
+    kept. ``tools`` are those that the prompt came with, ``calls`` how many calls of them were sampled; ``messages``
+    are the whole conversation, where its prompts are rendered anew."""
 
     digest: bytes
     ids: list[int]
     images: tuple[ShownImage, ...] = ()
     tools: tuple[ToolSpec, ...] = ()
     calls: int = 0
+    messages: tuple[ChatMessage, ...] = ()
 
     def leave(self, origin: SegmentOrigin) -> tuple[History, History]:
         """What a segment that leaves this one keeps, and what its first prompt delta repeats, with images counted from the
@@ -68,8 +71,17 @@ class HistoryCache:
     """At most ``limit`` segments and ``limit_ids`` token ids (36 bytes each), the least recently used dropped first: the log
     has them all. Each is kept under its `fleetbus_workers.inference.base.name_history`."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, *, limit: int = 4096, limit_ids: int = 8 << 20) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        *,
+        limit: int = 4096,
+        limit_ids: int = 8 << 20,
+        with_messages: bool = False,
+    ) -> None:
         self._bus = bus
+        self._with_messages = with_messages
         self._subjects = subjects
         self._limit = limit
         self._limit_ids = limit_ids
@@ -103,12 +115,14 @@ class HistoryCache:
             if turns and segment is not None and hash_segment(segment, segments, turns) == observation.history_hash:
                 self.rebuilt += 1
                 first = turns[_find_root(segments, number).turns[0]]
-                asked = await read_answered_observations(self._bus, self._subjects, observation.policy, episode, [first])
+                wanted = turns if self._with_messages else [first]
+                asked = await read_answered_observations(self._bus, self._subjects, observation.policy, episode, wanted)
                 return History(
                     digest=observation.history_hash,
                     ids=collect_segment_ids(segment, turns),
                     images=tuple(place_in_segment(segment, collect_images(turns))),
-                    tools=asked[first.action.turn].tools if asked else (),
+                    tools=asked[first.action.turn].tools if first.action.turn in asked else (),
+                    messages=_collect_messages(turns, asked) if self._with_messages else (),
                     calls=_count_calls(segments, number, turns),
                 )
             tries += turns is not None
@@ -145,6 +159,16 @@ class HistoryCache:
         entry = self._entries.pop(name, None)
         self._entry_id_count -= len(entry.ids) if entry is not None else 0
         return entry
+
+
+def _collect_messages(turns: Sequence[Turn], asked: Mapping[int, Observation]) -> tuple[ChatMessage, ...]:
+    """The conversation of these turns; raises `HistoryMismatch` if a turn's messages are not in the log."""
+    messages: list[ChatMessage] = []
+    for turn in turns:
+        if turn.action.turn not in asked:
+            raise HistoryMismatch(f"what turn {turn.action.turn} answered is not in the log")
+        messages += [*asked[turn.action.turn].messages, ChatMessage(role="assistant", content=turn.action.text)]
+    return tuple(messages)
 
 
 def _find_segment(observation: Observation) -> int:

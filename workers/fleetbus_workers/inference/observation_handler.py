@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import anyio
 import msgspec
@@ -19,7 +20,18 @@ from fleetbus.core.history import shift_images
 from fleetbus.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
-from fleetbus_schemas import Action, MalformedMessage, Observation, ShownImage, Subjects, decode, encode
+from fleetbus_schemas import (
+    NEW_ROOT,
+    Action,
+    ChatMessage,
+    MalformedMessage,
+    Observation,
+    SegmentOrigin,
+    ShownImage,
+    Subjects,
+    decode,
+    encode,
+)
 from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs
 from fleetbus_workers.images.reader import ImageFailed, ImageNotFetched
 from fleetbus_workers.inference.base import (
@@ -34,6 +46,7 @@ from fleetbus_workers.inference.base import (
     name_history,
 )
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
+from fleetbus_workers.inference.rendered_history import count_shared
 
 VERSION_POLL_SECONDS = 0.05
 PROBLEM_CHARS = 500
@@ -75,7 +88,7 @@ class ObservationHandler:
         self._max_tries = max_tries
         self._leases = leases
         self._counters = counters
-        self._histories = HistoryCache(bus, subjects)
+        self._histories = HistoryCache(bus, subjects, with_messages=template.renders_history)
         self._busy: dict[str, dict[str, Observation]] = {}
         """By turn in work its observations by lease, in order: one, and those that were routed again."""
         self._expected_sequence = math.inf
@@ -183,13 +196,19 @@ class ObservationHandler:
 
     async def _sample_action(self, observation: Observation, history: History) -> Action:
         received = anyio.current_time()
-        origin = observation.origin
         repeated = History(digest=b"", ids=[])
-        if origin is not None:
-            history, repeated = history.leave(origin)
+        conversation = (*history.messages, *observation.messages) if self._template.renders_history else ()
         try:
-            delta = await self._encode_prompt_delta(observation, history, repeated)
-        except (ImageFailed, ImageNotFetched, RequestRefused):
+            rendered: list[int] | None = None
+            if self._template.renders_history:
+                observation, rendered = self._render_conversation(observation, history, conversation)
+            if observation.origin is not None:
+                history, repeated = history.leave(observation.origin)
+            if rendered is not None:
+                delta = PromptDelta(ids=rendered[len(history.ids) :])
+            else:
+                delta = await self._encode_prompt_delta(observation, history, repeated)
+        except (HistoryMismatch, ImageFailed, ImageNotFetched, RequestRefused):
             raise
         except Exception as error:  # a template is a model's own code, and may fail in any way on what it is shown
             return self._build_failed_action(observation, "template_failed", f"{type(error).__name__}: {error}")
@@ -216,12 +235,16 @@ class ObservationHandler:
         text = self._template.decode_text(generation.ids)
         parsed = self._template.parse_text(text, history.tools, calls_before=history.calls)
         calls = history.calls + len(parsed.calls)
-        name = name_history(observation.episode_id, observation.segment)
-        self._histories.put(name, History(digest=digest, ids=ids, images=images, tools=history.tools, calls=calls))
+        if conversation:
+            conversation = (*conversation, ChatMessage(role="assistant", content=text))
+        self._histories.put(
+            name_history(observation.episode_id, observation.segment),
+            History(digest=digest, ids=ids, images=images, tools=history.tools, calls=calls, messages=conversation),
+        )
         self._count(generation, len(delta.ids))
-        if origin is not None:
+        if observation.origin is not None:
             self._counters["segments"] += 1
-            self._counters["tokens_kept"] += origin.kept
+            self._counters["tokens_kept"] += observation.origin.kept
         return self._fill_action(
             observation,
             text=text,
@@ -237,6 +260,23 @@ class ObservationHandler:
             seconds_queued=round(started - received, 6),
             seconds_generating=round(anyio.current_time() - started, 6),
         )
+
+    def _render_conversation(
+        self, observation: Observation, history: History, conversation: Sequence[ChatMessage]
+    ) -> tuple[Observation, list[int]]:
+        """The whole prompt as the template writes it; where it is not the history and more, a segment of this worker's own
+        begins with it."""
+        if observation.origin is not None:
+            raise RequestRefused("inference.reasoning = template renders the whole conversation, and a part of it was dropped")
+        if any(message.images for message in conversation):
+            raise RequestRefused("inference.reasoning = template renders text only, and the episode contains images")
+        rendered = self._template.encode_conversation(conversation, history.tools)
+        kept = count_shared(history.ids, rendered)
+        if kept == len(history.ids):
+            return observation, rendered
+        reason = self._template.explain_rendering(conversation, rendered)
+        origin = SegmentOrigin(parent=observation.segment if kept else NEW_ROOT, kept=kept, reason=reason)
+        return msgspec.structs.replace(observation, segment=observation.segments, origin=origin), rendered
 
     async def _encode_prompt_delta(self, observation: Observation, history: History, repeated: History) -> PromptDelta:
         """The ids that this turn's messages become, after those that a new segment repeats."""

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from fleetbus.core.tool_formats import HERMES, ParsedResponse, parse_response
-from fleetbus_schemas import ChatMessage, PolicyPublished, ToolSpec, VersionSpan
+from fleetbus_schemas import ChatMessage, PolicyPublished, SegmentReason, ToolSpec, VersionSpan
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 
 VOCABULARY = 256
@@ -63,6 +63,13 @@ class ScriptedTemplate:
     """One token per UTF-8 byte, no vocabulary, no special tokens but one that ends a turn."""
 
     stop_ids: frozenset[int] = frozenset({STOP})
+    renders_history = False
+
+    def encode_conversation(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        return self.encode_prompt(messages, tools)
+
+    def explain_rendering(self, conversation: Sequence[ChatMessage], rendered: Sequence[int]) -> SegmentReason:
+        return "history_edited"
 
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         return self.encode_continuation((), messages)
