@@ -79,6 +79,12 @@ test-api *arguments:
     .venv-api/bin/pip install -q -c constraints.txt -e '.[test]' ipykernel nbclient nbformat pandas pyarrow
     .venv-api/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_api_examples.py tests/system/test_api_reader.py {{arguments}}
 
+# Agents with their own loops, by the clients that people use, in a separate environment: minutes
+test-agents *arguments:
+    test -d .venv-agents || python3 -m venv .venv-agents
+    .venv-agents/bin/pip install -q -e . openai anthropic litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]'
+    AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m 'slow or not slow' tests/agents {{arguments}}
+
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
     .venv/bin/pytest -q -m browser {{arguments}}

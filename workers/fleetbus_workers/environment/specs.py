@@ -209,6 +209,11 @@ ADAPTERS = (
         lambda harbor, context: harbor.build_harbor_factory(context),
     ),
     Adapter(
+        "agent:SPEC", "agent.factory", "agents",
+        "an agent that owns its loop: a command, or MODULE:FUNCTION, whose model calls are the turns",
+        lambda agent, context: agent.build_agent_factory(context), checks_rest=True,
+    ),
+    Adapter(
         "MODULE:CLASS", "python_class.environment", "", "a class of your own, in this process",
         lambda python, context: _store_images(
             Factory(*python.build_named_class_factory(context.spec, context.settings.environment)), context

@@ -1,0 +1,47 @@
+"""An agent without any package: asks as often as its task says, writes what it was answered into ``answers.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+
+def ask(messages: list[dict[str, object]], **more: object) -> dict[str, object]:
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        data=json.dumps({"model": "policy", "messages": messages, **more}).encode(),
+        headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]  # type: ignore[no-any-return]
+
+
+def play(task: dict[str, object]) -> None:
+    config = task.get("config") or {}
+    assert isinstance(config, dict)
+    if "exit" in config:
+        print("no such luck")
+        sys.exit(config["exit"])
+    messages: list[dict[str, object]] = [{"role": "system", "content": "Be brief."}]
+    answers = []
+    for number in range(config.get("calls", 2)):
+        messages.append({"role": "user", "content": f"{task['prompt']} {number}"})
+        answer = ask(messages)
+        answers.append(answer["content"])
+        messages.append({"role": "assistant", "content": answer["content"]})
+    Path("answers.json").write_text(json.dumps(answers))
+    if "reward" in config:
+        body = json.dumps({"reward": config["reward"]}).encode()
+        headers = {"Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(os.environ["FLEETBUS_REWARD_URL"], data=body, headers=headers))
+    time.sleep(config.get("linger", 0))
+    if config.get("fail_at_end"):
+        sys.exit("it broke")
+
+
+if __name__ == "__main__":
+    play(json.loads(Path(os.environ["FLEETBUS_TASK_FILE"]).read_text()))

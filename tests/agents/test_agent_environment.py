@@ -1,0 +1,153 @@
+"""An agent that owns its loop, played by hand: its model calls are the turns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from fleetbus.errors import UserError
+from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment, FolderTools
+from fleetbus_workers.environment.adapters.agent.sessions import SESSION_OVER
+from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
+from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.processes import children
+
+AGENT = Path(__file__).with_name("scripted_agent.py")
+SPEC = f"agent:{sys.executable} {AGENT}"
+
+
+class ScriptedGrader:
+    """Gives one verdict and remembers what it was asked about."""
+
+    def __init__(self, reward: float) -> None:
+        self.reward = reward
+        self.final_answer: str | None = None
+
+    async def verify(self, code: str, *, final_answer: str | None, conversation: Any, tools: Any) -> Verdict:
+        self.final_answer = final_answer
+        return Verdict(reward=self.reward)
+
+
+@asynccontextmanager
+async def playing(spec: str = SPEC, grader: Any = None, **config: Any) -> AsyncIterator[tuple[AgentEnvironment, Any]]:
+    factory = build_environment_factory(spec, verifier=grader)
+    async with factory.run():
+        environment: Any = factory()
+        try:
+            await environment.open(Task(key="t", prompt="Say", config=config, verifier="graded"))
+            yield environment, await environment.reset()
+        finally:
+            await environment.close()
+    assert not children()
+
+
+def act(text: str, *calls: ToolCall) -> Action:
+    return Action(episode_id="e", attempt=1, turn=0, text=text, tool_calls=calls)
+
+
+async def test_the_calls_of_an_agent_are_the_turns_of_its_episode() -> None:
+    async with playing(calls=2) as (environment, start):
+        assert [message.content for message in start.messages] == ["Be brief.", "Say 0"]
+        step = await environment.step(act("<think>hm</think>one"))
+        assert [message.content for message in step.messages] == ["Say 1"] and step.context is None
+        assert (await environment.step(act("two"))).terminated
+        answers = await environment_tools(environment).call_tool("read_file", {"path": "answers.json"})
+        assert json.loads(answers) == ["one", "two"]
+
+
+def environment_tools(environment: AgentEnvironment) -> FolderTools:
+    return FolderTools(environment._folder)
+
+
+async def test_a_function_of_the_users_module_is_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(AGENT.parent)
+    async with playing("agent:scripted_agent:play", calls=1) as (environment, start):
+        assert start.messages[1].content == "Say 0"
+        assert (await environment.step(act("one"))).terminated
+
+
+async def test_the_agents_own_reward_is_the_verdict() -> None:
+    async with playing(calls=1, reward=0.25) as (environment, _):
+        assert (await environment.step(act("one"))).terminated
+        assert (await environment.verify()).reward == 0.25
+
+
+async def test_a_posted_null_is_no_grade() -> None:
+    async with playing(calls=1, reward=None) as (environment, _):
+        await environment.step(act("one"))
+        assert (await environment.verify()).reward is None
+
+
+async def test_without_a_reward_of_its_own_the_verifier_grades_the_last_answer() -> None:
+    grader = ScriptedGrader(0.5)
+    async with playing(grader=grader, calls=1) as (environment, _):
+        await environment.step(act("the answer"))
+        assert (await environment.verify()).reward == 0.5
+    assert grader.final_answer == "the answer"
+
+
+async def test_a_spent_budget_is_told_in_words_and_the_agent_ends_by_itself() -> None:
+    async with playing(grader=ScriptedGrader(0.0), calls=3) as (environment, _):
+        step = await environment.step(act("one"))
+        assert not step.terminated
+        with anyio.fail_after(20):
+            await environment.verify()  # no further turn is played
+        answers = json.loads((environment._folder / "answers.json").read_text())
+        assert answers == ["one", SESSION_OVER, SESSION_OVER]
+
+
+async def test_an_agent_that_fails_is_no_doing_of_the_policys() -> None:
+    async with playing(calls=1, fail_at_end=True) as (environment, _):
+        with pytest.raises(EnvironmentFailed, match="ended with status 1: it broke"):
+            await environment.step(act("one"))
+
+
+async def test_an_agent_that_fails_after_its_reward_keeps_it() -> None:
+    async with playing(calls=1, fail_at_end=True, reward=1) as (environment, _):
+        assert (await environment.step(act("one"))).terminated
+        assert (await environment.verify()).reward == 1.0
+
+
+async def test_an_agent_that_never_calls_a_model_is_named_with_its_last_line() -> None:
+    with pytest.raises(EnvironmentFailed, match="ended before it called a model: no such luck"):
+        async with playing(exit=3):
+            pass
+
+
+async def test_an_agent_that_hangs_is_ended_with_its_episode() -> None:
+    async with playing(calls=1, linger=600) as (environment, _):
+        with anyio.move_on_after(0.5) as waiting:
+            await environment.step(act("one"))
+        assert waiting.cancelled_caught
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("agent:", "names no agent"),
+        ("agent:no-such-command --fast", "command 'no-such-command' not found"),
+        ("agent:'unclosed", "cannot be read"),
+        ("agent:no_such_module:play", "no_such_module"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_refused_in_one_line(spec: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        build_environment_factory(spec, verifier=None)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+async def test_a_file_outside_of_the_agents_folder_is_not_read(tmp_path: Path) -> None:
+    async with playing(calls=1) as (environment, _):
+        (environment._folder / "link").symlink_to("/etc/passwd")
+        for path in ("../../etc/passwd", "/etc/passwd", "link", ".", ""):
+            with pytest.raises(LookupError):
+                await environment_tools(environment).call_tool("read_file", {"path": path})
+        await environment.step(act("one"))

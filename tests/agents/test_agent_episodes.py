@@ -1,0 +1,36 @@
+"""Agents in a deployment: what they ask becomes an episode whose segments are as the agent began them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.config.settings import LimitSettings
+from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.processes import children
+from tests.support.small_deployment import build_configuration, small_deployment
+
+FOREST = Path(__file__).with_name("forest_agent.py")
+LIMITS = LimitSettings(open=30, reset=30, step=30, action=30, verify=30, close=30, episode=50, grace=10, drain=10)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def test_sub_agents_and_edited_histories_are_segments_of_one_episode() -> None:
+    factory = build_environment_factory(f"agent:{sys.executable} {FOREST}", verifier=None)  # type: ignore[arg-type]
+    with anyio.fail_after(100):
+        async with factory.run(), small_deployment(configuration=build_configuration(limits=LIMITS)) as fleet:
+            await fleet.publish_policy()
+            fleet.inference("i1")
+            fleet.environment("e1", make=factory)
+            await fleet.request("e")
+            result = await fleet.result("e")
+    assert (result.outcome, result.reward, result.turns) == ("completed", 1.0, 6), result.error
+    reasons = [segment.origin.reason if segment.origin else None for segment in result.segments]
+    assert reasons == [None, "sub_agent", "sub_agent", "history_edited"]
+    assert [segment.turns for segment in result.segments] == [3, 1, 1, 1]
+    assert result.info["calls_extending"] == 2
+    assert not children()

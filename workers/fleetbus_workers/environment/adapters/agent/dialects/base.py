@@ -1,0 +1,125 @@
+"""What the endpoints that agents speak have in common: a call in, an answer out, whatever the protocol. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+
+StopReason = Literal["stop", "length", "tool_calls"]
+
+
+class InvalidCall(Exception):
+    """The body is none that this endpoint can train on: HTTP 400, its text says what to change."""
+
+
+class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
+    wanted as server-sent events, with usage at its end if ``stream_usage``."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    model: str = ""
+    stream: bool = False
+    stream_usage: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy's turn: ``text`` without reasoning and calls. ``number`` counts the answers of a session, from 0."""
+
+    number: int
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_reason: StopReason = "stop"
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+
+
+class Dialect(Protocol):
+    """A module of this package: one protocol."""
+
+    def parse(self, body: dict[str, Any]) -> AgentCall:
+        """The call in a body. Raises `InvalidCall`."""
+
+    def render(self, answer: Answer, model: str) -> dict[str, Any]:
+        """The answer as one JSON object."""
+
+    def stream(self, answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
+        """The answer as server-sent events, the last one included."""
+
+    def render_error(self, status: int, message: str) -> dict[str, Any]:
+        """An error as this protocol's clients read it."""
+
+    KEEPALIVE: bytes
+    """An event that clients skip."""
+
+
+class Forbidden(NamedTuple):
+    """A field that changes what is sampled, or asks for what a session does not have; these of its values are harmless."""
+
+    name: str
+    harmless: tuple[Any, ...]
+    reason: str
+
+
+CHANGES_SAMPLING = "it changes what is sampled, and the session's own sampling settings are what is trained"
+
+
+def refuse_fields(body: dict[str, Any], forbidden: tuple[Forbidden, ...]) -> None:
+    """Raise `InvalidCall` for a field that is there and says more than nothing."""
+    for field in forbidden:
+        if body.get(field.name) not in (None, *field.harmless):
+            raise InvalidCall(f"{field.name} is not supported here: {field.reason}")
+
+
+def read_list(value: Any, name: str) -> list[dict[str, Any]]:
+    """A list of objects; None is an empty one."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise InvalidCall(f"{name} has to be a list of objects")
+    return value
+
+
+def read_text(content: Any, kinds: tuple[str, ...], name: str) -> str:
+    """The text of a message: a string, nothing, or parts of these ``kinds``."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in read_list(content, name):
+        if part.get("type") not in kinds:
+            raise InvalidCall(f"{name} has a part of type {part.get('type')!r}; only text is supported here")
+        texts.append(str(part.get("text") or ""))
+    return "\n".join(texts)
+
+
+def read_arguments(text: Any) -> tuple[dict[str, Any], str]:
+    """The arguments of an earlier call as an agent sends them back: parsed, or their text if that is no JSON object."""
+    if isinstance(text, dict):
+        return text, ""
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError, TypeError):
+        return {}, str(text)
+    return (parsed, "") if isinstance(parsed, dict) else ({}, str(text))
+
+
+def write_arguments(call: ToolCall) -> str:
+    """The arguments of a call as JSON text: as the policy wrote them if it wrote JSON."""
+    if call.arguments_text:
+        try:
+            if json.loads(call.arguments_text) == call.arguments:
+                return call.arguments_text
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def write_event(data: dict[str, Any], event: str = "") -> bytes:
+    """One server-sent event."""
+    head = b"event: " + event.encode() + b"\n" if event else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,0 +1,125 @@
+"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+from fleetbus_workers.environment.adapters.agent.dialects.base import (
+    CHANGES_SAMPLING,
+    AgentCall,
+    Answer,
+    Forbidden,
+    InvalidCall,
+    read_arguments,
+    read_list,
+    read_text,
+    refuse_fields,
+    write_arguments,
+    write_event,
+)
+
+KEEPALIVE = b": keepalive\n\n"
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TEXT_PARTS = ("text",)
+FORBIDDEN = (
+    Forbidden("n", (1,), "one answer per call; ask again for another sample"),
+    Forbidden("tool_choice", ("auto", "none"), CHANGES_SAMPLING),
+    Forbidden("response_format", ({"type": "text"},), CHANGES_SAMPLING),
+    Forbidden("logit_bias", ({},), CHANGES_SAMPLING),
+    Forbidden("functions", ([],), "give tools"),
+    Forbidden("audio", (), "only text is supported"),
+)
+
+
+def parse(body: dict[str, Any]) -> AgentCall:
+    refuse_fields(body, FORBIDDEN)
+    messages = tuple(_parse_message(item) for item in read_list(body.get("messages"), "messages"))
+    if not messages:
+        raise InvalidCall("messages is empty")
+    tools = tuple(parse_function(item.get("function")) for item in read_list(body.get("tools"), "tools"))
+    options = body.get("stream_options")
+    return AgentCall(
+        messages=messages,
+        tools=() if body.get("tool_choice") == "none" else tools,
+        model=str(body.get("model") or ""),
+        stream=body.get("stream") is True,
+        stream_usage=isinstance(options, dict) and options.get("include_usage") is True,
+    )
+
+
+def parse_function(function: Any) -> ToolSpec:
+    """A tool from its name, description and the JSON Schema of its arguments."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidCall("tools has to hold functions with names")
+    parameters = function.get("parameters")
+    return ToolSpec(
+        name=function["name"],
+        description=str(function.get("description") or ""),
+        parameters=parameters if isinstance(parameters, dict) else {},
+    )
+
+
+def _parse_message(item: dict[str, Any]) -> ChatMessage:
+    role = ROLES.get(str(item.get("role")))
+    if role is None:
+        raise InvalidCall(f"a message has the role {item.get('role')!r}; known are {', '.join(ROLES)}")
+    calls = []
+    for call in read_list(item.get("tool_calls"), "tool_calls"):
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise InvalidCall("tool_calls has to hold functions")
+        arguments, text = read_arguments(function.get("arguments"))
+        name, call_id = str(function.get("name") or ""), str(call.get("id") or "")
+        calls.append(ToolCall(name=name, arguments=arguments, id=call_id, arguments_text=text))
+    return ChatMessage(
+        role=role,  # type: ignore[arg-type]
+        content=read_text(item.get("content"), TEXT_PARTS, "content"),
+        tool_calls=tuple(calls),
+        tool_call_id=str(item.get("tool_call_id") or ""),
+        name=str(item.get("name") or "") if role == "tool" else "",
+    )
+
+
+def render(answer: Answer, model: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+    if answer.tool_calls:
+        message["tool_calls"] = [_render_call(call) for call in answer.tool_calls]
+    choice = {"index": 0, "message": message, "finish_reason": answer.stop_reason, "logprobs": None}
+    return _envelope(answer, model, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
+
+
+def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
+    head = _envelope(answer, model, "chat.completion.chunk")
+
+    def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
+        return write_event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+    yield chunk({"role": "assistant", "content": ""})
+    if answer.text:
+        yield chunk({"content": answer.text})
+    for index, call in enumerate(answer.tool_calls):
+        yield chunk({"tool_calls": [{"index": index, **_render_call(call)}]})
+    yield chunk({}, answer.stop_reason)
+    if usage:
+        yield write_event(head | {"choices": [], "usage": _usage(answer)})
+    yield b"data: [DONE]\n\n"
+
+
+def render_error(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def _envelope(answer: Answer, model: str, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": model}
+
+
+def _render_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": write_arguments(call)}}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    total = answer.prompt_tokens + answer.sampled_tokens
+    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.sampled_tokens, "total_tokens": total}

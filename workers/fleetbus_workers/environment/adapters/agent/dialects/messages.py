@@ -1,0 +1,133 @@
+"""Anthropic's messages: ``POST /v1/messages``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+from fleetbus_workers.environment.adapters.agent.dialects.base import (
+    CHANGES_SAMPLING,
+    AgentCall,
+    Answer,
+    Forbidden,
+    InvalidCall,
+    read_arguments,
+    read_list,
+    read_text,
+    refuse_fields,
+    write_arguments,
+    write_event,
+)
+
+KEEPALIVE = write_event({"type": "ping"}, "ping")
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+TEXT_PARTS = ("text",)
+NOT_SAMPLED = ("thinking", "redacted_thinking")
+FORBIDDEN = (
+    Forbidden("tool_choice", ({"type": "auto"}, {"type": "none"}), CHANGES_SAMPLING),
+    Forbidden("output_format", (), CHANGES_SAMPLING),
+    Forbidden("mcp_servers", ([],), "the agent calls its servers itself"),
+)
+
+
+def parse(body: dict[str, Any]) -> AgentCall:
+    choice = body.get("tool_choice")
+    bare = {"type": choice.get("type")} if isinstance(choice, dict) else choice
+    refuse_fields(body | {"tool_choice": bare}, FORBIDDEN)
+    messages = [message for item in read_list(body.get("messages"), "messages") for message in _parse_message(item)]
+    if not messages:
+        raise InvalidCall("messages is empty")
+    if system := read_text(body.get("system"), TEXT_PARTS, "system"):
+        messages.insert(0, ChatMessage(role="system", content=system))
+    tools = () if bare == {"type": "none"} else tuple(map(_parse_tool, read_list(body.get("tools"), "tools")))
+    return AgentCall(
+        messages=tuple(messages), tools=tools, model=str(body.get("model") or ""), stream=body.get("stream") is True
+    )
+
+
+def _parse_tool(tool: dict[str, Any]) -> ToolSpec:
+    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
+        raise InvalidCall(f"a tool has the type {tool.get('type')!r}; only custom tools with names are supported here")
+    schema = tool.get("input_schema")
+    return ToolSpec(
+        name=tool["name"],
+        description=str(tool.get("description") or ""),
+        parameters=schema if isinstance(schema, dict) else {},
+    )
+
+
+def _parse_message(item: dict[str, Any]) -> Iterator[ChatMessage]:
+    """Results of tools are messages of their own, before what the user says beside them."""
+    role, content = item.get("role"), item.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidCall(f"a message has the role {role!r}; known are user and assistant")
+    if isinstance(content, str) or content is None:
+        yield ChatMessage(role=role, content=content or "")
+        return
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for part in read_list(content, "content"):
+        kind = part.get("type")
+        if kind == "tool_result":
+            result = read_text(part.get("content"), TEXT_PARTS, "content of a tool result")
+            yield ChatMessage(role="tool", content=result, tool_call_id=str(part.get("tool_use_id") or ""))
+        elif kind == "tool_use":
+            arguments, text = read_arguments(part.get("input"))
+            call_id, name = str(part.get("id") or ""), str(part.get("name") or "")
+            calls.append(ToolCall(name=name, arguments=arguments, id=call_id, arguments_text=text))
+        elif kind not in NOT_SAMPLED:
+            texts.append(read_text([part], TEXT_PARTS, "content"))
+    if texts or calls:
+        yield ChatMessage(role=role, content="\n".join(texts), tool_calls=tuple(calls))
+
+
+def render(answer: Answer, model: str) -> dict[str, Any]:
+    return _envelope(answer, model) | {
+        "content": _render_blocks(answer),
+        "stop_reason": STOP_REASONS[answer.stop_reason],
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
+    }
+
+
+def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
+    begun = _envelope(answer, model) | {"usage": {"input_tokens": answer.prompt_tokens, "output_tokens": 0}}
+    yield write_event({"type": "message_start", "message": begun}, "message_start")
+    for index, block in enumerate(_render_blocks(answer)):
+        empty: dict[str, Any]
+        if block["type"] == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            call = answer.tool_calls[index - bool(answer.text)]
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": write_arguments(call)}
+        start = {"type": "content_block_start", "index": index, "content_block": block | empty}
+        yield write_event(start, "content_block_start")
+        yield write_event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+        yield write_event({"type": "content_block_stop", "index": index}, "content_block_stop")
+    ended = {"stop_reason": STOP_REASONS[answer.stop_reason], "stop_sequence": None}
+    used = {"output_tokens": answer.sampled_tokens}
+    yield write_event({"type": "message_delta", "delta": ended, "usage": used}, "message_delta")
+    yield write_event({"type": "message_stop"}, "message_stop")
+
+
+def render_error(status: int, message: str) -> dict[str, Any]:
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message}}
+
+
+def _envelope(answer: Answer, model: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answer.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _render_blocks(answer: Answer) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
+    blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in answer.tool_calls]
+    return blocks

@@ -1,0 +1,178 @@
+"""OpenAI's responses: ``POST /v1/responses``, without stored responses: every call brings its whole input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+from fleetbus_workers.environment.adapters.agent.dialects.base import (
+    CHANGES_SAMPLING,
+    AgentCall,
+    Answer,
+    Forbidden,
+    InvalidCall,
+    read_arguments,
+    read_list,
+    read_text,
+    refuse_fields,
+    write_arguments,
+    write_event,
+)
+from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import (
+    KEEPALIVE,
+    ROLES,
+    parse_function,
+    render_error,
+)
+
+__all__ = ["KEEPALIVE", "parse", "render", "render_error", "stream"]
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+FORBIDDEN = (
+    Forbidden("previous_response_id", ("",), "responses are not stored; send the whole input"),
+    Forbidden("conversation", (), "conversations are not stored; send the whole input"),
+    Forbidden("tool_choice", ("auto", "none"), CHANGES_SAMPLING),
+    Forbidden("background", (False,), "responses are not stored"),
+)
+
+
+def parse(body: dict[str, Any]) -> AgentCall:
+    refuse_fields(body, FORBIDDEN)
+    text = body.get("text")
+    if isinstance(text, dict) and isinstance(text.get("format"), dict) and text["format"].get("type") != "text":
+        raise InvalidCall(f"text.format is not supported here: {CHANGES_SAMPLING}")
+    items = body.get("input")
+    messages = [ChatMessage(role="user", content=items)] if isinstance(items, str) else _parse_items(read_list(items, "input"))
+    if body.get("instructions"):
+        messages.insert(0, ChatMessage(role="system", content=str(body["instructions"])))
+    if not messages:
+        raise InvalidCall("input is empty")
+    return AgentCall(
+        messages=tuple(messages),
+        tools=() if body.get("tool_choice") == "none" else _parse_tools(body),
+        model=str(body.get("model") or ""),
+        stream=body.get("stream") is True,
+    )
+
+
+def _parse_tools(body: dict[str, Any]) -> tuple[ToolSpec, ...]:
+    tools = read_list(body.get("tools"), "tools")
+    for tool in tools:
+        if tool.get("type") != "function":
+            raise InvalidCall(f"a tool has the type {tool.get('type')!r}; only functions are supported here")
+    return tuple(parse_function(tool) for tool in tools)
+
+
+def _parse_items(items: list[dict[str, Any]]) -> list[ChatMessage]:
+    """Messages; an assistant's text and the calls after it are one message."""
+    messages: list[ChatMessage] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            arguments, text = read_arguments(item.get("arguments"))
+            call = ToolCall(
+                name=str(item.get("name") or ""),
+                arguments=arguments,
+                id=str(item.get("call_id") or ""),
+                arguments_text=text,
+            )
+            last = messages.pop() if messages and messages[-1].role == "assistant" else ChatMessage(role="assistant")
+            messages.append(ChatMessage(role="assistant", content=last.content, tool_calls=(*last.tool_calls, call)))
+        elif kind == "function_call_output":
+            output = read_text(item.get("output"), TEXT_PARTS, "output")
+            messages.append(ChatMessage(role="tool", content=output, tool_call_id=str(item.get("call_id") or "")))
+        elif kind == "message":
+            role = ROLES.get(str(item.get("role")))
+            if role is None or role == "tool":
+                raise InvalidCall(f"a message has the role {item.get('role')!r}; known are {', '.join(ROLES)}")
+            content = read_text(item.get("content"), TEXT_PARTS, "content")
+            messages.append(ChatMessage(role=role, content=content))  # type: ignore[arg-type]
+        elif kind != "reasoning":  # an answer's reasoning is not sent out, so what comes back is not the policy's
+            raise InvalidCall(f"input has an item of type {kind!r}, which is not supported here")
+    return messages
+
+
+def render(answer: Answer, model: str) -> dict[str, Any]:
+    return _envelope(answer, model, "incomplete" if answer.stop_reason == "length" else "completed") | {
+        "output": _render_items(answer),
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answer.sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+        },
+    }
+
+
+def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
+    number = 0
+
+    def event(kind: str, **fields: Any) -> bytes:
+        nonlocal number
+        number += 1
+        return write_event({"type": kind, "sequence_number": number - 1, **fields}, kind)
+
+    begun = _envelope(answer, model, "in_progress")
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for index, item in enumerate(_render_items(answer)):
+        place = {"output_index": index, "item_id": item["id"]}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield event("response.output_item.added", output_index=index, item=item | empty | {"status": "in_progress"})
+        if item["type"] == "function_call":
+            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            yield event("response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
+        else:
+            (part,) = item["content"]
+            place["content_index"] = 0
+            yield event("response.content_part.added", **place, part=part | {"text": ""})
+            yield event("response.output_text.delta", **place, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **place, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **place, part=part)
+        yield event("response.output_item.done", output_index=index, item=item)
+    ended = "response.incomplete" if answer.stop_reason == "length" else "response.completed"
+    yield event(ended, response=render(answer, model))
+
+
+def _render_items(answer: Answer) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if answer.text or not answer.tool_calls:
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+        items.append(
+            {"id": f"msg_{answer.number}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+        )
+    for index, call in enumerate(answer.tool_calls):
+        items.append(
+            {
+                "id": f"fc_{answer.number}_{index}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": write_arguments(call),
+            }
+        )
+    return items
+
+
+def _envelope(answer: Answer, model: str, status: str) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.number}",
+        "object": "response",
+        "created_at": 0,
+        "status": status,
+        "model": model,
+        "output": [],
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None,
+    }

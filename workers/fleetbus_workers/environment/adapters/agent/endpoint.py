@@ -1,0 +1,211 @@
+"""The HTTP endpoint that agents take for a language model: one per environment worker, on loopback, a key per session.
+
+The key is taken as bearer token, as ``x-api-key`` or in the path (``/s/KEY/v1/...``); no other header names a session. A call
+is answered when its episode's step has the policy's action, which is in the log by then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+
+import anyio
+import msgspec
+import structlog
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+
+from fleetbus.task_groups import open_first_error_task_group
+from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall, TooManyCalls
+from fleetbus_workers.serving.browser_guard import BrowserGuard, build_guard_settings
+from fleetbus_workers.serving.listeners import bind
+from fleetbus_workers.serving.request_body import BodyRefused, read_body
+from fleetbus_workers.serving.serve import serve
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+KEEPALIVE_SECONDS = 10.0
+DISCONNECTED_SECONDS = 5.0
+"""How long a call is kept in its queue for the repetition of a client that went away."""
+
+RETRY_SECONDS = "1"
+
+log = structlog.get_logger(__name__)
+
+
+class AgentEndpoint:
+    """Serves while `run` is entered; ``url`` is known from then on."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._sessions: dict[str, AgentSession] = {}
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        listener = bind(HOST, 0)
+        self.url = f"http://{HOST}:{listener.getsockname()[1]}"
+        stop = anyio.Event()
+        async with open_first_error_task_group() as group:
+            group.start_soon(serve, self.build_application(), listener, stop)
+            try:
+                yield
+            finally:
+                for session in self._sessions.values():
+                    session.end()
+                stop.set()
+
+    @contextmanager
+    def open_session(self) -> Iterator[AgentSession]:
+        """A session whose key is known here until the end."""
+        session = AgentSession()
+        self._sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            session.close()
+            del self._sessions[session.key]
+
+    def build_application(self) -> Starlette:
+        routes: list[BaseRoute] = [
+            Route(path, partial(self._call, dialect), methods=["POST"]) for path, dialect in DIALECTS.items()
+        ]
+        routes += [
+            Route("/v1/models", self._list_models, methods=["GET"]),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+            Route("/v1/reward", self._grade, methods=["POST"]),
+        ]
+        settings = build_guard_settings(HOST, (), (), content_types=("application/json",))
+        return Starlette(
+            routes=[*routes, Mount("/s/{key}", routes=routes)], middleware=[Middleware(BrowserGuard, settings=settings)]
+        )
+
+    def _find_session(self, request: Request) -> AgentSession | None:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        keys = (
+            request.path_params.get("key", ""),
+            request.headers.get("x-api-key", ""),
+            token.strip() if scheme.lower() == "bearer" else "",
+        )
+        return next((self._sessions[key] for key in keys if key in self._sessions), None)
+
+    async def _call(self, dialect: Dialect, request: Request) -> Response:
+        session = self._find_session(request)
+        if session is None:
+            return refuse(dialect, 401, "this key belongs to no running session")
+        try:
+            body = await read_body(request)
+            call = parse_call(dialect, body)
+            pending = session.enter(call, digest_call(request, body), repetition=is_repetition(request))
+        except BodyRefused as refused:
+            return refuse(dialect, refused.status, str(refused))
+        except InvalidCall as invalid:
+            log.warning("agent call is invalid; refusing it", reason=str(invalid))
+            return refuse(dialect, 400, str(invalid))
+        except TooManyCalls as many:
+            return refuse(dialect, 429, str(many))
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if call.stream:
+            events = stream_answer(dialect, call, pending)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await wait_for_answer(dialect, call, pending, request)
+
+    async def _list_models(self, request: Request) -> Response:
+        model = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0, "owned_by": "fleetbus"}
+        listing = {"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return JSONResponse(listing) if self._find_session(request) else JSONResponse({"detail": "unauthorized"}, 401)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        """An estimate: clients decide by it when to shorten their history, and it is no turn."""
+        if self._find_session(request) is None:
+            return refuse(DIALECTS["/v1/messages"], 401, "this key belongs to no running session")
+        return JSONResponse({"input_tokens": len(await read_body(request)) // 4})
+
+    async def _grade(self, request: Request) -> Response:
+        """``{"reward": NUMBER or null, "reason": TEXT}``, once; null excludes the episode from training."""
+        session = self._find_session(request)
+        if session is None:
+            return JSONResponse({"detail": "this key belongs to no running session"}, 401)
+        try:
+            body = msgspec.json.decode(await read_body(request), type=PostedReward)
+        except msgspec.DecodeError as error:
+            return JSONResponse({"detail": f"the body is no reward: {error}"}, 400)
+        if not session.grade(body.reward, body.reason):
+            return JSONResponse({"detail": "the episode has a reward, or is over"}, 409)
+        return JSONResponse({"accepted": True})
+
+
+class PostedReward(msgspec.Struct, forbid_unknown_fields=True):
+    """What an agent says of its own episode."""
+
+    reward: float | None
+    reason: str = ""
+
+
+def parse_call(dialect: Dialect, body: bytes) -> AgentCall:
+    """The call in a body. Raises `InvalidCall`."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidCall(f"the body is no JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise InvalidCall("the body has to be a JSON object")
+    return dialect.parse(decoded)
+
+
+def digest_call(request: Request, body: bytes) -> str:
+    """What a repetition has in common with its call: path, idempotency key and body."""
+    digest = hashlib.blake2b(request.url.path.encode() + b"\0", digest_size=16)
+    digest.update(request.headers.get("idempotency-key", "").encode() + b"\0" + body)
+    return digest.hexdigest()
+
+
+def is_repetition(request: Request) -> bool:
+    """Whether the client says that it sent this call before."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or "idempotency-key" in request.headers
+
+
+def refuse(dialect: Dialect, status: int, message: str) -> Response:
+    headers = {"Retry-After": RETRY_SECONDS} if status == 429 else {}
+    return JSONResponse(dialect.render_error(status, message), status, headers=headers)
+
+
+async def wait_for_answer(dialect: Dialect, call: AgentCall, pending: PendingCall, request: Request) -> Response:
+    """The answer as JSON. A client that goes away lets go of its call a little later."""
+    try:
+        async with open_first_error_task_group() as group:
+            group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
+            answer = await pending.wait()
+            group.cancel_scope.cancel()
+            return JSONResponse(dialect.render(answer, call.model or MODEL))
+    finally:
+        pending.waiters -= 1
+    return Response(status_code=499)
+
+
+async def cancel_when_disconnected(request: Request, scope: anyio.CancelScope) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    await anyio.sleep(DISCONNECTED_SECONDS)
+    scope.cancel()
+
+
+async def stream_answer(dialect: Dialect, call: AgentCall, pending: PendingCall) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, with events that clients skip while it is awaited."""
+    try:
+        while True:
+            with anyio.move_on_after(KEEPALIVE_SECONDS):
+                answer = await pending.wait()
+                break
+            yield dialect.KEEPALIVE
+        for event in dialect.stream(answer, call.model or MODEL, usage=call.stream_usage):
+            yield event
+    finally:
+        pending.waiters -= 1

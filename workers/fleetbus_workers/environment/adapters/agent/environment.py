@@ -1,0 +1,237 @@
+"""Agents that own their loop as an environment: the agent runs as it is, its model calls are the episode's turns.
+
+Per episode the agent is started with a base URL and a key of its own. Its first call is what the policy sees first, the
+policy's action is the answer to it, its next call the next observation: it continues an earlier conversation token for token,
+or begins a segment, where the agent edited its history, changed its tools or started a sub-agent. When the agent ends, it is
+graded: by what it posted itself, or by the task's verifier, which may read the files of its working folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from fleetbus.core.reasoning import remove_reasoning
+from fleetbus.core.tool_formats import TOOL_FORMATS, build_call_id, parse_response
+from fleetbus.task_groups import open_first_error_task_group
+from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_schemas.tokens import count_tokens
+from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, StopReason
+from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
+from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
+from fleetbus_workers.environment.adapters.agent.process import AgentProcess
+from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
+from fleetbus_workers.environment.adapters.providers.process import select_variables
+from fleetbus_workers.environment.base import ContextChange, EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
+
+FILE_BYTES = 1 << 20
+"""Most of a file that a verifier reads."""
+
+log = structlog.get_logger(__name__)
+
+
+class AgentEnvironment:
+    """One episode of an agent that is started with ``command``."""
+
+    replayable = False
+
+    def __init__(
+        self, command: Sequence[str], endpoint: AgentEndpoint, *, grader: Grader, passed: Collection[str], exit_seconds: float
+    ) -> None:
+        self._command = command
+        self._endpoint = endpoint
+        self._grader = grader
+        self._passed = passed
+        self._exit_seconds = exit_seconds
+        self._held = ExitStack()
+        self._task: Task | None = None
+        self._session: AgentSession | None = None
+        self._process: AgentProcess | None = None
+        self._folder = Path()
+        self._paths = Paths()
+        self._pending: PendingCall | None = None
+        self._attached: Attachment | None = None
+        self._segment = 0
+        self._answers = 0
+        self._tool_calls = 0
+        self._conversation: list[ChatMessage] = []
+
+    async def open(self, task: Task) -> None:
+        """Make the session and the working folder, with the task as ``task.json``."""
+        self._task = task
+        self._session = self._held.enter_context(self._endpoint.open_session())
+        self._folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)))
+        shown = {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env}
+        (self._folder / "task.json").write_bytes(msgspec.json.encode(shown))
+
+    async def reset(self) -> Start:
+        """Start the agent and wait for its first call. Raises `EnvironmentFailed` if it ends without one."""
+        self._process = await AgentProcess.start(self._command, folder=self._folder, variables=self._build_variables())
+        attached = await self._next_call()
+        if attached is None:
+            raise EnvironmentFailed(f"the agent ended before it called a model{self._describe_end()}")
+        return Start(messages=attached.messages, tools=attached.tools)
+
+    async def step(self, action: Action) -> Step:
+        """Answer the agent's call and wait for its next one; over when the agent has ended."""
+        assert self._pending is not None and self._attached is not None and self._session is not None
+        answer = self._build_answer(action)
+        self._conversation.append(ChatMessage(role="assistant", content=answer.text, tool_calls=answer.tool_calls))
+        self._paths.add_answer(self._attached.segment, self._conversation[-1])
+        self._pending.set_answer(answer)
+        self._tool_calls += len(answer.tool_calls)
+        attached = await self._next_call()
+        called = len(answer.tool_calls)
+        if attached is None:
+            self._raise_if_failed()
+            return Step(terminated=True, tool_calls=called, info=self._describe_paths())
+        return Step(messages=attached.messages, tool_calls=called, context=self._follow(attached))
+
+    async def _next_call(self) -> Attachment | None:
+        """Where the next call belongs; None when the agent has ended."""
+        assert self._session is not None and self._process is not None
+        session, process = self._session, self._process
+        found: list[PendingCall] = []
+        async with open_first_error_task_group() as group:
+
+            async def receive() -> None:
+                found.append(await session.next_call())
+                group.cancel_scope.cancel()
+
+            group.start_soon(receive)
+            await process.wait()
+            group.cancel_scope.cancel()
+        if not found:
+            return None
+        self._pending = found[0]
+        self._attached = attached = self._paths.attach(self._pending.call.messages, self._pending.call.tools)
+        self._conversation += attached.messages
+        return attached
+
+    def _follow(self, attached: Attachment) -> ContextChange | None:
+        """How the policy's context goes on from the segment of the turn before."""
+        before, self._segment = self._segment, attached.segment
+        if attached.reason is not None:
+            return ContextChange(reason=attached.reason, tools=attached.tools)
+        return None if attached.segment == before else ContextChange(resume=attached.segment)
+
+    def _build_answer(self, action: Action) -> Answer:
+        """The action as a model's answer. Ids that the policy's format lacks are made, unique in the session. An agent that
+        offers no tools reads calls, if it does, from the text."""
+        assert self._pending is not None
+        if not self._pending.call.tools:
+            action = msgspec.structs.replace(action, tool_calls=(), tool_call_errors=())
+        calls = tuple(
+            call if call.id else msgspec.structs.replace(call, id=build_call_id(self._tool_calls + number))
+            for number, call in enumerate(action.tool_calls)
+        )
+        reason: StopReason = "tool_calls" if calls else "length" if action.finish_reason == "length" else "stop"
+        self._answers += 1
+        return Answer(
+            number=self._answers,
+            text=read_content(action),
+            tool_calls=calls,
+            stop_reason=reason,
+            prompt_tokens=count_tokens(action.prompt_delta),
+            sampled_tokens=count_tokens(action.sampled),
+        )
+
+    def _build_variables(self) -> dict[str, str]:
+        assert self._session is not None
+        url, key = self._endpoint.url, self._session.key
+        return select_variables(os.environ, self._passed) | {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_BASE": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+            "FLEETBUS_TASK_FILE": str(self._folder / "task.json"),
+            "FLEETBUS_REWARD_URL": f"{url}/s/{key}/v1/reward",
+        }
+
+    def _describe_end(self) -> str:
+        assert self._process is not None
+        output = self._process.read_last_output().splitlines()
+        return f": {output[-1]}" if output else ""
+
+    def _raise_if_failed(self) -> None:
+        """An agent that fails before it has a reward is no doing of the policy's."""
+        assert self._process is not None and self._session is not None
+        status = self._process.status
+        if status and not self._session.is_graded:
+            raise EnvironmentFailed(f"the agent ended with status {status}{self._describe_end()}")
+
+    def _describe_paths(self) -> dict[str, Any]:
+        return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons)}
+
+    async def state(self) -> dict[str, Any]:
+        task = self._task.key if self._task else ""
+        return {"task": task, "calls": self._answers, "tool_calls": self._tool_calls, **self._describe_paths()}
+
+    async def verify(self) -> Verdict:
+        """Ask the agent to stop if it still runs, then take its own reward or the verifier's."""
+        assert self._session is not None and self._process is not None
+        self._session.end()
+        with anyio.move_on_after(self._exit_seconds):
+            await self._process.wait()
+        if self._session.is_graded:
+            return Verdict(reward=self._session.reward, reason=self._session.reward_reason or "the agent gave none")
+        answer = next((str(said.content) for said in reversed(self._conversation) if said.role == "assistant"), None)
+        return await grade(
+            self._grader, self._task, final_answer=answer, conversation=self._conversation, tools=FolderTools(self._folder)
+        )
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        try:
+            if process is not None:
+                await process.stop()
+        finally:
+            self._held.close()
+
+
+class FolderTools:
+    """What a verifier may ask: the tool ``read_file`` with a ``path`` below the agent's working folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        if name != "read_file":
+            raise LookupError(f"unknown tool {name!r}: there is read_file")
+        return await anyio.to_thread.run_sync(self._read_file, str(arguments.get("path", "")))
+
+    def _read_file(self, path: str) -> str:
+        folder = self._folder.resolve()
+        try:
+            file = (folder / path).resolve()
+            if not file.is_relative_to(folder) or not file.is_file():
+                raise LookupError(f"there is no file {path!r} in the agent's folder")
+            with file.open("rb") as opened:
+                return opened.read(FILE_BYTES).decode(errors="replace")
+        except (OSError, ValueError) as error:
+            raise LookupError(f"the file {path!r} cannot be read: {error}") from error
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        raise LookupError("this environment has no database")
+
+
+def read_content(action: Action) -> str:
+    """The text of an action without reasoning and calls, whichever format the model writes."""
+    if not action.tool_calls and not action.tool_call_errors:
+        return remove_reasoning(action.text).strip()
+    for tool_format in TOOL_FORMATS:
+        parsed = parse_response(remove_reasoning(action.text), tool_format)
+        if len(parsed.calls) == len(action.tool_calls):
+            return parsed.content
+    return ""

@@ -1,0 +1,54 @@
+"""``agent:SPEC``: a command, or a Python function ``MODULE:FUNCTION`` that gets the task and runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from functools import partial
+
+from fleetbus.errors import UserError
+from fleetbus.python_process import build_module_command
+from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
+from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
+from fleetbus_workers.environment.adapters.python_class.environment import load_callable
+from fleetbus_workers.environment.specs import AdapterContext, Factory
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+RUNNER = "fleetbus_workers.environment.adapters.agent.run_function"
+
+
+def build_agent_factory(context: AdapterContext) -> Factory:
+    """Environments around the agent of ``agent:SPEC``. Raises `UserError` for a command or function that is not there."""
+    command = build_command(context.spec, context.rest)
+    endpoint = AgentEndpoint()
+    settings = context.settings
+    passed = {name.strip() for name in settings.environment.pass_variables.split(",")}
+    make = partial(
+        AgentEnvironment,
+        command,
+        endpoint,
+        grader=context.grader,
+        passed=passed,
+        exit_seconds=settings.limits.verify / 2,
+    )
+    return Factory(make, endpoint.run)
+
+
+def build_command(spec: str, rest: str) -> Sequence[str]:
+    """The command line of an agent, whose working folder is another: files are named by their whole paths."""
+    if FUNCTION.fullmatch(rest):
+        load_callable(spec, rest)
+        return build_module_command(RUNNER, rest, os.getcwd())
+    try:
+        command = shlex.split(rest)
+    except ValueError as error:
+        raise UserError(f"environment {spec!r}: the command cannot be read: {error}") from error
+    if not command:
+        raise UserError(f"environment {spec!r} names no agent, as in agent:my_agents:play or agent:python my_agent.py")
+    found = shutil.which(command[0])
+    if found is None:
+        raise UserError(f"environment {spec!r}: command {command[0]!r} not found; install it or give its path")
+    return [found, *[os.path.abspath(word) if os.path.isfile(word) else word for word in command[1:]]]

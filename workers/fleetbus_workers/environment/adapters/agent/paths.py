@@ -1,0 +1,107 @@
+"""Which earlier turns a call continues: conversations of one session as paths, compared message by message. Pure.
+
+An agent sends its whole conversation with every call. What it sends back is not always what it was given: arguments are written
+anew, reasoning and ids are left out, a system prompt holds a number that changes with every request. Equality is therefore that
+of what a message says: role, text, calls by name and JSON value. What the policy sampled is never rendered again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus_schemas.segment import SegmentReason
+
+NOISE = {
+    "claude-code-billing-header": re.compile(r"x-anthropic-billing-header:[^\n]*\n?"),
+    "request-hash": re.compile(r"\bcch=[0-9a-f]+;?"),
+}
+"""Parts of system prompts that change with every request and say nothing to the model, by name."""
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a call belongs: it continues ``segment`` with ``messages``, or begins that segment for a ``reason``."""
+
+    segment: int
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    reason: SegmentReason | None = None
+
+
+class _Path(msgspec.Struct, kw_only=True):
+    """One segment: the identities of its messages, its answers included."""
+
+    tools: bytes
+    messages: list[bytes]
+
+
+class Paths:
+    """The segments of one session, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._paths: list[_Path] = []
+        self._open: list[bytes] = []
+        self.extended = 0
+        self.reasons: dict[str, int] = {}
+
+    def attach(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Attachment:
+        """The longest path that this conversation begins with, or a new one. Follow it with `add_answer`."""
+        said, offered = [identify(message) for message in messages], msgspec.json.encode(tools)
+        segment = self._find_path(said, offered)
+        if segment is not None:
+            self.extended += 1
+            known = len(self._paths[segment].messages)
+            self._open = said
+            return Attachment(segment=segment, messages=tuple(messages[known:]))
+        reason = self._explain_new_path(said, offered) if self._paths else None
+        if reason is not None:
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        self._paths.append(_Path(tools=offered, messages=[]))
+        self._open = said
+        return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
+
+    def add_answer(self, segment: int, answer: ChatMessage) -> None:
+        """The policy's answer to the call that was attached last."""
+        self._paths[segment].messages = [*self._open, identify(answer)]
+
+    def _find_path(self, said: list[bytes], offered: bytes) -> int | None:
+        lengths = {
+            segment: len(path.messages)
+            for segment, path in enumerate(self._paths)
+            if path.messages
+            and path.tools == offered
+            and len(path.messages) < len(said)
+            and path.messages == said[: len(path.messages)]
+        }
+        return max(lengths, key=lambda segment: (lengths[segment], segment)) if lengths else None
+
+    def _explain_new_path(self, said: list[bytes], offered: bytes) -> SegmentReason:
+        """Why no path goes on: what differs from the path that is nearest."""
+        for path in reversed(self._paths):
+            same = path.messages == said[: len(path.messages)] and len(path.messages) < len(said)
+            if same and path.tools != offered:
+                return "tools_changed"
+        for path in reversed(self._paths):
+            rest = path.messages[1:]
+            if rest and path.messages[0] != said[0] and rest == said[1 : len(path.messages)]:
+                return "system_changed"
+        for path in reversed(self._paths):
+            repeated = said == path.messages[: len(said)]  # the same question again is a conversation of its own
+            if path.messages[:2] == said[:2] and len(path.messages) > 2 and not repeated:
+                return "history_edited"
+        return "sub_agent"
+
+
+def identify(message: ChatMessage) -> bytes:
+    """What a message says, as bytes that are equal for equal messages."""
+    text = message.content if isinstance(message.content, str) else msgspec.json.encode(message.content).decode()
+    if message.role == "system":
+        for noise in NOISE.values():
+            text = noise.sub("", text)
+    calls = [[call.name, call.arguments_text or call.arguments] for call in message.tool_calls]
+    said = [message.role, text.strip(), calls, message.tool_call_id if message.role == "tool" else ""]
+    return json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")

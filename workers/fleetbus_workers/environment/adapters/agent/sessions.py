@@ -1,0 +1,122 @@
+"""Calls of one agent, waiting for its episode: an HTTP request on one side, an environment's step on the other.
+
+An SDK that repeats a call says so (`x-stainless-retry-count`, `Idempotency-Key`): the same body then joins the call that runs
+or gets the answer that was given. The same body without that mark is another sample. Nothing waits for ever: the end of a
+session answers every call, those that come later included.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import OrderedDict
+
+import anyio
+
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer
+
+MAX_WAITING = 64
+"""Calls of one session that wait at a time; a further one is answered 429."""
+
+MAX_REMEMBERED = 256
+"""Calls whose answers are kept for repetitions."""
+
+SESSION_OVER = "The session is over: no further turns. Stop now."
+
+
+class TooManyCalls(Exception):
+    """HTTP 429."""
+
+
+class PendingCall:
+    """A call that has no answer yet, or had one. ``waiters`` are the requests that want it."""
+
+    def __init__(self, call: AgentCall) -> None:
+        self.call = call
+        self.answer: Answer | None = None
+        self.waiters = 1
+        self._answered = anyio.Event()
+
+    async def wait(self) -> Answer:
+        await self._answered.wait()
+        assert self.answer is not None
+        return self.answer
+
+    def set_answer(self, answer: Answer) -> None:
+        """The first answer counts."""
+        if self.answer is None:
+            self.answer = answer
+            self._answered.set()
+
+
+class AgentSession:
+    """One episode's calls. ``key`` is its secret: who has it speaks for the agent until the session ends."""
+
+    def __init__(self) -> None:
+        self.key = f"fbs-{secrets.token_hex(24)}"
+        self.reward: float | None = None
+        self.reward_reason = ""
+        self.is_graded = False
+        self.over = False
+        self.repeated = 0
+        """Repetitions that joined a call or got its answer."""
+        self._send, self._receive = anyio.create_memory_object_stream[PendingCall](MAX_WAITING)
+        self._remembered: OrderedDict[str, PendingCall] = OrderedDict()
+        self._taken: PendingCall | None = None
+
+    def enter(self, call: AgentCall, digest: str, *, repetition: bool) -> PendingCall:
+        """The call in its queue, or the one that it repeats; count ``waiters`` down when nobody waits for it any more. Raises
+        `TooManyCalls`."""
+        known = self._remembered.get(digest)
+        if repetition and known is not None:
+            self.repeated += 1
+            known.waiters += 1
+            return known
+        pending = PendingCall(call)
+        if self.over:
+            pending.set_answer(build_last_answer())
+            return pending
+        try:
+            self._send.send_nowait(pending)
+        except anyio.WouldBlock:
+            raise TooManyCalls(f"{MAX_WAITING} calls of this session wait already") from None
+        self._remembered[digest] = pending
+        while len(self._remembered) > MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return pending
+
+    async def next_call(self) -> PendingCall:
+        """The next call that somebody still waits for."""
+        while True:
+            pending = await self._receive.receive()
+            if pending.waiters:
+                self._taken = pending
+                return pending
+
+    def grade(self, reward: float | None, reason: str = "") -> bool:
+        """The agent's own reward, once; None excludes the episode. False if there is one already or it is no number."""
+        if self.is_graded or self.over or (reward is not None and not math.isfinite(reward)):
+            return False
+        self.is_graded, self.reward, self.reward_reason = True, reward, reason
+        return True
+
+    def end(self) -> None:
+        """Answer every call that waits, and all that come, with a message that asks the agent to stop."""
+        self.over = True
+        if self._taken is not None:
+            self._taken.set_answer(build_last_answer())
+        while True:
+            try:
+                self._receive.receive_nowait().set_answer(build_last_answer())
+            except (anyio.WouldBlock, anyio.EndOfStream):
+                return
+
+    def close(self) -> None:
+        self.end()
+        self._send.close()
+        self._receive.close()
+
+
+def build_last_answer() -> Answer:
+    """Not empty: some agents ask again after an empty answer."""
+    return Answer(number=0, text=SESSION_OVER)
