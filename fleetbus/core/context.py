@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 LINE_CHARACTERS = 400
 """Longer lines are broken, so that pages are pages whatever a tool prints."""
 
-TURNS_DROPPED = "[Earlier turns were dropped from your context.]"
 SUMMARY_REQUEST = (
     "[Your context is nearly full: earlier turns are about to be dropped. Do not act now. Write down all that you need to "
     "finish the task: what you found out, what you did, and what is left to do.]"

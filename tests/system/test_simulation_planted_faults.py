@@ -17,6 +17,7 @@ from fleetbus_workers.simulation.scenario import FaultSet
 from fleetbus_workers.simulation.seed_pool import run_safely
 from tests.support import planted_in_episodes as episodes
 from tests.support import planted_in_retention as retention
+from tests.support import planted_in_segments as segments
 from tests.support import planted_in_sessions as sessions
 from tests.support import planted_in_training as training
 
@@ -89,6 +90,10 @@ PLANTS: dict[Plant, Found] = {
     retention.floor_not_read: Found(5, "one environment per attempt", "usual"),
     retention.removed_before_the_floor_is_raised: Found(5, "a request is stored once", "usual"),
     retention.floor_above_open_groups: Found(18, "nothing open lies below the floor", "usual"),
+    segments.token_trained_twice: Found(1, "a sampled token is trained once", "usual"),
+    segments.leaf_lost_in_a_takeover: Found(2, "every sampled token is trained", "usual"),
+    segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
+    segments.segment_begun_upon_its_own_hash: Found(1, "every failure has a cause", "usual"),
     sessions.call_among_restored_ones: Found(8, "every end of a session has a cause"),
     sessions.answer_not_recorded: Found(1, "an answer is recorded before it is given"),
     sessions.repeated_call_executed_again: Found(3, "a call of a session is executed once"),
@@ -116,6 +121,8 @@ SAMPLE: tuple[Plant, ...] = (
     episodes.observation_acked_before_its_action,
     training.floor_above_open_requests,
     training.exclusions_forgotten,
+    segments.token_trained_twice,
+    segments.reward_counted_per_leaf,
     sessions.answer_not_recorded,
     sessions.session_left_open,
 )

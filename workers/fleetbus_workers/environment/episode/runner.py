@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.core.context import SUMMARY_KEPT, SUMMARY_REQUEST, TURNS_DROPPED, format_status_line
+from fleetbus.core.context import SUMMARY_KEPT, SUMMARY_REQUEST, format_status_line
 from fleetbus.core.history import Turn, loss_mask
 from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.segments import SegmentError
@@ -181,10 +181,7 @@ class EpisodeRunner:
         if self._settings.compaction == "summarise":
             self._unread = messages
             return append_line(messages, SUMMARY_REQUEST), (), context.extend()
-        placement = context.compact(messages)
-        if placement is None:
-            return self._append_status(messages), (), context.extend()
-        return self._append_status(append_line(messages, TURNS_DROPPED)), (), placement
+        return self._append_status(messages), (), context.compact(messages) or context.extend()
 
     def _change_context(self, wanted: ContextChange) -> Placement:
         try:
@@ -204,7 +201,7 @@ class EpisodeRunner:
     ) -> Turn | None:
         """The recorded turn if there is one, else the policy's answer; None when its tokens are used up."""
         if self.turn < len(self._recorded):
-            self._check_divergence(messages)
+            self._check_divergence(messages, placement)
             return self._recorded[self.turn]
         tokens_left = self._request.max_tokens - self._context.tokens
         if tokens_left <= 0:
@@ -242,10 +239,12 @@ class EpisodeRunner:
         with self._stages.time_limit("action", seconds, limit=limit):
             return await self._policy_client.ask(self.turn, messages, tools, tokens_left=tokens_left, placement=placement)
 
-    def _check_divergence(self, messages: tuple[ChatMessage, ...]) -> None:
-        """A re-applied turn has to start from what was observed when it was first played."""
-        before = self._observed.get(self.turn)
-        if before is not None and before != messages:
+    def _check_divergence(self, messages: tuple[ChatMessage, ...], placement: Placement) -> None:
+        """A re-applied turn has to start from what was observed when it was first played, in the same segment, unless the
+        inference worker had to begin another one."""
+        before, origin = self._observed.get(self.turn), self._recorded[self.turn].action.origin
+        same_place = origin == placement.origin or (origin is not None and origin.reason == "reasoning_dropped")
+        if (before is not None and before != messages) or not same_place:
             raise EpisodeEnded("lost", "diverged", f"turn {self.turn} shows something else than was recorded")
 
     def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
