@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import anyio
 import pytest
@@ -36,6 +38,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.curriculum import Curriculum
@@ -211,3 +214,15 @@ async def test_journals_of_ended_sessions_leave_the_log_and_an_open_one_stays(co
                     assert (answer.refusal, "left the log" in answer.error) == ("closed", True)
             recorded.set()
             deployment.drain.set()
+
+
+async def test_the_number_of_a_named_openenv_session_is_found_when_its_earlier_episodes_have_left(connections: Connect) -> None:
+    async with connections("test") as bus:
+        await declare(bus)
+        for name in ("n-0", "n-1", "n-2", "n-x", "m-7"):
+            await bus.publish(S.session(name), b"x")
+        await bus.purge(S.session("*"), below=3)
+        client = SimpleNamespace(bus=bus, subjects=S)
+        episode = cast(OpenEnvEpisode, SimpleNamespace(name="n", _client=client))
+        assert await OpenEnvEpisode._find_last_number(episode) == 2
+        assert await OpenEnvEpisode._find_last_number(cast(OpenEnvEpisode, SimpleNamespace(name="o", _client=client))) == -1

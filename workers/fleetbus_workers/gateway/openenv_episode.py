@@ -194,20 +194,11 @@ class OpenEnvEpisode:
             self._is_over = answer.terminated or answer.truncated
 
     async def _find_last_number(self) -> int:
-        """The greatest number with a journal, -1 if there is none: numbers are used without gaps, so it is found by halving."""
-        if not await self._is_used(0):
-            return -1
-        low, high = 0, 1
-        while await self._is_used(high):
-            low, high = high, high * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if await self._is_used(middle) else (low, middle)
-        return low
-
-    async def _is_used(self, number: int) -> bool:
-        subject = self._client.subjects.session(f"{self.name}-{number}")
-        return await self._client.bus.last(subject) is not None
+        """The greatest number with a journal, -1 if there is none: those of earlier episodes may have left the log."""
+        subjects = self._client.subjects
+        prefix = subjects.session(f"{self.name}-")
+        found = [name.removeprefix(prefix) for name in await self._client.bus.list_subjects(subjects.session("*"))]
+        return max((int(number) for number in found if number.isdigit()), default=-1)
 
 
 def _task(settings: dict[str, Any], seed: int | None) -> Task:
