@@ -213,19 +213,6 @@ def conflict_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fleetbus.episodes, "_classify_conflict", lambda episode_state, result: "stored")
 
 
-def superseded_attempt_hands_back(patch: pytest.MonkeyPatch) -> None:
-    """A superseded attempt naks the request, which takes it away from whoever holds it now."""
-    run = attempts.Attempts._run
-
-    async def faulty(self: attempts.Attempts, request: Any, delivery: Any, episode_state: EpisodeState) -> None:
-        before = self._counters["superseded"]
-        await run(self, request, delivery, episode_state)
-        if self._counters["superseded"] > before:
-            await delivery.nak()
-
-    patch.setattr(attempts.Attempts, "_run", faulty)
-
-
 def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
     """Attempts take all the time that they like, and requesters never close an episode."""
     run = attempts.Attempts._run
@@ -251,42 +238,6 @@ def drain_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(environment.EnvironmentWorker, "_work", faulty)
 
 
-def lanes_shared(patch: pytest.MonkeyPatch) -> None:
-    """Every environment worker takes the first lane, whoever holds it."""
-    claim_lane = fleetbus.lanes.claim_lane
-
-    async def faulty(bus: Any, subjects: Any, *, role: str, names: Any, worker: str, nonce: str) -> Any:
-        lane = await claim_lane(bus, subjects, role=role, names=names, worker=worker, nonce=nonce)
-        return msgspec.structs.replace(lane, name=names[0])
-
-    patch.setattr(environment, "claim_lane", faulty)
-
-
-def pinned_version_ignored(patch: pytest.MonkeyPatch) -> None:
-    async def faulty(self: answers.ObservationHandler, version: int | None) -> None:
-        await anyio.lowlevel.checkpoint()
-
-    patch.setattr(answers.ObservationHandler, "_wait_for_version", faulty)
-
-
-def older_read_taken_for_newer(patch: pytest.MonkeyPatch) -> None:
-    """A replica that does not know the observation's claim yet is believed: the observation counts as stale."""
-    turns_before = histories.HistoryCache._turns_before
-
-    async def faulty(self: histories.HistoryCache, observation: Any) -> Any:
-        episode_state = await fleetbus.episodes.read_episode_state(self._bus, self._subjects, observation.episode_id)
-        if episode_state.attempts < observation.attempt:
-            raise histories.StaleObservation("another attempt than the newest")
-        return await turns_before(self, observation)
-
-    patch.setattr(histories.HistoryCache, "_turns_before", faulty)
-
-
-def one_try_at_a_history(patch: pytest.MonkeyPatch) -> None:
-    """A history that a replica does not hold yet is taken for lost at once."""
-    patch.setattr(histories, "LONGEST_LAG_SECONDS", 0.0)
-
-
 def seed_of_the_first_turn(patch: pytest.MonkeyPatch) -> None:
     """Every turn of an episode is sampled with the same seed."""
     compute = answers.compute_turn_seed
@@ -295,13 +246,3 @@ def seed_of_the_first_turn(patch: pytest.MonkeyPatch) -> None:
         return compute(msgspec.structs.replace(observation, turn=0))
 
     patch.setattr(answers, "compute_turn_seed", faulty)
-
-
-def replay_not_compared(patch: pytest.MonkeyPatch) -> None:
-    """An attempt that resumes shows the policy whatever it shows, and goes on."""
-    patch.setattr(session.EpisodeRunner, "_check_divergence", lambda self, messages: None)
-
-
-def attempts_counted_from_one_worker(patch: pytest.MonkeyPatch) -> None:
-    """Episodes become poison after the first attempt that was lost."""
-    patch.setattr(EpisodeState, "is_poison", lambda self, max_attempts: self.attempts > 0)

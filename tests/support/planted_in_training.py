@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 import fleetbus.actions as actions
-import fleetbus_workers.learner.checkpoint_storage as checkpoint_storage
 import fleetbus_workers.learner.journal as book
 import fleetbus_workers.learner.pool as pool
 import fleetbus_workers.learner.publication as publication
@@ -19,7 +18,7 @@ from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.core.ledger import Ledger
 from fleetbus.core.retention import Retention
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
-from fleetbus_workers.learner.checkpoints import Checkpoint, finish_checkpoint, list_checkpoints, read_checkpoint
+from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints, read_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.store import BusStore, FolderStore
 
@@ -103,18 +102,6 @@ def unreadable_checkpoint_means_the_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(resume, "choose_checkpoint", faulty)
 
 
-def torn_checkpoint_announced(patch: pytest.MonkeyPatch) -> None:
-    """A checkpoint whose writing failed is announced all the same."""
-
-    def faulty(started: Any) -> Any:
-        try:
-            return finish_checkpoint(started)
-        except OSError:
-            return started.partial.with_name(f"{started.checkpoint.lineage}-{started.checkpoint.step:06d}")
-
-    patch.setattr(checkpoint_storage, "finish_checkpoint", faulty)
-
-
 def fresh_weights_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ScriptedTrainer, "restore", lambda self, folder: None)
 
@@ -129,29 +116,8 @@ def exclusions_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool.GroupPool, "settle", faulty)
 
 
-def exclusions_cut_inside_a_group(patch: pytest.MonkeyPatch) -> None:
-    """An entry's limit is applied to episodes instead of groups: a checkpoint falls between two of one group."""
-
-    def faulty(self: pool.GroupPool) -> Any:
-        flat = [exclusion for group in self._excluded for exclusion in group]
-        excluded, rest = flat[: pool.EXCLUSIONS_PER_ENTRY], flat[pool.EXCLUSIONS_PER_ENTRY :]
-        self._excluded.clear()
-        if rest:
-            self._excluded.append(rest)
-        for exclusion in excluded:
-            self._settle(exclusion.episode_id)
-        return excluded
-
-    patch.setattr(pool.GroupPool, "take_exclusions", faulty)
-
-
 def floor_above_open_requests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "floor", property(lambda self: self._known + 1))
-
-
-def requests_under_way_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A request counts from when its position is known: the floor passes those that are being stored."""
-    patch.setattr(Ledger, "register_pending", lambda self, episode_id: None)
 
 
 def single_episodes_trained(patch: pytest.MonkeyPatch) -> None:
@@ -162,15 +128,6 @@ def single_episodes_trained(patch: pytest.MonkeyPatch) -> None:
         init(self, ledger, **options | {"minimum": 1})
 
     patch.setattr(pool.GroupPool, "__init__", faulty)
-
-
-def older_lineage_takes_over(patch: pytest.MonkeyPatch) -> None:
-    """A learner that was replaced while it began takes over from its successor."""
-    patch.setattr(book, "lineage_number", lambda name: 0)
-
-
-def lagging_actions_taken_for_missing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(actions, "LAG_PAUSES_SECONDS", ())
 
 
 def unsettled_content_trimmed(patch: pytest.MonkeyPatch) -> None:
