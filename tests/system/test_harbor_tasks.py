@@ -22,6 +22,7 @@ from fleetbus_workers.environment.adapters.harbor.factory import HarborEnvironme
 from fleetbus_workers.environment.adapters.harbor.sandbox_box import PREFIX, sweep_folders
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
+from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from tests.support.processes import children, until
 
 OURS = Path(__file__).parents[2] / "docs/examples/harbor"
@@ -46,6 +47,14 @@ async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     yield request.param
     assert list_folders() == before, "a folder of a box is left"
     await until(lambda: not children())
+
+
+@pytest.fixture
+def sandbox() -> None:
+    try:
+        require_isolation()
+    except IsolationUnavailable as unavailable:
+        pytest.skip(str(unavailable))
 
 
 def list_folders() -> set[Path]:
@@ -211,7 +220,7 @@ async def test_an_unhealthy_box_fails_its_episode(boxes: str, copy: Callable[...
             raise AssertionError("not reached")
 
 
-async def test_a_full_disk_ends_what_runs_and_nothing_else(copy: Callable[..., Path]) -> None:
+async def test_a_full_disk_ends_what_runs_and_nothing_else(sandbox: None, copy: Callable[..., Path]) -> None:
     toml = (OURS / "roman-numerals/task.toml").read_text().replace("storage_mb = 256", "storage_mb = 8")
     async for player in playing("sandbox", copy("roman-numerals", {"task.toml": toml})):
         assert "the disk is full" in await player.run("for i in 1 2 3; do head -c 6000000 /dev/zero > $i; done")
@@ -225,7 +234,9 @@ async def test_a_full_disk_ends_what_runs_and_nothing_else(copy: Callable[..., P
         ('network_mode = "no-network"\ndocker_image = "x"', "docker_image x is an image"),
     ],
 )
-async def test_what_needs_docker_is_refused_in_the_sandbox(copy: Callable[..., Path], toml: str, words: str) -> None:
+async def test_what_needs_docker_is_refused_in_the_sandbox(
+    sandbox: None, copy: Callable[..., Path], toml: str, words: str
+) -> None:
     text = (OURS / "roman-numerals/task.toml").read_text().replace('network_mode = "no-network"', toml)
     with pytest.raises(EnvironmentFailed, match=words):
         async for _ in playing("sandbox", copy("roman-numerals", {"task.toml": text})):
@@ -251,7 +262,7 @@ async def test_a_warm_box_serves_one_episode_and_is_removed(boxes: str) -> None:
     assert seen == ["done"] * 3
 
 
-def test_check_names_a_solution_that_fails_and_a_reward_for_nothing(copy: Callable[..., Path]) -> None:
+def test_check_names_a_solution_that_fails_and_a_reward_for_nothing(sandbox: None, copy: Callable[..., Path]) -> None:
     copy("roman-numerals", {"solution/solve.sh": "#!/bin/bash\ntrue\n"})
     folder = copy("log-report", {"steps/extract/tests/test.sh": "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"})
     (folder / "steps/summarize/tests/test.sh").write_text("#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
