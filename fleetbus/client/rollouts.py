@@ -211,6 +211,9 @@ class _GroupRunner:
             Turn(sequence=reference.sequence, lane=reference.lane, action=action)
             for reference, action in zip(result.actions, found[result.episode_id], strict=True)
         ]
+        if result.segments:  # their concatenation is no sequence that was sampled from
+            error = f"the episode has {len(result.segments)} segments, and a rollout is one sequence (environment.compaction)"
+            return _build_episode(task, result, (), outcome="lost", error=error)
         return _build_episode(task, result, turns, outcome=result.outcome, error=result.error)
 
 

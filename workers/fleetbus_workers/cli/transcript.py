@@ -43,6 +43,10 @@ def _print_turn(turn: TranscriptTurn, *, tokens: bool) -> None:
     for message in turn.messages:
         print(f"[{message.role}] {_format_content(message)}")
     action = turn.action
+    if action is not None and action.origin is not None:
+        origin = action.origin
+        kept = f"keeps {origin.kept} tokens of segment {origin.parent}, repeats {origin.repeated}"
+        print(f"  begins segment {action.segment}: {origin.reason}, {kept if origin.parent >= 0 else 'a new prompt'}")
     if action is None:
         print("(no action yet)")
         return
