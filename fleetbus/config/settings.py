@@ -343,6 +343,9 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
     packing: Annotated[bool, Meta(description="Put several sequences in one row instead of padding")] = False
     token_budget: Annotated[int, Meta(ge=0, description="Most tokens per forward pass, padding included; 0: no limit")] = 0
     max_tokens: Annotated[int, Meta(ge=0, description="Longer sequences are truncated at their end; 0: never")] = 0
+    processes: Annotated[
+        int, Meta(ge=0, description="Processes that share the model under `up`; 0: one per GPU of the learner, one on a CPU")
+    ] = 0
     device: Annotated[str, Meta(description="Device: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
     precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computation; weights stay float32")] = (
         "float32"

@@ -18,6 +18,7 @@ from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.up.model_checks import check_model_contents
+from fleetbus_workers.up.placement import find_gpus, place_roles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ def check_everything(
     check_trained_distribution(configuration.episode)
     check_installed(configuration)
     check_engine(configuration)
+    place_roles(configuration, find_gpus(os.environ))
     check_writable(Path(run.folder))
     if run.model:
         check_model(Path(run.model))

@@ -13,6 +13,7 @@ from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
 from fleetbus.datasets import is_remote
 from fleetbus.python_process import build_module_command
+from fleetbus_workers.up.placement import Placement
 from fleetbus_workers.up.process import ProcessPlan
 from fleetbus_workers.up.supervisor import Plan
 
@@ -27,6 +28,9 @@ SERVER_GRACE_SECONDS = 1.0
 
 DRAIN_SECONDS = 1.5
 """What a worker under `up` gets to finish what it has; then it hands back."""
+
+SHARED_STOP_SECONDS = 3600
+"""What processes that share a model get to stop, before their launcher kills them: the supervisor decides, and earlier."""
 
 RoleCommand = Callable[[str, str], Sequence[str]]
 """The command line of a role process, for its role and name; tests put scripted processes here."""
@@ -64,6 +68,19 @@ def replace_interpreter(python: str, command: RoleCommand) -> RoleCommand:
     return lambda role, name: [python, *command(role, name)[1:]]
 
 
+def share_model(processes: int, command: RoleCommand) -> RoleCommand:
+    """The same command line in several processes that share a model; when one dies, all end and are started again."""
+
+    def launch(role: str, name: str) -> Sequence[str]:
+        python, *options = command(role, name)
+        module = options.index("-m")
+        settings = ["--standalone", "--nproc-per-node", str(processes), "--shutdown-timeout", str(SHARED_STOP_SECONDS)]
+        launcher = ["-m", "torch.distributed.run", *settings]
+        return [python, *options[:module], *launcher, "-m", "--", *options[module + 1 :]]
+
+    return launch
+
+
 def build_role_plans(
     configuration: Configuration,
     folder: RunFolder,
@@ -71,12 +88,16 @@ def build_role_plans(
     variables: Mapping[str, str],
     command: RoleCommand,
     local: LocalRoles | None = None,
+    placement: Placement | None = None,
 ) -> list[Plan]:
     """The learner, the environment workers and the inference workers: processes, except the roles that are ``local``."""
+    placement = placement or Placement()
     local = local or {}
     commands = dict.fromkeys(STOP_LIMITS_SECONDS, command)
     if configuration.inference.python:
         commands["inference"] = replace_interpreter(configuration.inference.python, command)
+    if placement.processes > 1:
+        commands["learner"] = share_model(placement.processes, command)
     counted = (
         ("learner", 1, configuration.learner.threads),
         ("environment", configuration.environment.workers, 1),
@@ -90,7 +111,7 @@ def build_role_plans(
             stop_limit_seconds=STOP_LIMITS_SECONDS[role],
             command=_number_starts(commands[role], role, _format_worker_name(role, index, count)),
             log=folder.logs / f"{_format_worker_name(role, index, count)}.log",
-            environment=build_role_variables(configuration, url, variables, threads),
+            environment=build_role_variables(configuration, url, variables, threads) | placement.get_variables(role, index),
             output=(folder.checkpoints, folder.model) if role == "learner" else (),
         )
         for role, count, threads in counted

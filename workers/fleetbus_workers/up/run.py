@@ -28,6 +28,7 @@ from fleetbus_schemas import Subjects
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.log_follower import Follower
+from fleetbus_workers.up.placement import find_gpus, place_roles
 from fleetbus_workers.up.process_plans import LocalRoles, RoleCommand, build_role_plans, build_server_plan, build_stream_plan
 from fleetbus_workers.up.progress_guard import ProgressGuard
 from fleetbus_workers.up.server import end_stray_server
@@ -181,7 +182,10 @@ class Run:
                 await self._watch(bus, self._roles, progress, began)
 
     def _build_supervisor(self, url: str) -> Supervisor:
-        plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command, self._local)
+        placement = place_roles(self._configuration, find_gpus(os.environ))
+        if described := placement.describe():
+            self._display.line(described)
+        plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command, self._local, placement)
         return Supervisor(plans, final="learner", report=self._display.line)
 
     async def _watch(self, bus: Bus, roles: Supervisor, progress: Progress, began: float) -> None:

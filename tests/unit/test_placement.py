@@ -1,0 +1,89 @@
+"""GPUs by role: none is taken twice, and what does not fit is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from fleetbus.config.run_folder import run_folder
+from fleetbus.config.settings import Configuration, InferenceSettings, TrainerSettings
+from fleetbus.errors import UserError
+from fleetbus_workers.up.placement import VISIBLE, Placement, find_gpus, place_roles
+from fleetbus_workers.up.process import ProcessPlan
+from fleetbus_workers.up.process_plans import build_role_command, build_role_plans
+
+EIGHT = tuple(map(str, range(8)))
+
+
+def configured(engine: Literal["torch", "vllm"] = "vllm", workers: int = 4, **trainer: Any) -> Configuration:
+    return Configuration(
+        inference=InferenceSettings(engine=engine, workers=workers), trainer=TrainerSettings(**{"device": "cuda"} | trainer)
+    )
+
+
+def test_each_engine_has_a_gpu_and_the_learner_the_others() -> None:
+    placement = place_roles(configured(), EIGHT)
+    taken = [gpu for gpus in (placement.learner, *placement.inference) for gpu in gpus]
+    assert sorted(taken) == list(EIGHT)
+    assert placement.processes == 4
+    assert placement.get_variables("learner", 0) == {VISIBLE: "4,5,6,7"}
+    assert placement.get_variables("inference", 2) == {VISIBLE: "2"}
+    assert placement.get_variables("environment", 0) == {VISIBLE: ""}
+    assert placement.describe() == (
+        "GPUs: learner on 4+5+6+7, 4 processes; inference-0 on 0, inference-1 on 1, inference-2 on 2, inference-3 on 3"
+    )
+
+
+def test_processes_see_the_gpus_that_were_chosen_and_the_learner_is_launched_once_per_gpu(tmp_path: Path) -> None:
+    configuration = configured(workers=2)
+    plans = build_role_plans(
+        configuration,
+        run_folder(configuration.run),
+        "nats://h",
+        {VISIBLE: "0,1,2,3", "KEPT": "1"},
+        build_role_command(tmp_path / "config.json"),
+        placement=place_roles(configuration, ("0", "1", "2", "3")),
+    )
+    by_name = {plan.name: plan for plan in plans if isinstance(plan, ProcessPlan)}
+    assert {name: plan.environment[VISIBLE] for name, plan in by_name.items()} == {
+        "learner": "2,3",
+        "environment": "",
+        "inference-0": "0",
+        "inference-1": "1",
+    }
+    command = list(by_name["learner"].command(0))
+    assert (
+        command[2:5] == ["-m", "torch.distributed.run", "--standalone"]
+        and command[command.index("--nproc-per-node") + 1] == "2"
+    )
+    assert command[command.index("--") + 1 :][:2] == ["fleetbus_workers.cli", "learner"]
+    assert "torch.distributed.run" not in by_name["inference-0"].command(0)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "gpus", "reason"),
+    [
+        (configured(workers=1), ("0",), "need 2 GPUs, and 1 are visible"),
+        (configured(workers=8), EIGHT, "need 9 GPUs, and 8 are visible"),
+        (configured(workers=2, device="cpu"), ("0",), "2 inference workers need 2 GPUs"),
+        (configured(processes=5), EIGHT, "trainer.processes = 5: 4 GPUs are left"),
+        (configured(), (), "no GPU is visible here"),
+    ],
+)
+def test_what_does_not_fit_is_refused(configuration: Configuration, gpus: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        place_roles(configuration, gpus)
+
+
+def test_without_gpus_nothing_is_decided() -> None:
+    assert place_roles(Configuration(), ()) == Placement()
+    assert place_roles(configured("torch", device="auto"), ()).get_variables("learner", 0) == {}
+    assert place_roles(Configuration(), EIGHT).get_variables("learner", 0) == {}, "nothing uses them"
+    assert place_roles(configured("torch", device="cpu", processes=2), ()).processes == 2
+
+
+def test_visible_gpus_are_those_that_the_variable_names() -> None:
+    assert find_gpus({VISIBLE: "3, GPU-8f2"}) == ("3", "GPU-8f2")
+    assert find_gpus({VISIBLE: ""}) == find_gpus({VISIBLE: "-1"}) == ()

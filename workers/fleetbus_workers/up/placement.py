@@ -1,0 +1,91 @@
+"""Which GPUs each role gets: one per vLLM worker, the others for the learner, none for environment workers.
+
+Left alone, every process would take the first GPU: vLLM refuses a GPU whose memory is taken, and a learner beside it has none
+left.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+QUERY_SECONDS = 20.0
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """GPUs by role, as `VISIBLE` names them. ``processes`` are those that share the learner's model; one needs no launcher."""
+
+    learner: tuple[str, ...] = ()
+    inference: tuple[tuple[str, ...], ...] = ()
+    processes: int = 1
+    decided: bool = False
+    """False: there are no GPUs, or nothing uses them, and the processes' variables stay as they are."""
+
+    def get_variables(self, role: str, index: int) -> dict[str, str]:
+        """What a process of a role gets in its environment."""
+        if not self.decided:
+            return {}
+        chosen = {"learner": self.learner, "inference": self.inference[index] if role == "inference" and self.inference else ()}
+        return {VISIBLE: ",".join(chosen.get(role, ()))}
+
+    def describe(self) -> str:
+        """One line for a person; empty if nothing was decided."""
+        if not self.decided:
+            return ""
+        workers = ", ".join(f"inference-{index} on {'+'.join(gpus)}" for index, gpus in enumerate(self.inference) if gpus)
+        shared = f", {self.processes} processes" if self.processes > 1 else ""
+        learner = f"learner on {'+'.join(self.learner)}{shared}" if self.learner else "learner on the CPU"
+        return f"GPUs: {'; '.join(filter(None, (learner, workers)))}"
+
+
+def find_gpus(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs that processes started from here see, by the names that `VISIBLE` takes; torch is not imported for it."""
+    if VISIBLE in variables:
+        return tuple(name.strip() for name in variables[VISIBLE].split(",") if name.strip() not in ("", "-1", "NoDevFiles"))
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=QUERY_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(listed.stdout.split())
+
+
+def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:
+    """Place the roles of `up`. Raises `UserError` if the GPUs do not suffice."""
+    inference, trainer, local = configuration.inference, configuration.trainer, configuration.learner.trainer == "torch"
+    processes = trainer.processes
+    trains_there = local and trainer.device in ("auto", "cuda")
+    if not gpus or not (trains_there or inference.engine == "vllm"):
+        if local and trainer.device == "cuda":
+            raise UserError(
+                "trainer.device = cuda: no GPU is visible here; set trainer.device = cpu, or see CUDA_VISIBLE_DEVICES"
+            )
+        return Placement(processes=max(processes, 1))
+    engines = inference.workers if inference.engine == "vllm" else 0
+    if len(gpus) < engines + trains_there:
+        wanted = f"{engines} inference worker(s) and the learner" if trains_there else f"{engines} inference workers"
+        raise UserError(
+            f"{wanted} need {engines + trains_there} GPUs, and {len(gpus)} are visible: lower inference.workers, or set "
+            "trainer.device = cpu"
+        )
+    left = tuple(gpus[engines:]) if trains_there else ()
+    if processes > len(left) and trains_there:
+        raise UserError(f"trainer.processes = {processes}: {len(left)} GPUs are left for the learner, and each needs one")
+    learner = left[: processes or len(left)]
+    return Placement(
+        learner=learner,
+        inference=tuple((gpu,) for gpu in gpus[:engines]) or ((),) * inference.workers,
+        processes=len(learner) if trains_there else max(processes, 1),
+        decided=True,
+    )
