@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetbus.core.arrays import Array, find_namespace, stop_gradient
+from fleetbus.core.objectives import MAX_LOG_RATIO, limit_log_ratio
 
 
 def no_correction(difference: Array, mask: Array, *, low: float, high: float) -> Array:
@@ -21,34 +22,34 @@ def truncate_token(difference: Array, mask: Array, *, low: float, high: float) -
     """``min(pi / mu, high)`` per token: truncated importance sampling (TIS; Ionides 2008, and for engines that differ from
     their trainer Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)."""
     xp = find_namespace(difference)
-    return xp.clip(xp.exp(stop_gradient(difference)), 0.0, high)
+    return xp.clip(xp.exp(limit_log_ratio(stop_gradient(difference))), 0.0, high)
 
 
 def truncate_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``min(product over the sequence of pi / mu, high)``, the same for all tokens of a sequence."""
     xp = find_namespace(difference)
     total = xp.sum(stop_gradient(difference) * mask, -1)
-    return xp.clip(xp.exp(total), 0.0, high)[:, None] * xp.ones_like(difference)
+    return xp.clip(xp.exp(limit_log_ratio(total)), 0.0, high)[:, None] * xp.ones_like(difference)
 
 
 def mask_token(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``pi / mu`` where it is within ``[low, high]``, else 0: masked importance sampling (MIS; IcePop in Ring-1T, arXiv
     2510.18855)."""
     xp = find_namespace(difference)
-    ratio = xp.exp(stop_gradient(difference))
+    ratio = xp.exp(limit_log_ratio(stop_gradient(difference)))
     return xp.where((ratio >= low) & (ratio <= high), ratio, xp.zeros_like(ratio))
 
 
 def plain(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """``pi / mu`` per token, unbounded: with `ppo_clip` on the ratio to pi it is decoupled PPO as published (AReaL, arXiv
     2505.24298); the bounded weights above and below are what is used of it in practice."""
-    return find_namespace(difference).exp(stop_gradient(difference))
+    return find_namespace(difference).exp(limit_log_ratio(stop_gradient(difference)))
 
 
 def mask_sequence(difference: Array, mask: Array, *, low: float, high: float) -> Array:
     """The product over the sequence of ``pi / mu`` where it is within ``[low, high]``, else 0 for the whole sequence."""
     xp = find_namespace(difference)
-    ratio = xp.exp(xp.sum(stop_gradient(difference) * mask, -1))
+    ratio = xp.exp(limit_log_ratio(xp.sum(stop_gradient(difference) * mask, -1)))
     return xp.where((ratio >= low) & (ratio <= high), ratio, xp.zeros_like(ratio))[:, None] * xp.ones_like(difference)
 
 
@@ -57,7 +58,7 @@ def geometric_mask(difference: Array, mask: Array, *, low: float, high: float) -
     bounds are tight, for example ``[0.99, 1.01]``."""
     xp = find_namespace(difference)
     mean = xp.sum(stop_gradient(difference) * mask, -1) / xp.clip(xp.sum(mask, -1), 1.0, float("inf"))
-    ratio = xp.exp(mean)
+    ratio = xp.exp(limit_log_ratio(mean))
     keep = xp.where((ratio >= low) & (ratio <= high), xp.ones_like(ratio), xp.zeros_like(ratio))
     return keep[:, None] * xp.ones_like(difference)
 
@@ -88,7 +89,8 @@ def kl_k2(logprobs: Array, reference: Array) -> Array:
 def kl_k3(logprobs: Array, reference: Array) -> Array:
     """``exp(log ref - log pi) - (log ref - log pi) - 1``: unbiased and never negative."""
     difference = reference - logprobs
-    return find_namespace(difference).exp(difference) - difference - 1.0
+    limited = find_namespace(difference).clip(difference, -float("inf"), MAX_LOG_RATIO)
+    return find_namespace(difference).exp(limited) - limited - 1.0
 
 
 def kl_penalty(divergence: Array, mask: Array) -> Array:

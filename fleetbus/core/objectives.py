@@ -14,6 +14,9 @@ import msgspec
 
 from fleetbus.core.arrays import Array, find_namespace, stop_gradient
 
+MAX_LOG_RATIO = 20.0
+"""Ratios between 2e-9 and 5e8 are enough for any clip; above e^88 float32 has none, and one token made the whole step NaN."""
+
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
     """How far an objective follows a token: ratios between ``1 - low`` and ``1 + high``. ``high`` above ``low`` is clip-higher
@@ -37,7 +40,7 @@ def gspo(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, c
     gradient reaches each token through ``sg(s) pi / sg(pi)`` (GSPO, arXiv 2507.18071). Meant for `sequence_mean` and small
     clips."""
     xp = find_namespace(logprobs)
-    sequence = stop_gradient(_sequence_mean((logprobs - old_logprobs) * mask, mask))
+    sequence = stop_gradient(limit_log_ratio(_sequence_mean((logprobs - old_logprobs) * mask, mask)))
     return _clip_ratio(xp.exp(sequence[:, None] + (logprobs - stop_gradient(logprobs))), advantages, clip)
 
 
@@ -56,8 +59,7 @@ def dppo_tv(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array
     """
     xp = find_namespace(logprobs)
     now = stop_gradient(logprobs)
-    moved = xp.exp(now) - xp.exp(old_logprobs)
-    outside = ((advantages > 0) & (moved > clip.high)) | ((advantages <= 0) & (moved < -clip.low))
+    outside = _moved_too_far(_compute_moved(now, old_logprobs), advantages, clip)
     losses = -token_ratio(logprobs, old_logprobs) * advantages
     return xp.where(outside, xp.zeros_like(losses), losses)
 
@@ -74,8 +76,28 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def token_ratio(logprobs: Array, old_logprobs: Array) -> Array:
-    """``pi / pi_old`` per token."""
-    return find_namespace(logprobs).exp(logprobs - old_logprobs)
+    """``pi / pi_old`` per token, of which the logarithm is kept within `MAX_LOG_RATIO`."""
+    return find_namespace(logprobs).exp(limit_log_ratio(logprobs - old_logprobs))
+
+
+def limit_log_ratio(difference: Array) -> Array:
+    """Log-ratios within `MAX_LOG_RATIO`; beyond it they have no gradient."""
+    return _limit_ratio(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def find_clipped(objective: str, logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
+    """True [B, T] where ``objective`` limits a token: no gradient reaches it, or (``cispo``) less weight than its ratio."""
+    if objective == "dppo_tv":
+        moved = _compute_moved(logprobs, old_logprobs)
+        return _moved_too_far(moved, advantages, clip)
+    difference = logprobs - old_logprobs
+    if objective == "gspo":
+        xp = find_namespace(difference)
+        difference = _sequence_mean(difference * mask, mask)[:, None] * xp.ones_like(difference)
+    ratio = find_namespace(difference).exp(limit_log_ratio(difference))
+    if objective == "cispo":
+        return (ratio > 1.0 + clip.high) | (ratio < 1.0 - clip.low)
+    return outside_clip(ratio, advantages, clip)
 
 
 def outside_clip(ratio: Array, advantages: Array, clip: Clip) -> Array:
@@ -102,6 +124,15 @@ def sequence_sum(losses: Array, mask: Array, *, sequences: float) -> Array:
 def constant_mean(losses: Array, mask: Array, *, sequences: float, length: float) -> Array:
     """``sum(losses) / (sequences * length)`` with a constant ``length``: no bias by the length of a sequence (Dr. GRPO)."""
     return find_namespace(losses).sum(losses * mask) / (sequences * length)
+
+
+def _compute_moved(logprobs: Array, old_logprobs: Array) -> Array:
+    xp = find_namespace(logprobs)
+    return xp.exp(logprobs) - xp.exp(old_logprobs)
+
+
+def _moved_too_far(moved: Array, advantages: Array, clip: Clip) -> Array:
+    return ((advantages > 0) & (moved > clip.high)) | ((advantages <= 0) & (moved < -clip.low))
 
 
 def _clip_ratio(ratio: Array, advantages: Array, clip: Clip) -> Array:

@@ -11,7 +11,7 @@ import torch
 
 from fleetbus.core.corrections import kl_k3
 from fleetbus.core.losses import LossPlan, compute_token_losses, reduce_losses, select_old_logprobs
-from fleetbus.core.objectives import outside_clip, token_ratio
+from fleetbus.core.objectives import find_clipped, token_ratio
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch
 from fleetbus_workers.learner.torch.sharding import Shards
@@ -124,8 +124,10 @@ def compute_loss(
     loss: torch.Tensor = reduce_losses(plan, losses, mask, tokens=totals.tokens, sequences=totals.sequences)
     measured.add_loss(loss)
     with torch.no_grad():
-        ratio = token_ratio(scores.logprobs, select_old_logprobs(plan, tokens.logprobs, proximal))
-        clipped = outside_clip(ratio, tokens.advantages, plan.clip)
+        old = select_old_logprobs(plan, tokens.logprobs, proximal)
+        ratio = token_ratio(scores.logprobs, old)
+        now, before, advantages = (batch.to_rows(values) for values in (scores.logprobs, old, tokens.advantages))
+        clipped = find_clipped(plan.objective, now, before, advantages, mask, plan.clip).flatten()[batch.places]
         measured.add_tokens(
             entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
@@ -47,6 +48,8 @@ from fleetbus_workers.learner.torch.token_scores import Scores
 
 if TYPE_CHECKING:
     from fleetbus_workers.learner.torch.images import TrainingImages
+
+log = structlog.get_logger()
 
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
 """Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
@@ -106,7 +109,8 @@ class TorchTrainer:
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """See `Trainer.train`. Further metrics: ``ratio_mean``, ``kl`` (k3, to the sampler), ``learning_rate``,
-        ``skipped_updates`` (their gradient was not finite), ``tokens_cut`` (beyond ``max_tokens``) and ``seconds``."""
+        ``skipped_updates`` (their gradient was not finite), ``sequences_excluded`` (numbers that are not finite),
+        ``tokens_cut`` (beyond ``max_tokens``) and ``seconds``."""
         started = time.perf_counter()
         self.shards.enter_thread()
         if not batch or any(sequence.loss_mask[0] for sequence in batch):
@@ -115,6 +119,7 @@ class TorchTrainer:
             raise UserError(
                 "the batch contains images, and this trainer reads text only: set environment.images = true for the learner"
             )
+        given, batch = len(batch), _leave_out_faulty(batch)
         longest = sum(len(sequence.ids) for sequence in batch)
         batch = [truncate_sequence(sequence, self.settings.trainer.max_tokens) for sequence in batch]
         measured = LossMetrics()
@@ -133,6 +138,7 @@ class TorchTrainer:
             "grad_norm": sum(norms) / len(norms),
             "skipped_updates": float(sum(not math.isfinite(norm) for norm in norms)),
             "learning_rate": rate,
+            "sequences_excluded": float(given - len(batch)),
             "tokens_cut": float(longest - sum(len(sequence.ids) for sequence in batch)),
             "seconds": time.perf_counter() - started,
         }
@@ -387,6 +393,19 @@ class TorchTrainer:
             (True, [index for index, still in enumerate(idle) if not still]),
             (False, [index for index, still in enumerate(idle) if still]),
         )
+
+
+def _leave_out_faulty(batch: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
+    """The batch without sequences whose numbers are not finite: one would make the gradient of all of them NaN. Raises
+    `ValueError` if none is left."""
+    finite = [bool(np.isfinite(each.logprobs).all() and np.isfinite(each.advantages).all()) for each in batch]
+    if all(finite):
+        return batch
+    faulty = [each.episode_id for each, good in zip(batch, finite, strict=True) if not good]
+    log.warning("sequences have numbers that are not finite; training the others", episodes=faulty[:16], count=len(faulty))
+    if not any(finite):
+        raise ValueError(f"no sequence of the batch has finite log-probabilities and advantages: {', '.join(faulty[:3])} ...")
+    return [each for each, good in zip(batch, finite, strict=True) if good]
 
 
 def _concatenate(known: list[torch.Tensor] | None, batch: MicroBatch) -> torch.Tensor | None:
