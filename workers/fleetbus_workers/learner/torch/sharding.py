@@ -60,6 +60,14 @@ class Shards:
         places = [turn * self.world + self.rank for turn in range(rounds)]
         return [(items[place], True) if place < len(items) else (items[0], False) for place in places]
 
+    def average_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Of parameters that every process holds whole, such as adapters; those of shards were averaged on their way."""
+        for parameter in parameters if self._mesh is not None else ():
+            if not hasattr(parameter, "full_tensor"):
+                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                dist.all_reduce(gradient)
+                parameter.grad = gradient.div_(self.world)
+
     def sum_across(self, values: Sequence[float]) -> list[float]:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 

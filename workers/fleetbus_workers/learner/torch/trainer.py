@@ -333,6 +333,7 @@ class TorchTrainer:
             if loss.requires_grad:
                 # Shards average their gradients; the loss is a sum over all micro-batches.
                 torch.autograd.backward(loss if self.shards.world == 1 else loss * (self.shards.world if counts else 0.0))
+        self.shards.average_gradients(self._list_trained())
         norm = gather_tensor(torch.nn.utils.clip_grad_norm_(self._list_trained(), self.settings.learner.max_grad_norm)).item()
         if math.isfinite(norm):
             self._optimizer.step()
