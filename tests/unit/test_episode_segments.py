@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fleetbus.config.settings import EnvironmentSettings
@@ -9,6 +10,7 @@ from fleetbus.core.history import Turn
 from fleetbus.core.segments import SegmentError
 from fleetbus_schemas import NEW_ROOT, Action, ChatMessage, SegmentOrigin
 from fleetbus_schemas.tokens import pack_ids
+from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
 from fleetbus_workers.environment.base import ContextChange
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, find_context_tokens
 
@@ -93,3 +95,21 @@ def test_a_context_is_as_long_as_the_episode_unless_turns_may_be_dropped() -> No
     assert find_context_tokens(EnvironmentSettings(), 1000, 250) == 1000
     assert find_context_tokens(SETTINGS, 1000, 250) == 250
     assert find_context_tokens(EnvironmentSettings(context_tools=True), 1000, 0) == 1000
+
+
+def test_the_policy_drops_turns_with_a_tool_and_is_told_of_wrong_arguments() -> None:
+    tools = ContextTools(1000)
+    assert tools.call("manage_context", {"keep_recent_turns": "two"}, []).failed
+    assert tools.take_change() is None
+    assert "last 2 turns" in str(tools.call("manage_context", {"keep_recent_turns": 2}, []).content)
+    assert tools.take_change() == ContextChange(keep_turns=2)
+    assert tools.take_change() is None, "it is asked for once"
+
+
+def test_the_tools_count_what_the_present_context_holds() -> None:
+    tools = ContextTools(1000)
+    first = Action(episode_id="e", attempt=1, turn=0, text="", prompt_delta=pack_ids(range(10)), sampled=pack_ids(range(5)))
+    tools.record_action(first)
+    origin = SegmentOrigin(parent=0, kept=8, reason="context_dropped")
+    tools.record_action(msgspec.structs.replace(first, turn=1, segment=1, origin=origin))
+    assert (tools.turns, tools.tokens) == (2, 8 + 15)
