@@ -183,6 +183,9 @@ def _check_rollout(episode: Episode, episodes: EpisodeChecker, observer: Observe
     if result is None:
         observer.violate("a rollout has its result in the log", episode.episode_id)
         return
+    if result.segments:  # a rollout is one sequence
+        observer.require(episode.outcome == "lost", "a rollout of several segments is lost", episode.episode_id)
+        return
     history = record.history(result.attempt)[: result.turns]
     ids = tuple(collect_token_ids(history)) if episode.outcome == result.outcome else ()
     observer.require(episode.ids == ids, "a rollout has the tokens of its result", f"{episode.episode_id}: {len(episode.ids)}")
