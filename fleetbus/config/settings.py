@@ -286,6 +286,10 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
         Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"],
         Meta(description="How token losses are aggregated"),
     ] = "token_mean"
+    segment_weight: Annotated[
+        Literal["episode", "token", "segment"],
+        Meta(description="What counts as one sequence of an episode with several segments: all of it, none, or each segment"),
+    ] = "episode"
     loss_scale_factor: Annotated[int, Meta(ge=1, description="Divisor of constant_mean, in tokens")] = 1024
     rollout_correction: Annotated[
         Literal["none", "tis", "tis_sequence", "icepop", "mis_sequence", "geometric", "decoupled"],

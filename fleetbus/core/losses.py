@@ -59,13 +59,20 @@ def compute_token_losses(
     return losses
 
 
-def reduce_losses(plan: LossPlan, losses: Array, mask: Array, *, tokens: float, sequences: float) -> Array:
+def reduce_losses(
+    plan: LossPlan, losses: Array, mask: Array, *, tokens: float, sequences: float, shares: Array | None = None
+) -> Array:
     """One number. ``tokens`` and ``sequences`` count the whole batch, so that the parts of a batch add up; tokens that a
-    correction dropped still count."""
-    if plan.reduction == "token_mean":
+    correction dropped still count.
+
+    Rows are leaves of episodes. ``shares`` [B] is the part of its sequence's sampled tokens that each row holds: with
+    ``segment_weight`` "episode" the leaves of an episode are one sequence, so their means add up to the mean over all its
+    tokens; with "segment" each is a sequence, and there are no shares. "token" is `token_mean` whatever the reduction."""
+    if plan.reduction == "token_mean" or plan.segment_weight == "token":
         return token_mean(losses, mask, tokens=tokens)
     if plan.reduction == "sequence_mean":
-        return sequence_mean(losses, mask, sequences=sequences)
+        weighted = losses if shares is None else losses * shares[:, None]
+        return sequence_mean(weighted, mask, sequences=sequences)
     if plan.reduction == "sequence_sum":
         return sequence_sum(losses, mask, sequences=sequences)
     return constant_mean(losses, mask, sequences=sequences, length=plan.loss_scale_factor)

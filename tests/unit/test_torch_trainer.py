@@ -310,7 +310,7 @@ def test_the_learning_rate_warms_up_and_decays_with_progress(folder):
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder, tmp_path):
     trainer = TorchTrainer(folder)
     before = weights(trainer, tmp_path)
-    batch = make_batch(folder, count=2, advantages=[math.inf, 1.0])
+    batch = make_batch(folder, count=2, advantages=[3e38, 1.0])  # finite, as what comes in has to be
 
     metrics = trainer.train(batch, version=0, progress=0.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,14 +20,25 @@ from fleetbus_workers.learner.torch.token_scores import Scores
 
 
 class Totals(NamedTuple):
-    """Of all sequences of one optimizer step: the denominators of the reductions."""
+    """Of one optimizer step: the denominators of the reductions, and of each of its leaves the part of its sequence's sampled
+    tokens that it holds."""
 
     tokens: int
     sequences: int
+    shares: tuple[float, ...]
 
     @classmethod
-    def from_sequences(cls, batch: Sequence[TrainingSequence]) -> Totals:
-        return cls(max(sum(int(sequence.loss_mask.sum()) for sequence in batch), 1), len(batch))
+    def from_sequences(cls, batch: Sequence[TrainingSequence], plan: LossPlan) -> Totals:
+        """What a sequence is, is said by ``plan.segment_weight``: the leaves of an episode in this step, or each leaf."""
+        counts = [int(leaf.loss_mask.sum()) for leaf in batch]
+        tokens = max(sum(counts), 1)
+        if plan.segment_weight == "segment":
+            return cls(tokens, len(batch), (1.0,) * len(batch))
+        by_episode: Counter[str] = Counter()
+        for leaf, count in zip(batch, counts, strict=True):
+            by_episode[leaf.episode_id] += count
+        shares = [count / (by_episode[leaf.episode_id] or 1) for leaf, count in zip(batch, counts, strict=True)]
+        return cls(tokens, len(by_episode), tuple(shares))
 
 
 class SampledTokens(NamedTuple):
@@ -121,7 +133,8 @@ def compute_loss(
         mask=mask,
         reference=None if reference is None else batch.to_rows(reference),
     )
-    loss: torch.Tensor = reduce_losses(plan, losses, mask, tokens=totals.tokens, sequences=totals.sequences)
+    shares = torch.tensor([totals.shares[index] for index in batch.indices], dtype=mask.dtype, device=mask.device)
+    loss: torch.Tensor = reduce_losses(plan, losses, mask, tokens=totals.tokens, sequences=totals.sequences, shares=shares)
     measured.add_loss(loss)
     with torch.no_grad():
         old = select_old_logprobs(plan, tokens.logprobs, proximal)

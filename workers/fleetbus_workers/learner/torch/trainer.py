@@ -314,7 +314,7 @@ class TorchTrainer:
         ``fresh`` is the version whose tokens were sampled with the weights as they are now.
         """
         part = batch[chosen]
-        totals = Totals.from_sequences(part)
+        totals = Totals.from_sequences(part, self.settings.loss)
         proximal, reference = (known[chosen] if known is not None else None for known in initial)
         plan = self.settings.loss
         for micro_batch, tokens, scores, counts in self._iterate_scored(part, self._model):
