@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fleetbus.config.settings import Configuration, Settings
+from fleetbus.config.settings import Configuration
+from fleetbus.config.table import Settings
 
 VARIABLE_PREFIX = "FLEETBUS_"
 REPEATABLE = frozenset({"run.environment"})

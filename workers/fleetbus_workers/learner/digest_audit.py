@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.config.settings import AlgorithmSettings, EpisodeSettings, LearnerSettings, Settings
+from fleetbus.config.settings import AlgorithmSettings, EpisodeSettings, LearnerSettings
+from fleetbus.config.table import Settings
 from fleetbus.core.audit_findings import Finding, Findings
 from fleetbus.core.audit_training import TrainingAudit
 from fleetbus.core.groups import Group
