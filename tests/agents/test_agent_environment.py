@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment, FolderTools
@@ -142,6 +143,19 @@ def test_an_agent_that_is_not_there_is_refused_in_one_line(spec: str, message: s
     with pytest.raises(UserError, match=message) as error:
         build_environment_factory(spec, verifier=None)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Configuration(environment=EnvironmentSettings(compaction="drop")),
+        Configuration(inference=InferenceSettings(reasoning="template")),
+    ],
+    ids=["compaction", "reasoning"],
+)
+def test_a_context_that_others_would_change_is_refused(settings: Configuration) -> None:
+    with pytest.raises(UserError, match="decides about its context itself"):
+        build_environment_factory(SPEC, verifier=None, configuration=settings)  # type: ignore[arg-type]
 
 
 async def test_a_file_outside_of_the_agents_folder_is_not_read(tmp_path: Path) -> None:

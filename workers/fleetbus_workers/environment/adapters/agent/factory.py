@@ -25,6 +25,11 @@ def build_agent_factory(context: AdapterContext) -> Factory:
     command = build_command(context.spec, context.rest)
     endpoint = AgentEndpoint()
     settings = context.settings
+    if settings.environment.compaction != "off" or settings.inference.reasoning == "template":
+        raise UserError(
+            f"environment {context.spec!r}: an agent decides about its context itself: leave out environment.compaction and "
+            "inference.reasoning = template"
+        )
     passed = {name.strip() for name in settings.environment.pass_variables.split(",")}
     make = partial(
         AgentEnvironment,
