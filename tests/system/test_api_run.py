@@ -256,7 +256,12 @@ def test_a_script_that_is_interrupted_or_ends_leaves_no_process(tmp_path: Path, 
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2]), body=BODIES[body]))
     with (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, str(script)], cwd=tmp_path, stdout=out, stderr=out, env={**os.environ, "SCRIPT": "wait"}
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "SCRIPT": "wait"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by what runs in the background
         )
     output = tmp_path / "out"
     try:

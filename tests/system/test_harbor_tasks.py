@@ -20,6 +20,7 @@ from fleetbus_schemas import Action
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
 from fleetbus_workers.environment.adapters.harbor.factory import HarborEnvironments
 from fleetbus_workers.environment.adapters.harbor.sandbox_box import PREFIX, sweep_folders
+from fleetbus_workers.environment.adapters.providers.base import build_process_owner
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
@@ -58,7 +59,8 @@ def sandbox() -> None:
 
 
 def list_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    """Those of this process; others may be at work beside it."""
+    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}{build_process_owner()}-*"))
 
 
 @pytest.fixture
