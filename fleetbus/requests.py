@@ -60,12 +60,22 @@ class Requests:
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", reason=str(unanswered))
             else:
-                was_full, self.full = self.full, bool(limit) and used >= limit * self._configuration.nats.admission
+                was_full, self.full = self.full, self._is_short(used, limit)
                 if not self.full:
                     return
                 if not was_full:
                     log.warning("log is full; admission waits for room", used_bytes=used, limit_bytes=limit)
             await anyio.sleep(RETRY_SECONDS)
+
+    async def is_short_of_room(self) -> bool:
+        """Whether new work would wait for room now; False if the server does not say."""
+        try:
+            return self._is_short(*await self._bus.usage())
+        except RequestUnanswered:
+            return False
+
+    def _is_short(self, used: int, limit: int) -> bool:
+        return bool(limit) and used >= limit * self._configuration.nats.admission
 
     def build_request(
         self,

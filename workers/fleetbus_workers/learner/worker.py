@@ -362,7 +362,8 @@ class Learner:
         self._signal.record_step(done, self._bus.now_ns())
         await self._publish_version()
         self._counters["steps"] += 1
-        if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
+        due = self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps
+        if due or await self._requests.is_short_of_room():  # trimmed up to a checkpoint only, the log could fill meanwhile
             await self._store_checkpoint()
 
     async def _store_checkpoint(self) -> None:
