@@ -19,7 +19,7 @@ LIMITS = SandboxLimits(
 FILL = """
 import mmap, os, time
 {opened}
-for offset in range(0, 160 << 20, 1 << 20):
+for offset in range(0, len(memory), 1 << 20):
     memory[offset:offset + (1 << 20)] = b"x" * (1 << 20)
     {dropped}
 time.sleep(15)
