@@ -21,6 +21,7 @@ from fleetbus.core.claims import EpisodeState, build_result_without_attempt
 from fleetbus.episodes import RETRY_SECONDS, read_episode_state, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.floor import read_floor
+from fleetbus.log_room import LogRoom
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
 
@@ -48,11 +49,12 @@ class Requests:
         self._open: dict[str, tuple[EpisodeRequested, int]] = {}
         self._next_sequence = 0
         """The first log position at which what is made now can stand, as far as is known."""
+        self._room = LogRoom(configuration.nats.admission)
         self.full = False
         """True while new work waits for room in the log."""
 
-    async def wait_for_room(self) -> None:
-        """Return once the log has room for new work."""
+    async def wait_for_room(self, episodes: int = 1) -> None:
+        """Return once the log has room for so many more, beside what those that were asked for will store."""
         while True:
             try:
                 used, limit = await self._bus.usage()
@@ -60,7 +62,7 @@ class Requests:
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", reason=str(unanswered))
             else:
-                was_full, self.full = self.full, self._is_short(used, limit)
+                was_full, self.full = self.full, self._room.is_short(used, limit, admitted=len(self._open), wanted=episodes)
                 if not self.full:
                     return
                 if not was_full:
@@ -70,12 +72,9 @@ class Requests:
     async def is_short_of_room(self) -> bool:
         """Whether new work would wait for room now; False if the server does not say."""
         try:
-            return self._is_short(*await self._bus.usage())
+            return self._room.is_short(*await self._bus.usage(), admitted=len(self._open))
         except RequestUnanswered:
             return False
-
-    def _is_short(self, used: int, limit: int) -> bool:
-        return bool(limit) and used >= limit * self._configuration.nats.admission
 
     def build_request(
         self,
@@ -167,7 +166,8 @@ class Requests:
         self._open[request.episode_id] = (request, sequence)
 
     def mark_answered(self, episode_id: str) -> None:
-        self._open.pop(episode_id, None)
+        if self._open.pop(episode_id, None) is not None:
+            self._room.record_end()
 
     async def close_expired(self, found: Callable[[EpisodeFinished], None] = lambda result: None) -> None:
         """Until cancelled, store a ``timeout`` result for every request whose deadline and grace have passed (rule 9).

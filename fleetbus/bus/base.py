@@ -116,7 +116,8 @@ class Bus(Protocol):
         """The server's clock in Unix nanoseconds, as far as it can be known here (monotonic between corrections)."""
 
     async def declare(self, plan: RunPlan) -> None:
-        """Create streams and consumers as planned, or leave them as they are if they exist; repeating is harmless."""
+        """Create streams and consumers as planned, or leave them as they are if they exist; repeating is harmless. A
+        limit of the log that is planned higher is raised; raises `BusError` for any other difference."""
 
     async def publish(
         self,

@@ -123,8 +123,10 @@ class MemoryServer:
         found = self._streams.get(plan.name)
         if found is None:
             self._streams[plan.name] = MemoryStream(plan)
-        else:
-            _compare(f"stream {plan.name}", plan, found.plan)
+            return
+        if found.plan.max_bytes and (not plan.max_bytes or plan.max_bytes > found.plan.max_bytes):
+            found.plan = msgspec.structs.replace(found.plan, max_bytes=plan.max_bytes)
+        _compare(f"stream {plan.name}", plan, found.plan)
 
     def _declare_consumer(self, stream: str, plan: ConsumerPlan) -> None:
         found = self._consumers.get((stream, plan.name))

@@ -110,7 +110,7 @@ async def rollouts(
             async with finished, anyio.create_task_group() as playing:
                 for task in tasks:
                     await places.acquire()
-                    await requests.wait_for_room()
+                    await requests.wait_for_room(group_size)
                     playing.start_soon(group_runner.play_group, task, finished.clone())
 
         async def iterate_groups() -> AsyncGenerator[RolloutGroup, None]:

@@ -133,6 +133,19 @@ async def test_a_full_log_refuses_until_there_is_room(world: Any) -> None:
         assert (await bus.history([subject]))[0].sequence == 6
 
 
+async def test_a_full_log_takes_more_once_it_is_declared_with_a_higher_limit_and_never_shrinks(world: Any) -> None:
+    subject = world.subjects.episode("e1")
+    async with world.ready(max_bytes=20_000) as bus:
+        with pytest.raises(LogFull):
+            for _ in range(100):
+                await bus.publish(subject, bytes(1000))
+        await bus.declare(world.plan(max_bytes=40_000))
+        await bus.publish(subject, bytes(1000))
+        with pytest.raises(BusError, match="max_bytes"):
+            await bus.declare(world.plan(max_bytes=20_000))
+        assert (await bus.usage())[1] == 40_000
+
+
 async def test_a_stream_of_last_values_keeps_one_entry_per_subject(world: Any) -> None:
     one, two = world.subjects.lane("inference", "i0"), world.subjects.lane("inference", "i1")
     async with world.ready() as bus:

@@ -24,7 +24,7 @@ class RecordedRequests(Requests):
         self.asked: list[EpisodeRequested] = []
         self.room: float = math.inf
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_room(self, episodes: int = 1) -> None:
         if len(self.asked) >= self.room:
             await anyio.sleep_forever()
 

@@ -119,7 +119,16 @@ async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
     config = found["config"]
     if (config.get("metadata") or {}).get(_WANTED) == str(plan.max_bytes):
         wanted["max_bytes"] = config["max_bytes"]
+    if _is_larger(wanted["max_bytes"], config["max_bytes"]):
+        await api.ask(f"STREAM.UPDATE.{plan.name}", config | {"max_bytes": wanted["max_bytes"]})
+        log.info("nats: limit of %s raised from %d to %d bytes", plan.name, config["max_bytes"], wanted["max_bytes"])
+        config["max_bytes"] = wanted["max_bytes"]
     _compare(f"stream {plan.name}", wanted, config)
+
+
+def _is_larger(wanted: int, found: int) -> bool:
+    """Whether a limit in bytes (-1: none) is above another."""
+    return found != -1 and (wanted == -1 or wanted > found)
 
 
 async def _create_stream(api: JetStreamApi, plan: StreamPlan, wanted: dict[str, Any]) -> bool:

@@ -84,7 +84,7 @@ class Admission:
                 continue
             for _ in range(admissible):
                 await self._wait_while_failing()
-                await self._requests.wait_for_room()
+                await self._requests.wait_for_room(self._settings.group_size)
                 group_id = f"g{self.next_group:06d}"
                 self.next_group += 1
                 await self._request_group(group_id, range(self._settings.group_size))

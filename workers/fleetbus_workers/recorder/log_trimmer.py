@@ -198,6 +198,9 @@ class LogTrimmer:
 
     async def _shorten_journals(self, over: dict[str, int]) -> None:
         """A log without room even for the floor: of journals that ended only the end is needed to refuse what comes late."""
+        if not over:
+            log.error("log is full and nothing in it may leave yet; raise its limit (fleetbus init --nats-max-bytes)")
+            return
         log.warning("log is full; shortening journals of ended sessions to their ends", sessions=len(over))
         for session, last in islice(over.items(), MAX_JOURNALS_PER_TRIM):
             await self._bus.purge(self._subjects.session(session), below=last)

@@ -1,0 +1,57 @@
+"""How much the admitted work will still store is measured by the growth of the log."""
+
+from __future__ import annotations
+
+from fleetbus.log_room import MEASURED_EPISODES, LogRoom
+
+LIMIT = 1_000_000
+
+
+def measure(room: LogRoom, *, used: int, bytes_per_episode: int, episodes: int) -> int:
+    room.is_short(used, LIMIT, admitted=0)
+    for _ in range(episodes):
+        room.record_end()
+    used += bytes_per_episode * episodes
+    room.is_short(used, LIMIT, admitted=0)
+    return used
+
+
+def test_without_a_limit_there_is_always_room() -> None:
+    assert not LogRoom(0.7).is_short(10**12, 0, admitted=1000)
+
+
+def test_work_waits_above_the_share_for_admission_whatever_is_on_its_way() -> None:
+    room = LogRoom(0.7)
+    assert not room.is_short(699_999, LIMIT, admitted=0)
+    assert room.is_short(700_000, LIMIT, admitted=0)
+
+
+def test_work_waits_when_what_was_admitted_may_fill_the_log() -> None:
+    room = LogRoom(0.7)
+    used = measure(room, used=0, bytes_per_episode=20_000, episodes=16)
+    assert room.bytes_per_episode == 20_000
+    assert not room.is_short(used, LIMIT, admitted=20, wanted=4)
+    assert room.is_short(used, LIMIT, admitted=28, wanted=4)
+
+
+def test_a_group_larger_than_the_room_is_admitted_once_nothing_else_is_on_its_way() -> None:
+    room = LogRoom(0.7)
+    used = measure(room, used=0, bytes_per_episode=20_000, episodes=16)
+    assert room.is_short(used, LIMIT, admitted=1, wanted=64)
+    assert not room.is_short(used, LIMIT, admitted=0, wanted=64)
+
+
+def test_what_was_removed_meanwhile_measures_nothing() -> None:
+    room = LogRoom(0.7)
+    used = measure(room, used=500_000, bytes_per_episode=20_000, episodes=4)
+    room.record_end()
+    room.is_short(used - 400_000, LIMIT, admitted=0)
+    assert room.bytes_per_episode == 20_000
+
+
+def test_newer_episodes_count_more_than_a_long_past() -> None:
+    room = LogRoom(0.7)
+    measure(room, used=0, bytes_per_episode=100, episodes=2 * MEASURED_EPISODES)
+    for _ in range(8):
+        measure(room, used=0, bytes_per_episode=500, episodes=MEASURED_EPISODES)
+    assert room.bytes_per_episode > 350
