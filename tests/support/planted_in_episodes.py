@@ -23,6 +23,7 @@ import fleetbus_workers.environment.episode.runner as session
 import fleetbus_workers.environment.worker as environment
 import fleetbus_workers.inference.history_cache as histories
 import fleetbus_workers.inference.observation_handler as answers
+import fleetbus_workers.inference.turn_rules as turn_rules
 import fleetbus_workers.inference.worker as inference
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.core.claims import EpisodeState
@@ -240,7 +241,7 @@ def drain_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def seed_of_the_first_turn(patch: pytest.MonkeyPatch) -> None:
     """Every turn of an episode is sampled with the same seed."""
-    compute = answers.compute_turn_seed
+    compute = turn_rules.compute_turn_seed
 
     def faulty(observation: Any) -> int:
         return compute(msgspec.structs.replace(observation, turn=0))

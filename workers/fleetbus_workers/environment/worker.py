@@ -23,8 +23,9 @@ from fleetbus.slots import Slots
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Action, Heartbeat, MalformedMessage, Subjects, decode
 from fleetbus_workers.environment.base import Environment, TaskEnvironmentFactory
-from fleetbus_workers.environment.episode.attempts import Attempts, WorkerContext
+from fleetbus_workers.environment.episode.attempts import Attempts
 from fleetbus_workers.environment.stepwise.host import SessionHost
+from fleetbus_workers.environment.worker_context import WorkerContext
 
 log = structlog.get_logger()
 

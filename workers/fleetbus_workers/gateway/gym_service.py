@@ -33,10 +33,10 @@ from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.heartbeats import HEARTBEAT_SECONDS
 from fleetbus_schemas import Action, ChatMessage, Heartbeat, Subjects, Task, encode
 from fleetbus_workers.environment.base import Start, Step, Verdict
-from fleetbus_workers.environment.episode.attempts import WorkerContext
 from fleetbus_workers.environment.episode.normalization import to_plain_number
 from fleetbus_workers.environment.images.observation import insert_images
 from fleetbus_workers.environment.stepwise.host import SessionHost
+from fleetbus_workers.environment.worker_context import WorkerContext
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
 from fleetbus_workers.gateway.gym_methods import GymCalls
 from fleetbus_workers.gateway.image_format import ImageFormat, parse_image_format

@@ -6,7 +6,6 @@ The Observation is acked only when an Action for its turn stands in the log, or 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,16 +46,18 @@ from fleetbus_workers.inference.base import (
 )
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
 from fleetbus_workers.inference.rendered_history import count_shared
+from fleetbus_workers.inference.turn_rules import (
+    VersionSuperseded,
+    check_pinned_version,
+    compute_turn_seed,
+    describe_lack_of_room,
+)
 
 VERSION_POLL_SECONDS = 0.05
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
 
 log = structlog.get_logger()
-
-
-class VersionSuperseded(Exception):
-    """The pinned version will not come back: versions never repeat, and only the newest is loaded."""
 
 
 class ObservationHandler:
@@ -221,14 +222,14 @@ class ObservationHandler:
                 observation,
                 finish_reason="length",
                 history_hash=observation.history_hash,
-                error=_describe_lack_of_room(observation, len(ids), self._max_model_len),
+                error=describe_lack_of_room(observation, len(ids), self._max_model_len),
             )
         if observation.request_sequence > self._expected_sequence:
             await self._version_loaded.wait()
         await self._wait_for_version(observation.pinned_version)
         started = anyio.current_time()
         generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
-        _check_pinned_version(observation.pinned_version, generation)
+        check_pinned_version(observation.pinned_version, generation)
         prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
         digest = extend_history(history.digest, prompt_delta, sampled, [image.object for image in delta.images])
         ids += generation.ids
@@ -375,28 +376,3 @@ class ObservationHandler:
         self._counters["tokens_sampled"] += len(generation.ids)
         self._counters["tokens_prompt"] += delta
         self._counters["histories_rebuilt"] = self._histories.rebuilt
-
-
-def _check_pinned_version(pinned: int | None, generation: Generation) -> None:
-    """Weights may have been swapped within the turn; raises `VersionSuperseded` then."""
-    others = {span.version for span in generation.versions} - {pinned}
-    if pinned is not None and others:
-        raise VersionSuperseded(f"version {pinned} is pinned, and {max(others)} was loaded within the turn")
-
-
-def _describe_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:
-    """Why a first prompt leaves no room for a token: how long it is, and which limit it meets; empty for later turns, which
-    use up what the episode has."""
-    if observation.history_hash:
-        return ""
-    if tokens >= max_model_len:
-        limit = f"the model takes {max_model_len:,} (inference.max_model_len)"
-    else:
-        limit = f"the episode may have {observation.tokens_left:,} (episode.max_episode_tokens)"
-    return f"the prompt has {tokens:,} tokens; {limit}"
-
-
-def compute_turn_seed(observation: Observation) -> int:
-    """The seed of a turn: the same for every worker and every repetition of it."""
-    name = f"{observation.sampling.seed}/{observation.episode_id}/{observation.turn}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Metrics of a batch of groups before it is trained. Pure."""
+"""Metrics of a batch of groups before it is trained."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
+import structlog
 
 from fleetbus.core.groups import Group
 from fleetbus.core.success import is_success
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.pool import GroupPool
 
 ADVANTAGES = ("advantage_min", "advantage_max", "advantage_size_mean", "advantage_moment")
+
+log = structlog.get_logger()
+
+
+def measure_groups(
+    groups: Sequence[Group], pool: GroupPool, *, step: int, max_staleness: int, success_threshold: float
+) -> dict[str, float]:
+    """`compute_group_metrics` of groups of the pool, trained after ``step`` steps; stale ones are logged."""
+    lags = [pool.lag(group, step) for group in groups]
+    queued = [pool.steps_queued(group, step) for group in groups]
+    measured = compute_group_metrics(groups, lags, queued, max_staleness=max_staleness, success_threshold=success_threshold)
+    if measured["groups_late"]:
+        log.warning("training on stale groups", groups=measured["groups_late"], lag=max(lags), step=step)
+    return measured
 
 
 def compute_group_metrics(

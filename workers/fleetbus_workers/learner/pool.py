@@ -10,6 +10,7 @@ from typing import Literal
 
 import anyio
 
+from fleetbus.config.settings import Configuration
 from fleetbus.core.capacity import lag
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
@@ -28,9 +29,8 @@ class GroupPool:
     """Admitted groups by id. ``settled`` decides what counts; results of unknown episodes are ignored.
 
     ``stale_groups`` says what becomes of groups beyond ``max_staleness``: "drop" discards them, "keep" trains them, "wait"
-    takes no
-    batch that would make an unfinished group late. ``replace_flat``: so many groups with equal rewards are discarded per
-    batch (dynamic sampling), further ones are trained, so that a task without any signal ends all the same.
+    takes no batch that would make an unfinished group late. ``replace_flat``: so many groups with equal rewards are discarded
+    per batch (dynamic sampling), further ones are trained, so that a task without any signal ends all the same.
     """
 
     def __init__(
@@ -223,3 +223,9 @@ class GroupPool:
     def _notify(self) -> None:
         self.changed.set()
         self.changed = anyio.Event()
+
+
+def compute_max_replaced(configuration: Configuration) -> int:
+    """How many groups without signal a batch may replace."""
+    algorithm = configuration.algorithm
+    return algorithm.dynamic_sampling_batches * configuration.learner.groups if algorithm.dynamic_sampling else 0

@@ -12,7 +12,6 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -24,6 +23,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
+from fleetbus_workers.learner.minibatches import split_minibatches
 from fleetbus_workers.learner.tinker_batches import TinkerMetrics, build_datum_arrays
 from fleetbus_workers.tinker_service import SamplerPath, format_error
 
@@ -68,8 +68,8 @@ class TinkerTrainer:
         norms: list[float] = []
         rate = self._compute_learning_rate(progress)
         learning = [sequence for sequence in batch if sequence.advantages.any()]
-        for index, part in enumerate(_split_evenly(learning, self._learner.minibatches)):
-            norms.append(self._update(part, rate, measured, version if index == 0 else None))
+        for chosen in split_minibatches(len(learning), self._learner.minibatches):
+            norms.append(self._update(learning[chosen], rate, measured, None if norms else version))
         metrics = measured.metrics() | {
             "tokens": float(sum(int(sequence.loss_mask.sum()) for sequence in batch)),
             "grad_norm": float(np.mean(norms)) if norms else math.nan,
@@ -162,11 +162,6 @@ class TinkerTrainer:
         for sequence, outputs in zip(part, output.loss_fn_outputs, strict=True):
             measured.add(sequence, np.asarray(outputs["logprobs"].data, np.float32), fresh)
         return next((float(value) for name, value in step_metrics.items() if "grad_norm" in name), math.nan)
-
-
-def _split_evenly(sequences: Sequence[TrainingSequence], parts: int) -> list[Sequence[TrainingSequence]]:
-    bounds = [part * len(sequences) // parts for part in range(parts + 1)]
-    return [sequences[start:stop] for start, stop in pairwise(bounds) if stop > start]
 
 
 def _write_atomically(file: Path, content: msgspec.Struct) -> None:

@@ -1,4 +1,4 @@
-"""The digest of what a trainer was given of an episode, as `StepTrained` carries it. Pure.
+"""The digest of what a trainer was given of an episode, as `StepTrained` carries it.
 
 It is made in two parts, so that an audit keeps 16 bytes instead of an episode's tokens until it knows the advantages.
 """
@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.base import Trainer, TrainingSequence
+
+
+def train_with_digests(
+    trainer: Trainer, sequences: Sequence[TrainingSequence], *, version: int, progress: float
+) -> tuple[dict[str, bytes], dict[str, float]]:
+    """`digest_sequences` of what the trainer is given, and the metrics that it returns. Blocking."""
+    return digest_sequences(sequences), trainer.train(sequences, version=version, progress=progress)
 
 
 def digest_sequences(sequences: Iterable[TrainingSequence]) -> dict[str, bytes]:

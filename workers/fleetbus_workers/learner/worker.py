@@ -10,12 +10,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import anyio
-import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.check import check_trained_distribution
-from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.control import Control, run_until_drained
 from fleetbus.core.groups import Group
@@ -24,18 +23,11 @@ from fleetbus.episodes import decode_episode_entry
 from fleetbus.requests import Requests
 from fleetbus.runtime import Runtime
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
-from fleetbus_schemas import (
-    EpisodeFinished,
-    Heartbeat,
-    LineageStarted,
-    StepTrained,
-    Subjects,
-    TrainingFinished,
-)
+from fleetbus_schemas import EpisodeFinished, Heartbeat, LineageStarted, StepTrained, Subjects, TrainingFinished
 from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.learner.admission import Admission
-from fleetbus_workers.learner.base import Trainer, TrainingSequence
-from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, compute_group_metrics
+from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, measure_groups
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import Checkpoint
@@ -43,21 +35,18 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.journal import FencedAppender
-from fleetbus_workers.learner.pool import GroupPool
+from fleetbus_workers.learner.lineage_settings import select_lineage_settings
+from fleetbus_workers.learner.pool import GroupPool, compute_max_replaced
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, wait_for_resume_point
 from fleetbus_workers.learner.signal_log import SignalLog
-from fleetbus_workers.learner.training_digest import digest_sequences
+from fleetbus_workers.learner.training_digest import train_with_digests
 from fleetbus_workers.weights.store import get_object_store, open_store
 
 log = structlog.get_logger()
 
 FULL_CHECK_SECONDS = 1.0
 """How often a learner that waits for groups looks whether admission waits for the log."""
-
-
-LINEAGE_TABLES = ("episode", "limits", "learner", "algorithm", "trainer", "evaluation")
-"""Tables whose settings the log keeps with each lineage."""
 
 
 class Learner:
@@ -86,7 +75,7 @@ class Learner:
         self._runtime = runtime
         self._subjects = Subjects(configuration.run.name)
         self._images = image_reader(bus, configuration.run.name)
-        self._folder: RunFolder = run_folder(configuration.run)
+        self._folder = run_folder(configuration.run)
         policy = configuration.run.policy
         self._train = FencedAppender(bus, self._subjects.train(policy), resume_point.train_last)
         self._publication = Publication(
@@ -113,7 +102,7 @@ class Learner:
             minimum=self._settings.min_group_size,
             max_staleness=self._settings.max_staleness,
             stale_groups=self._settings.stale_groups,
-            replace_flat=_compute_max_replaced(configuration),
+            replace_flat=compute_max_replaced(configuration),
             max_abs_reward=configuration.environment.max_abs_reward,
         )
         self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name, runtime=runtime)
@@ -180,7 +169,7 @@ class Learner:
             floor=resume_point.floor,
             seed=self._configuration.run.seed,
             nonce=self._runtime.nonce(),
-            settings=_select_settings(self._configuration),
+            settings=select_lineage_settings(self._configuration),
             restart=resume_point.restart,
         )
         await self._train.append(started)
@@ -300,26 +289,18 @@ class Learner:
         trained = anyio.current_time()
         progress = self._step / self._settings.steps
         digests, metrics = await self._runtime.offload(
-            _train, self._trainer, sequences, version=self._publication.version, progress=progress
+            train_with_digests, self._trainer, sequences, version=self._publication.version, progress=progress
         )
         done = anyio.current_time()
-        metrics |= self._measure_batch(groups) | compute_advantage_metrics(sequences)
-        metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
-        await self._record_step(groups, metrics, digests)
-
-    def _measure_batch(self, groups: list[Group]) -> dict[str, float]:
-        lags = [self._pool.lag(group, self._step) for group in groups]
-        steps_queued = [self._pool.steps_queued(group, self._step) for group in groups]
-        measured = compute_group_metrics(
+        metrics |= compute_advantage_metrics(sequences) | measure_groups(
             groups,
-            lags,
-            steps_queued,
+            self._pool,
+            step=self._step,
             max_staleness=self._settings.max_staleness,
             success_threshold=self._configuration.evaluation.success_threshold,
         )
-        if measured["groups_late"]:
-            log.warning("training on stale groups", groups=measured["groups_late"], lag=max(lags), step=self._step)
-        return measured
+        metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
+        await self._record_step(groups, metrics, digests)
 
     async def _wait_for_batch(self) -> list[Group]:
         """The groups of the next step; [] when drained while waiting."""
@@ -364,10 +345,7 @@ class Learner:
         self._counters["steps"] += 1
         due = self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps
         if due or await self._requests.is_short_of_room():  # trimmed up to a checkpoint only, the log could fill meanwhile
-            await self._store_checkpoint()
-
-    async def _store_checkpoint(self) -> None:
-        await self._checkpoints.start(self._tasks)
+            await self._checkpoints.start(self._tasks)
 
     async def _publish_version(self) -> None:
         started = anyio.current_time()
@@ -384,24 +362,6 @@ class Learner:
             draining=self._drain.is_set(),
             counters=dict(self._counters) | {"step": float(self._step), "seconds_checkpoint": self._checkpoints.seconds},
         )
-
-
-def _train(
-    trainer: Trainer, sequences: list[TrainingSequence], *, version: int, progress: float
-) -> tuple[dict[str, bytes], dict[str, float]]:
-    """What the trainer is given, as digests by episode, and the metrics that it returns. Blocking."""
-    return digest_sequences(sequences), trainer.train(sequences, version=version, progress=progress)
-
-
-def _select_settings(configuration: Configuration) -> dict[str, dict[str, bool | int | float | str]]:
-    """The tables that decide what a learner asks for, trains and publishes; none of them holds a secret."""
-    return {table: msgspec.to_builtins(getattr(configuration, table)) for table in LINEAGE_TABLES}
-
-
-def _compute_max_replaced(configuration: Configuration) -> int:
-    """How many groups without signal a batch may replace."""
-    algorithm = configuration.algorithm
-    return algorithm.dynamic_sampling_batches * configuration.learner.groups if algorithm.dynamic_sampling else 0
 
 
 async def run_learner(

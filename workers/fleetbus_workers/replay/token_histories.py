@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fleetbus_schemas import SegmentOrigin
 from fleetbus_workers.inference.base import GenerationRequest
-from fleetbus_workers.inference.observation_handler import compute_turn_seed
+from fleetbus_workers.inference.turn_rules import compute_turn_seed
 from fleetbus_workers.replay.recorded_episode import RecordedTurn
 
 Ids = NDArray[np.int64]

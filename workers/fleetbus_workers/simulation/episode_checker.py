@@ -31,7 +31,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.stored import STORED
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids, pack_mask, start_history, unpack_ids
-from fleetbus_workers.inference.observation_handler import compute_turn_seed
+from fleetbus_workers.inference.turn_rules import compute_turn_seed
 from fleetbus_workers.simulation.engines import compute_sampled_ids
 from fleetbus_workers.simulation.observer import Observer
 

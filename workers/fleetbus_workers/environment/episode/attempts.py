@@ -8,14 +8,13 @@ request away from the worker that now holds it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, Delivery
-from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from fleetbus.bus.base import Delivery
 from fleetbus.core.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.floor import NO_FLOOR, refuses_delivery
 from fleetbus.core.history import Turn
@@ -32,17 +31,16 @@ from fleetbus_schemas import (
     EpisodeRequested,
     MalformedMessage,
     Outcome,
-    Subjects,
-    Task,
     decode,
     encode,
 )
-from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.runner import EpisodeRunner
+from fleetbus_workers.environment.episode.running_attempt import RunningAttempt, describe_expiry
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded
+from fleetbus_workers.environment.worker_context import WorkerContext
 
 CLAIM_RETRY_SECONDS = 1.0
 RELEASE_SECONDS = 5.0
@@ -55,47 +53,6 @@ One of them may be what killed the workers before, and the others only ran besid
 """
 
 log = structlog.get_logger()
-
-
-def _describe_expiry(episode_state: EpisodeState) -> str:
-    """The reason why a request was not started: either episodes are slow, or too many of them are queued."""
-    if episode_state.claims:
-        return "its deadline passed while no worker ran it"
-    return (
-        "its deadline passed before it was started: more episodes are queued than the environment workers start within "
-        "limits.episode; raise it, add slots or workers, or ask for fewer (learner.groups, learner.max_staleness)"
-    )
-
-
-class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim.
-    ``context_tokens`` is what the model takes, 0: as many as an episode may have."""
-
-    bus: Bus
-    subjects: Subjects
-    worker: str
-    lane: str
-    settings: EnvironmentSettings
-    limits: LimitSettings
-    make: Callable[[Task], Environment]
-    nonce: Callable[[], str]
-    context_tokens: int = 0
-
-
-class RunningAttempt:
-    """One episode in one slot. ``nak_delay_seconds``: nak the request with that delay at the end (None: never)."""
-
-    def __init__(self, request: EpisodeRequested, sequence: int, nonce: str) -> None:
-        self.request = request
-        self.sequence = sequence
-        self.nonce = nonce
-        self.scope = anyio.CancelScope()
-        self.ended = anyio.Event()
-        self.claim: AttemptStarted | None = None
-        self.policy_client: PolicyClient | None = None
-        self.cancelled = False
-        self.handed_back = False
-        self.nak_delay_seconds: float | None = None
 
 
 class Attempts:
@@ -239,7 +196,7 @@ class Attempts:
         if episode_state.is_poison(self._context.settings.max_attempts):
             await self._conclude(running, episode_state, "lost", "poison")
         elif remaining_seconds <= 0:
-            await self._conclude(running, episode_state, "timeout", "episode_timeout", _describe_expiry(episode_state))
+            await self._conclude(running, episode_state, "timeout", "episode_timeout", describe_expiry(episode_state))
         else:
             await self._claim_and_play(running, episode_state, remaining_seconds)
 

@@ -24,11 +24,11 @@ from fleetbus.floor import read_floor_after
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
-from fleetbus_workers.environment.episode.attempts import WorkerContext
 from fleetbus_workers.environment.episode.stages import Superseded
 from fleetbus_workers.environment.stepwise.journal_log import LogUnavailable, append, read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
 from fleetbus_workers.environment.stepwise.session import StepwiseSession, release_held
+from fleetbus_workers.environment.worker_context import WorkerContext
 
 EXPIRY_CHECK_SECONDS = 1.0
 CALLS_PER_SLOT = 4

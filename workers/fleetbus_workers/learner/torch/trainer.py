@@ -12,13 +12,11 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
@@ -28,6 +26,7 @@ from fleetbus.core.corrections import KL_ESTIMATORS, kl_penalty
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
+from fleetbus_workers.learner.minibatches import drop_non_finite, split_minibatches
 from fleetbus_workers.learner.torch import model as models
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches, truncate_sequence
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
@@ -48,8 +47,6 @@ from fleetbus_workers.learner.torch.token_scores import Scores
 
 if TYPE_CHECKING:
     from fleetbus_workers.learner.torch.images import TrainingImages
-
-log = structlog.get_logger()
 
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
 """Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
@@ -119,7 +116,7 @@ class TorchTrainer:
             raise UserError(
                 "the batch contains images, and this trainer reads text only: set environment.images = true for the learner"
             )
-        given, batch = len(batch), _leave_out_faulty(batch)
+        given, batch = len(batch), drop_non_finite(batch)
         longest = sum(len(sequence.ids) for sequence in batch)
         batch = [truncate_sequence(sequence, self.settings.trainer.max_tokens) for sequence in batch]
         measured = LossMetrics()
@@ -129,7 +126,7 @@ class TorchTrainer:
             batch = self._apply_kl_penalty(batch, initial)
         rate = 0.0
         for _ in range(self.settings.trainer.epochs):
-            for chosen in _split_evenly(len(batch), self.settings.learner.minibatches):
+            for chosen in split_minibatches(len(batch), self.settings.learner.minibatches):
                 rate = self._set_learning_rate(progress)
                 fresh = version if not norms else None
                 norms.append(self._update(batch, chosen, initial, measured, fresh))
@@ -396,24 +393,5 @@ class TorchTrainer:
         )
 
 
-def _leave_out_faulty(batch: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
-    """The batch without sequences whose numbers are not finite: one would make the gradient of all of them NaN. Raises
-    `ValueError` if none is left."""
-    finite = [bool(np.isfinite(each.logprobs).all() and np.isfinite(each.advantages).all()) for each in batch]
-    if all(finite):
-        return batch
-    faulty = [each.episode_id for each, good in zip(batch, finite, strict=True) if not good]
-    log.warning("sequences have numbers that are not finite; training the others", episodes=faulty[:16], count=len(faulty))
-    if not any(finite):
-        raise ValueError(f"no sequence of the batch has finite log-probabilities and advantages: {', '.join(faulty[:3])} ...")
-    return [each for each, good in zip(batch, finite, strict=True) if good]
-
-
 def _concatenate(known: list[torch.Tensor] | None, batch: MicroBatch) -> torch.Tensor | None:
     return None if known is None else torch.cat([known[index] for index in batch.indices])
-
-
-def _split_evenly(count: int, parts: int) -> list[slice]:
-    """``count`` sequences in at most ``parts`` runs of nearly equal length, none empty."""
-    bounds = [part * count // parts for part in range(parts + 1)]
-    return [slice(start, stop) for start, stop in pairwise(bounds) if stop > start]

@@ -1,0 +1,35 @@
+"""An attempt while it runs in a slot, and why one is not started any more."""
+
+from __future__ import annotations
+
+import anyio
+
+from fleetbus.core.claims import EpisodeState
+from fleetbus_schemas import AttemptStarted, EpisodeRequested
+from fleetbus_workers.environment.episode.policy_client import PolicyClient
+
+
+class RunningAttempt:
+    """One episode in one slot. ``nak_delay_seconds``: nak the request with that delay at the end (None: never)."""
+
+    def __init__(self, request: EpisodeRequested, sequence: int, nonce: str) -> None:
+        self.request = request
+        self.sequence = sequence
+        self.nonce = nonce
+        self.scope = anyio.CancelScope()
+        self.ended = anyio.Event()
+        self.claim: AttemptStarted | None = None
+        self.policy_client: PolicyClient | None = None
+        self.cancelled = False
+        self.handed_back = False
+        self.nak_delay_seconds: float | None = None
+
+
+def describe_expiry(episode_state: EpisodeState) -> str:
+    """The reason why a request was not started: either episodes are slow, or too many of them are queued."""
+    if episode_state.claims:
+        return "its deadline passed while no worker ran it"
+    return (
+        "its deadline passed before it was started: more episodes are queued than the environment workers start within "
+        "limits.episode; raise it, add slots or workers, or ask for fewer (learner.groups, learner.max_staleness)"
+    )

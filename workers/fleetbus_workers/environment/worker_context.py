@@ -1,0 +1,27 @@
+"""What all episodes of one environment worker, gateway or host of sessions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from fleetbus_schemas import Subjects, Task
+from fleetbus_workers.environment.base import Environment
+
+
+class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim.
+    ``context_tokens`` is what the model takes, 0: as many as an episode may have."""
+
+    bus: Bus
+    subjects: Subjects
+    worker: str
+    lane: str
+    settings: EnvironmentSettings
+    limits: LimitSettings
+    make: Callable[[Task], Environment]
+    nonce: Callable[[], str]
+    context_tokens: int = 0

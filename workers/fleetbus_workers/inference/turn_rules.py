@@ -1,0 +1,37 @@
+"""What every inference worker decides alike about a turn: its seed, the version it is pinned to, the room it has. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fleetbus_schemas import Observation
+from fleetbus_workers.inference.base import Generation
+
+
+class VersionSuperseded(Exception):
+    """The pinned version will not come back: versions never repeat, and only the newest is loaded."""
+
+
+def check_pinned_version(pinned: int | None, generation: Generation) -> None:
+    """Weights may have been swapped within the turn; raises `VersionSuperseded` then."""
+    others = {span.version for span in generation.versions} - {pinned}
+    if pinned is not None and others:
+        raise VersionSuperseded(f"version {pinned} is pinned, and {max(others)} was loaded within the turn")
+
+
+def describe_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:
+    """Why a first prompt leaves no room for a token: how long it is, and which limit it meets; empty for later turns, which
+    use up what the episode has."""
+    if observation.history_hash:
+        return ""
+    if tokens >= max_model_len:
+        limit = f"the model takes {max_model_len:,} (inference.max_model_len)"
+    else:
+        limit = f"the episode may have {observation.tokens_left:,} (episode.max_episode_tokens)"
+    return f"the prompt has {tokens:,} tokens; {limit}"
+
+
+def compute_turn_seed(observation: Observation) -> int:
+    """The seed of a turn: the same for every worker and every repetition of it."""
+    name = f"{observation.sampling.seed}/{observation.episode_id}/{observation.turn}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
