@@ -15,7 +15,6 @@ from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus_schemas import (
     ANY_LANE,
     Action,
-    ChatMessage,
     EpisodeFinished,
     MalformedMessage,
     Message,
@@ -77,14 +76,6 @@ async def read_turns(bus: Bus, subjects: Subjects, episode_id: str, episode_stat
         for entry, action in decode_entries(Action, entries)
     ]
     return fold_history(episode_state.claims, turns)
-
-
-async def read_observations(
-    bus: Bus, subjects: Subjects, policy: str, episode_id: str, turns: Iterable[Turn]
-) -> dict[int, tuple[ChatMessage, ...]]:
-    """The recorded observation messages that the given turns answered, by turn."""
-    answered = await read_answered_observations(bus, subjects, policy, episode_id, turns)
-    return {number: observation.messages for number, observation in answered.items()}
 
 
 async def read_answered_observations(

@@ -87,6 +87,26 @@ async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budg
     assert result.tokens == sum(len(action.prompt_delta + action.sampled) // 4 for action in actions)
 
 
+async def test_after_dropped_turns_the_budget_is_that_of_the_context_that_is_left() -> None:
+    script = Script(calling("rows"), calling("rows"), calling("manage_context", '{"keep_recent_turns": 1}'), "<done>")
+    configuration = build_configuration(
+        environment=EnvironmentSettings(slots=2, context_status=True),
+        inference=InferenceSettings(slots=4, max_model_len=1 << 20),
+    )
+    with anyio.fail_after(50):
+        async with small_deployment(configuration) as fleet:
+            fleet.environment("environment", make=make())
+            fleet.inference("inference", template=script)
+            await fleet.request("e", task=TASK, max_turns=9)
+            result = await fleet.result("e")
+            *_, last = await fleet.observations()
+    origin = last.origin
+    assert origin is not None and [segment.turns for segment in result.segments] == [3, 1]
+    held = origin.kept + origin.repeated
+    assert 0 < held < result.segments[0].tokens
+    assert f"[Context: {held:,}/" in str(last.messages[-1].content)
+
+
 async def test_outputs_of_megabytes_are_looked_through_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.context_tools.LARGE_CHARACTERS", 1000)
     threads: list[int] = []

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from fleetbus_schemas import ChatMessage
+from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus_workers.environment.base import ContextChange, Step
 from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_number, to_plain_values
-from fleetbus_workers.environment.validation import check_messages
+from fleetbus_workers.environment.validation import InvalidReturn, check_messages, validate_return
 
 
 def test_numbers_and_arrays_of_other_libraries_become_plain_values() -> None:
@@ -36,3 +37,30 @@ def test_messages_of_another_type_are_refused() -> None:
 def test_a_long_text_is_cut_between_characters_and_says_how_much_is_missing() -> None:
     (cut,) = clip_messages([ChatMessage(role="user", content="é" * 10)], 5)
     assert cut.content == "éé\n[cut: 16 more bytes]"
+
+
+SHOWN = (ChatMessage(role="user", content="go on"),)
+
+
+@pytest.mark.parametrize(
+    ("change", "messages", "reason"),
+    [
+        (ContextChange(keep_turns=-1), SHOWN, "it must be 0 or more"),
+        (ContextChange(reason="other"), SHOWN, r"Invalid enum value 'other'"),  # type: ignore[arg-type]
+        (ContextChange(keep_turns=2, resume=0), SHOWN, "goes on in one way"),
+        (ContextChange(keep_turns=2, tools=(ToolSpec(name="look"),)), SHOWN, "with a new prompt only"),
+        (ContextChange(resume=0, tools=(ToolSpec(name="look"),)), SHOWN, "with a new prompt only"),
+        (ContextChange(), (), r"Step\.messages are empty"),
+    ],
+)
+def test_a_change_of_context_that_would_be_half_done_is_refused(
+    change: ContextChange, messages: tuple[ChatMessage, ...], reason: str
+) -> None:
+    with pytest.raises(InvalidReturn, match=reason):
+        validate_return(Step, Step(messages=messages, context=change), "step")
+
+
+def test_a_change_of_context_is_taken_with_what_it_needs() -> None:
+    for change in (ContextChange(tools=(ToolSpec(name="look"),)), ContextChange(keep_turns=10**30), ContextChange(resume=3)):
+        assert validate_return(Step, Step(messages=SHOWN, context=change), "step").context == change
+    assert validate_return(Step, Step(terminated=True, context=ContextChange()), "step").terminated

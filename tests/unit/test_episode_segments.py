@@ -8,11 +8,12 @@ import pytest
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.core.history import Turn
 from fleetbus.core.segments import SegmentError
-from fleetbus_schemas import NEW_ROOT, Action, ChatMessage, SegmentOrigin
+from fleetbus_schemas import NEW_ROOT, Action, ChatMessage, Image, SegmentOrigin, ShownImage, Text
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
 from fleetbus_workers.environment.base import ContextChange
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, find_context_tokens
+from fleetbus_workers.environment.episode.token_estimate import TokenEstimate
 
 SETTINGS = EnvironmentSettings(compaction="drop", compaction_share=0.5, compaction_turns=2)
 SHOWN = (ChatMessage(role="user", content="x" * 10),)
@@ -44,6 +45,25 @@ def test_a_context_is_compacted_when_what_comes_would_fill_the_share() -> None:
     assert context.needs_compaction((ChatMessage(role="user", content="x" * 21),)), "21 characters are 21 tokens so far"
 
 
+def answer(tokens: int, *images: tuple[int, int], repeated: int = 0) -> Action:
+    """An Action upon messages that became so many tokens, with images among them."""
+    origin = SegmentOrigin(parent=0, kept=1, reason="context_dropped", repeated=repeated) if repeated else None
+    shown = tuple(ShownImage(object="x", start=start, stop=stop) for start, stop in images)
+    return Action(episode_id="e", attempt=1, turn=0, text="", prompt_delta=pack_ids(range(tokens)), images=shown, origin=origin)
+
+
+def test_short_messages_and_images_say_nothing_about_how_many_tokens_a_long_text_becomes() -> None:
+    page = (ChatMessage(role="user", content="x" * 4000),)
+    estimate = TokenEstimate()
+    estimate.learn((ChatMessage(role="user", content="x" * 1000),), answer(250))
+    estimate.learn((ChatMessage(role="user", content="ok"),), answer(12))
+    picture = (ChatMessage(role="user", content=(Text(text="here"), Image(object="x"))),)
+    estimate.learn(picture, answer(930, (125, 925), repeated=120))
+    assert estimate.estimate(page) == 1000
+    assert estimate.estimate(picture) == pytest.approx(800 + 24), "an image as those before, and few words as few words before"
+    assert estimate.estimate((ChatMessage(role="user", content="fine"),)) == pytest.approx(24)
+
+
 def test_the_prompt_and_the_last_turns_stay() -> None:
     context = EpisodeContext(SETTINGS, max_tokens=100)
     play(context, 3)
@@ -51,6 +71,7 @@ def test_the_prompt_and_the_last_turns_stay() -> None:
     assert placement == Placement(
         segment=1, origin=SegmentOrigin(parent=0, kept=10, reason="context_dropped", repeated=20), segments=2
     )
+    assert context.count_held(placement) == 30, "what a status line before its first turn tells of"
     play(context, 1, placement)
     assert (context.held, context.tokens) == (10 + 20 + 10 + 5, 45 + 35)
     assert [segment.tokens for segment in context.segments] == [45, 45]

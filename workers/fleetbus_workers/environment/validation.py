@@ -73,7 +73,8 @@ def _validate(kind: type[T], value: object, call: str) -> T:
                 "tool_errors": _check_count(value.tool_errors, "Step.tool_errors"),
             }
             _check_info(value.info, "Step.info")
-            _check_context(value.context)
+            if value.context is not None:
+                _check_context(value.context, value)
         case Verdict():
             changed = {"reward": None if value.reward is None else _check_number(value.reward, "Verdict.reward")}
             if not isinstance(value.reason, str):
@@ -111,14 +112,19 @@ def _check_fields(value: object, kind: type, where: str) -> None:
         raise InvalidReturn(f"{where}: {error}") from None
 
 
-def _check_context(change: object) -> None:
-    if change is None:
-        return
+def _check_context(change: object, step: Step) -> None:
     if not isinstance(change, ContextChange):
         raise InvalidReturn(f"Step.context must be a ContextChange, not {_describe(change)}")
     _check_fields(change, ContextChange, "Step.context")
     if change.keep_turns < 0:
         raise InvalidReturn(f"Step.context.keep_turns is {change.keep_turns}; it must be 0 or more")
+    if change.keep_turns and change.resume is not None:
+        raise InvalidReturn("Step.context has keep_turns and resume; a context goes on in one way")
+    begins_prompt = not change.keep_turns and change.resume is None
+    if change.tools and not begins_prompt:
+        raise InvalidReturn("Step.context.tools come with a new prompt only: keep_turns = 0, and no resume")
+    if begins_prompt and not (step.messages or step.terminated or step.truncated):
+        raise InvalidReturn("Step.context begins a new prompt, and Step.messages are empty")
 
 
 def _check_number(value: Any, where: str) -> float:

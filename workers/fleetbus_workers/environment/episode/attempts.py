@@ -18,7 +18,7 @@ from fleetbus.bus.base import Delivery
 from fleetbus.core.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.floor import NO_FLOOR, refuses_delivery
 from fleetbus.core.history import Turn
-from fleetbus.episodes import RETRY_SECONDS, read_episode_state, read_observations, read_turns, store_result
+from fleetbus.episodes import RETRY_SECONDS, read_answered_observations, read_episode_state, read_turns, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.floor import read_floor_after
 from fleetbus.leases import Leases
@@ -26,10 +26,10 @@ from fleetbus_schemas import (
     Action,
     AttemptReleased,
     AttemptStarted,
-    ChatMessage,
     EpisodeFinished,
     EpisodeRequested,
     MalformedMessage,
+    Observation,
     Outcome,
     decode,
     encode,
@@ -272,12 +272,10 @@ class Attempts:
             limits=self._context.limits,
         )
 
-    async def _read_observations(
-        self, request: EpisodeRequested, recorded: Sequence[Turn]
-    ) -> dict[int, tuple[ChatMessage, ...]]:
+    async def _read_observations(self, request: EpisodeRequested, recorded: Sequence[Turn]) -> dict[int, Observation]:
         if not recorded:
             return {}
-        return await read_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
+        return await read_answered_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
 
     async def _claim(self, running: RunningAttempt, claim: AttemptStarted, episode_state: EpisodeState) -> int | None:
         """Store the claim; None if another worker wrote first, or if that is unknown and the request is returned."""

@@ -19,7 +19,16 @@ from fleetbus.core.history import Turn, loss_mask
 from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.segments import SegmentError
 from fleetbus.core.success import success_in
-from fleetbus_schemas import GRADED, AttemptStarted, ChatMessage, EpisodeFinished, EpisodeRequested, Outcome, ToolSpec
+from fleetbus_schemas import (
+    GRADED,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    Observation,
+    Outcome,
+    ToolSpec,
+)
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import ContextChange, Environment, Start, Step, Verdict
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
@@ -63,7 +72,8 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeRunner:
-    """Plays one attempt. ``recorded`` turns of earlier attempts are re-applied; ``observed`` is what was seen then."""
+    """Plays one attempt. ``recorded`` turns of earlier attempts are re-applied; ``observed`` are the observations that
+    they answered."""
 
     def __init__(
         self,
@@ -73,7 +83,7 @@ class EpisodeRunner:
         environment: Environment,
         policy_client: PolicyClient,
         recorded: tuple[Turn, ...],
-        observed: Mapping[int, tuple[ChatMessage, ...]],
+        observed: Mapping[int, Observation],
         remaining_seconds: float,
         settings: EnvironmentSettings,
         limits: LimitSettings,
@@ -151,7 +161,7 @@ class EpisodeRunner:
                 return Conclusion(outcome="truncated", error_class="tokens", note=self._describe_used_tokens())
             self._append_turn(turn, messages)
             if self._unread is not None:
-                messages, tools, placement = self._go_on_after_summary(self._unread), (), self._context.keep_summary()
+                (messages, placement), tools = self._go_on_after_summary(self._unread), ()
                 continue
             step = await self._step_environment(turn)
             if step.terminated:
@@ -161,13 +171,16 @@ class EpisodeRunner:
             messages, tools, placement = self._plan_turn(step)
         return Conclusion(outcome="truncated", error_class="turns")
 
-    def _append_status(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
         if not self._settings.context_status or not messages:
             return messages
         context = self._context
         line = format_status_line(
-            tokens=context.held, max_tokens=context.max_tokens, turn=self.turn, max_turns=self._request.max_turns
+            tokens=context.count_held(placement),
+            max_tokens=context.max_tokens,
+            turn=self.turn,
+            max_turns=self._request.max_turns,
         )
         return append_line(messages, line)
 
@@ -175,13 +188,16 @@ class EpisodeRunner:
         """What the policy sees next, and in which segment."""
         messages, context = step.messages, self._context
         if step.context is not None:
-            return self._append_status(messages), step.context.tools, self._change_context(step.context)
+            placement = self._change_context(step.context)
+            return self._append_status(messages, placement), step.context.tools, placement
         if not context.needs_compaction(messages):
-            return self._append_status(messages), (), context.extend()
-        if self._settings.compaction == "summarise":
+            placement = context.extend()
+        elif self._settings.compaction == "summarise":
             self._unread = messages
             return append_line(messages, SUMMARY_REQUEST), (), context.extend()
-        return self._append_status(messages), (), context.compact(messages) or context.extend()
+        else:
+            placement = context.compact(messages) or context.extend()
+        return self._append_status(messages, placement), (), placement
 
     def _change_context(self, wanted: ContextChange) -> Placement:
         try:
@@ -190,11 +206,12 @@ class EpisodeRunner:
             location = locate_method(self._environment, "step")
             raise EpisodeEnded("env_failed", "context_change", str(error), location=location) from error
 
-    def _go_on_after_summary(self, unread: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    def _go_on_after_summary(self, unread: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], Placement]:
         """The summary is no step of the environment: what it showed before is shown again, after what is left."""
         self._unread = None
         self._turn_rewards.append(0.0)
-        return self._append_status(append_line(unread, SUMMARY_KEPT))
+        placement = self._context.keep_summary()
+        return self._append_status(append_line(unread, SUMMARY_KEPT), placement), placement
 
     async def _obtain_turn(
         self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], placement: Placement
@@ -240,11 +257,9 @@ class EpisodeRunner:
             return await self._policy_client.ask(self.turn, messages, tools, tokens_left=tokens_left, placement=placement)
 
     def _check_divergence(self, messages: tuple[ChatMessage, ...], placement: Placement) -> None:
-        """A re-applied turn has to start from what was observed when it was first played, in the same segment, unless the
-        inference worker had to begin another one."""
-        before, origin = self._observed.get(self.turn), self._recorded[self.turn].action.origin
-        same_place = origin == placement.origin or (origin is not None and origin.reason == "reasoning_dropped")
-        if (before is not None and before != messages) or not same_place:
+        """A re-applied turn has to be asked for as when it was first played: with the same messages, in the same segment."""
+        before = self._observed.get(self.turn)
+        if before is not None and (before.messages, Placement.of(before)) != (messages, placement):
             raise EpisodeEnded("lost", "diverged", f"turn {self.turn} shows something else than was recorded")
 
     def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:

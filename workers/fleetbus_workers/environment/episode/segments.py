@@ -13,9 +13,9 @@ import msgspec
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.core.history import Turn
 from fleetbus.core.segments import Segment, SegmentError, SegmentTree, describe_segments
-from fleetbus_schemas import NEW_ROOT, ChatMessage, EpisodeSegment, SegmentOrigin, SegmentReason, Text
-from fleetbus_schemas.tokens import count_tokens
+from fleetbus_schemas import NEW_ROOT, ChatMessage, EpisodeSegment, Observation, SegmentOrigin, SegmentReason, Text
 from fleetbus_workers.environment.base import ContextChange
+from fleetbus_workers.environment.episode.token_estimate import TokenEstimate
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +24,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     segment: int = 0
     origin: SegmentOrigin | None = None
     segments: int = 1
+
+    @classmethod
+    def of(cls, observation: Observation) -> Placement:
+        """Where a recorded turn was asked for."""
+        return cls(segment=observation.segment, origin=observation.origin, segments=observation.segments)
 
 
 FIRST = Placement()
@@ -36,7 +41,7 @@ class EpisodeContext:
         self._settings = settings
         self._tree = SegmentTree()
         self._current: Segment | None = None
-        self._tokens_per_character = 0.0
+        self._estimate = TokenEstimate()
         self.max_tokens = max_tokens
 
     @property
@@ -49,6 +54,11 @@ class EpisodeContext:
         """What the segment of the last turn holds."""
         return self._current.length if self._current is not None else 0
 
+    def count_held(self, placement: Placement) -> int:
+        """What the segment of the next turn holds before it."""
+        origin = placement.origin
+        return self.held if origin is None else origin.kept + origin.repeated
+
     @property
     def segments(self) -> tuple[EpisodeSegment, ...]:
         """As a result carries them."""
@@ -59,8 +69,7 @@ class EpisodeContext:
         action = turn.action
         self._current = self._tree.append(action)
         if self._settings.compaction != "off":
-            shown = count_tokens(action.prompt_delta) - (action.origin.repeated if action.origin is not None else 0)
-            self._tokens_per_character = max(self._tokens_per_character, shown / max(count_characters(messages), 1))
+            self._estimate.learn(messages, action)
 
     def extend(self) -> Placement:
         """The next turn goes on where the last one was played."""
@@ -91,13 +100,11 @@ class EpisodeContext:
         """Whether ``messages`` would fill more than the share of the context that the settings allow."""
         if self._settings.compaction == "off":
             return False
-        coming = self._tokens_per_character * count_characters(messages)
-        return self.held + coming > self._settings.compaction_share * self.max_tokens
+        return self.held + self._estimate.estimate(messages) > self._settings.compaction_share * self.max_tokens
 
     def compact(self, messages: Sequence[ChatMessage]) -> Placement | None:
         """Drop turns: as many as `EnvironmentSettings.compaction_turns` stay, or fewer if those would fill it again."""
-        coming = self._tokens_per_character * count_characters(messages)
-        room = self._settings.compaction_share * self.max_tokens - coming
+        room = self._settings.compaction_share * self.max_tokens - self._estimate.estimate(messages)
         segment = self._current
         if segment is None:
             return None
@@ -128,13 +135,3 @@ def append_line(messages: tuple[ChatMessage, ...], line: str) -> tuple[ChatMessa
     last = messages[-1]
     content = f"{last.content}\n{line}" if isinstance(last.content, str) else (*last.content, Text(text=line))
     return (*messages[:-1], msgspec.structs.replace(last, content=content))
-
-
-def count_characters(messages: Sequence[ChatMessage]) -> int:
-    """Of the text of the messages; images do not count."""
-    return sum(
-        len(message.content)
-        if isinstance(message.content, str)
-        else sum(len(part.text) for part in message.content if isinstance(part, Text))
-        for message in messages
-    )
