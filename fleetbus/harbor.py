@@ -22,6 +22,9 @@ from fleetbus_schemas import MAX_INLINE_BYTES, Task
 PREFIX = "harbor:"
 ENVIRONMENT = "harbor"
 MAX_FILE_BYTES, MAX_FILES = 64 << 20, 5000
+VERIFIER_SECONDS = 600.0
+"""How long tests may take where a task does not say."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
@@ -76,17 +79,19 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True):
     timeout_sec: float | None = None
     user: str | int | None = None
     network_mode: Network | None = None
+    allowed_hosts: list[str] = []
 
 
 class VerifierRules(msgspec.Struct, frozen=True, kw_only=True):
     """``[verifier]``: with an ``environment`` of its own it is separate."""
 
-    timeout_sec: float = 600.0
+    timeout_sec: float | None = None
     env: dict[str, str] = {}
     user: str | int | None = None
     environment_mode: Literal["shared", "separate"] | None = None
     environment: Place | None = None
     network_mode: Network | None = None
+    allowed_hosts: list[str] = []
     collect: list[dict[str, Any]] = []
 
     @property
@@ -215,12 +220,12 @@ def read_harbor_task(folder: Path) -> HarborTask:
     try:
         raw = tomllib.loads((folder / "task.toml").read_text())
         raw.setdefault("schema_version", raw.pop("version", "1.4"))
-        config = msgspec.convert(_without_deprecated(raw), HarborConfig)
+        config = msgspec.convert(_without_deprecated(folder, raw), HarborConfig)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise UserError(f"{folder}/task.toml: {error}") from None
     if not re.fullmatch(r"1\.[0-4]", config.schema_version):
         raise UserError(f"{folder}/task.toml: schema_version is {config.schema_version!r}; 1.0 to 1.4 are read")
-    steps = tuple(_read_step(folder, config, rules) for rules in config.steps) or (_read_only_step(folder, config),)
+    steps = tuple(_read_step(folder, config, rules) for rules in config.steps) or (_read_step(folder, config),)
     return HarborTask(folder=folder, digest=hash_files(folder), config=config, steps=steps)
 
 
@@ -235,14 +240,20 @@ def find_unsupported(harbor: HarborTask) -> list[str]:
         found += [f"[{owner}] os = {place.os!r} is not supported"] if place.os.lower() != "linux" else []
         found += [f"[{owner}] gpus and tpu are not supported"] if place.gpus or place.tpu else []
         found += [f"[{owner}] network_mode = 'allowlist' is not supported"] if place.network_mode == "allowlist" else []
+        found += [f"[{owner}] allowed_hosts is not supported"] if place.allowed_hosts else []
         found += [f"[{owner}] skills_dir is not supported"] if place.skills_dir else []
     if config.environment.mcp_servers:
         names = ", ".join(server.name for server in config.environment.mcp_servers)
         found.append(f"[[environment.mcp_servers]] ({names}) are not supported: the policy has a shell alone")
     for step in harbor.steps:
-        for owner, mode in (("agent", step.agent.network_mode), ("verifier", step.verifier.network_mode)):
-            if mode is not None and mode != config.environment.network_mode:
+        network = config.environment.network_mode
+        for owner, mode, hosts in (
+            ("agent", step.agent.network_mode, step.agent.allowed_hosts),
+            ("verifier", step.verifier.network_mode, step.verifier.allowed_hosts),
+        ):
+            if mode not in (None, network):
                 found.append(f"[{owner}] network_mode = {mode!r} differs from the environment's: not supported")
+            found += [f"[{owner}] allowed_hosts is not supported"] if hosts else []
         found += ["[[verifier.collect]] is not supported"] if step.verifier.collect else []
     if not config.environment.docker_image and not (harbor.folder / "environment/Dockerfile").is_file():
         found.append("has neither environment/Dockerfile nor [environment] docker_image")
@@ -254,63 +265,58 @@ def _list_verifier_places(config: HarborConfig) -> list[tuple[str, Place]]:
     return [(f"{owner}.environment", rules.environment) for owner, rules in owners if rules.environment is not None]
 
 
-def _without_deprecated(raw: dict[str, Any]) -> dict[str, Any]:
+def _without_deprecated(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """``memory = "2G"``, ``storage`` and ``allow_internet`` of earlier versions, as they are written now."""
     place = raw.get("environment")
     if isinstance(place, dict):
         for old, new in (("memory", "memory_mb"), ("storage", "storage_mb")):
             size = place.pop(old, None)
-            if isinstance(size, str) and (found := re.fullmatch(r"([0-9.]+)\s*([KMG])", size.strip().upper())):
+            found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG])", str(size).strip().upper())
+            if found is not None:
                 place.setdefault(new, int(float(found[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[found[2]]))
+            elif size is not None:
+                raise UserError(f"{folder}/task.toml: [environment] {old} = {size!r}: write {new} = MEGABYTES")
         if place.pop("allow_internet", None) is False:
             place.setdefault("network_mode", "no-network")
     return raw
 
 
-def _read_only_step(folder: Path, config: HarborConfig) -> HarborStep:
-    tests = folder / "tests"
-    return HarborStep(
-        name="",
-        instruction=_read_instruction(folder / "instruction.md"),
-        agent=config.agent,
-        verifier=config.verifier,
-        separate=config.verifier.mode == "separate",
-        min_reward={},
-        tests=_list_tests(folder, (tests,)),
-        solution=_find_solution(folder / "solution"),
-        workdir=None,
-        healthcheck=None,
-        artifacts=_list_artifacts(folder, config.artifacts),
-    )
-
-
-def _read_step(folder: Path, config: HarborConfig, rules: StepRules) -> HarborStep:
-    if not _NAME.fullmatch(rules.name):
+def _read_step(folder: Path, config: HarborConfig, rules: StepRules | None = None) -> HarborStep:
+    """One of the steps, or (None) the task as its only one."""
+    if rules is not None and not _NAME.fullmatch(rules.name):
         raise UserError(f"{folder}/task.toml: step {rules.name!r}: use letters, digits, dots and dashes")
-    own = folder / "steps" / rules.name
-    threshold = rules.min_reward
+    own = folder / "steps" / rules.name if rules is not None else folder
     workdir = own / "workdir"
+    step = rules or StepRules(name="")
+    agent, verifier, task = step.agent, step.verifier, config.verifier
+    threshold = step.min_reward
     return HarborStep(
-        name=rules.name,
+        name=step.name,
         instruction=_read_instruction(own / "instruction.md"),
         agent=msgspec.structs.replace(
-            rules.agent,
-            user=rules.agent.user or config.agent.user,
-            timeout_sec=rules.agent.timeout_sec or config.agent.timeout_sec,
+            agent,
+            user=agent.user or config.agent.user,
+            timeout_sec=agent.timeout_sec or config.agent.timeout_sec,
+            network_mode=agent.network_mode or config.agent.network_mode,
+            allowed_hosts=agent.allowed_hosts or config.agent.allowed_hosts,
         ),
         verifier=msgspec.structs.replace(
-            rules.verifier,
-            env=config.verifier.env | rules.verifier.env,
-            user=rules.verifier.user or config.verifier.user,
-            environment=rules.verifier.environment or config.verifier.environment,
+            verifier,
+            timeout_sec=verifier.timeout_sec or task.timeout_sec or VERIFIER_SECONDS,
+            env=task.env | verifier.env,
+            user=verifier.user or task.user,
+            environment=verifier.environment or task.environment,
+            network_mode=verifier.network_mode or task.network_mode,
+            allowed_hosts=verifier.allowed_hosts or task.allowed_hosts,
+            collect=[*task.collect, *verifier.collect],
         ),
-        separate=(rules.verifier.mode or config.verifier.mode) == "separate",
+        separate=(verifier.mode or task.mode) == "separate",
         min_reward={"reward": threshold} if isinstance(threshold, int | float) else dict(threshold or {}),
-        tests=_list_tests(folder, (folder / "tests", own / "tests")),
+        tests=_list_tests(folder, tuple(dict.fromkeys((folder / "tests", own / "tests")))),
         solution=_find_solution(own / "solution"),
-        workdir=workdir if workdir.is_dir() else None,
-        healthcheck=rules.healthcheck,
-        artifacts=_list_artifacts(folder, [*config.artifacts, *rules.artifacts]),
+        workdir=workdir if rules is not None and workdir.is_dir() else None,
+        healthcheck=step.healthcheck,
+        artifacts=_list_artifacts(folder, [*config.artifacts, *step.artifacts]),
     )
 
 

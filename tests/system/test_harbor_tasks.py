@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,16 +11,19 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
 from fleetbus.harbor import build_task, read_harbor_task
-from fleetbus_schemas import Action
+from fleetbus_schemas import Action, ToolCall
+from fleetbus_workers.environment.adapters.harbor.box import Recipe
+from fleetbus_workers.environment.adapters.harbor.docker_box import DockerBoxes
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
 from fleetbus_workers.environment.adapters.harbor.factory import HarborEnvironments
-from fleetbus_workers.environment.adapters.harbor.sandbox_box import PREFIX, sweep_folders
+from fleetbus_workers.environment.adapters.harbor.sandbox_box import PREFIX, SandboxBox, SandboxBoxes, sweep_folders
 from fleetbus_workers.environment.adapters.providers.base import build_process_owner
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
@@ -99,12 +103,12 @@ class Player:
         return verdict.reward, verdict.reason
 
 
-async def playing(boxes: str, folder: Path, *, warm: int = 0) -> AsyncIterator[Player]:
+async def playing(boxes: str, folder: Path, *, warm: int = 0, prompt: str = "compact") -> AsyncIterator[Player]:
     settings = Configuration(
         environment=EnvironmentSettings(boxes=boxes, warm=warm),  # type: ignore[arg-type]
         limits=LimitSettings(verify=60, tool_call=20),
     )
-    environments = HarborEnvironments(f"harbor:{folder}", settings, prompt="compact", observation_bytes=4000)
+    environments = HarborEnvironments(f"harbor:{folder}", settings, prompt=prompt, observation_bytes=4000)
     failed: EnvironmentFailed | None = None
     with anyio.fail_after(SECONDS):
         async with environments.run():
@@ -192,6 +196,65 @@ async def test_steps_go_on_only_above_their_least_reward(boxes: str) -> None:
         assert not step.terminated and "report.json" in str(step.messages[0].content)
         assert await player.run("find /tests /logs/verifier -type f") == "(no output)", "tests of a step do not stay"
         assert await player.finish() == (0.5, "")
+
+
+async def test_a_model_with_its_own_tool_format_gets_results_of_its_calls_and_ends_by_making_none(boxes: str) -> None:
+    def act(text: str, *calls: ToolCall, **fields: Any) -> Action:
+        return Action(episode_id="e", attempt=1, turn=0, text=text, tool_calls=calls, **fields)
+
+    async for player in playing(boxes, OURS / "log-report", prompt="template"):
+        command = "grep ' ERROR ' service.log > errors.log; wc -l < errors.log"
+        calls = [ToolCall(name="bash", arguments={"command": each}, id=f"c{n}") for n, each in enumerate((command, "rm *"))]
+        first, second = (await player.environment.step(act("", *calls))).messages
+        assert (first.role, first.tool_call_id, first.name) == ("tool", "c0", "bash") and "Tool result:" in str(first.content)
+        assert second.tool_call_id == "c1" and "not executed" in str(second.content)
+        (again,) = (await player.environment.step(act("half a call", tool_call_errors=("no JSON",)))).messages
+        assert again.role == "user" and "no JSON" in str(again.content)
+        (cut,) = (await player.environment.step(act("Now I", finish_reason="length"))).messages
+        assert "limit of tokens" in str(cut.content)
+        (following,) = (await player.environment.step(act("The errors are in errors.log."))).messages
+        assert following.role == "user" and "report.json" in str(following.content)
+        assert (await player.environment.step(act("I give up."))).terminated
+        assert (await player.environment.verify()).reward == 0.5
+
+
+async def test_a_box_that_is_prepared_opens_while_another_one_is_built(
+    boxes: str, copy: Callable[..., Path], tmp_path: Path
+) -> None:
+    ready = copy("roman-numerals", {})
+    building = copy("repair-inventory", {"environment/Dockerfile": "FROM python:3.11-slim\nWORKDIR /app\nRUN sleep 3600\n"})
+    settings = Configuration(environment=EnvironmentSettings(boxes=boxes))  # type: ignore[arg-type]
+    environments = HarborEnvironments(f"harbor:{ready.parent}", settings, prompt="compact", observation_bytes=4000)
+    with anyio.fail_after(SECONDS):
+        async with environments.run(), anyio.create_task_group() as group:
+            for _ in range(2):
+                environment = environments()
+                await environment.open(build_task(read_harbor_task(ready)))
+                await environment.close()
+                group.start_soon(environments().open, build_task(read_harbor_task(building)))
+                await until(lambda: is_building(environments))
+            group.cancel_scope.cancel()
+
+
+def is_building(environments: HarborEnvironments) -> bool:
+    assert isinstance(environments._maker, SandboxBoxes | DockerBoxes)
+    return environments._maker._building.locked()
+
+
+async def test_a_box_that_cannot_be_kept_warm_ends_nothing(sandbox: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = SandboxBoxes.start
+    failed: list[OSError] = []
+
+    async def start_once(self: SandboxBoxes, recipe: Recipe) -> SandboxBox:
+        if self._boxes:
+            failed.append(OSError(errno.ENOSPC, "no space left"))
+            raise failed[0]
+        return await started(self, recipe)
+
+    monkeypatch.setattr(SandboxBoxes, "start", start_once)
+    async for player in playing("sandbox", OURS / "roman-numerals", warm=1):
+        await until(lambda: bool(failed))
+        assert await player.run("echo on") == "on"
 
 
 BROKEN = {

@@ -18,6 +18,8 @@ from fleetbus_workers.environment.base import EnvironmentFailed
 
 OURS = Path(__file__).parents[2] / "docs/examples/harbor"
 
+STEP, STEP_FILES = "[[steps]]\nname = 'a'\n", {"steps__a__instruction_DOT_md": "A"}
+
 Write = Callable[..., Path]
 
 
@@ -49,9 +51,9 @@ def test_our_tasks_are_read_with_what_they_inherit() -> None:
     tasks, wrong = check_harbor(f"harbor:{OURS}")
     assert [task.key for task in tasks] == ["log-report", "repair-inventory", "roman-numerals"] and wrong == []
     steps = read_harbor_task(OURS / "log-report").steps
-    assert [(step.name, step.min_reward, step.agent.timeout_sec) for step in steps] == [
-        ("extract", {"reward": 1.0}, 600.0),
-        ("summarize", {}, 600.0),
+    assert [(step.name, step.min_reward, step.agent.timeout_sec, step.verifier.timeout_sec) for step in steps] == [
+        ("extract", {"reward": 1.0}, 600.0, 60.0),
+        ("summarize", {}, 600.0, 60.0),
     ]
     separate = read_harbor_task(OURS / "roman-numerals").steps[0]
     assert separate.separate and separate.artifacts == ("/app/roman.py",)
@@ -67,7 +69,15 @@ def test_our_tasks_are_read_with_what_they_inherit() -> None:
         ("[environment]\nskills_dir = '/s'", {}, "skills_dir is not supported"),
         ("[[environment.mcp_servers]]\nname = 'm'\nurl = 'http://m'", {}, "mcp_servers]] (m) are not supported"),
         ("[agent]\nnetwork_mode = 'no-network'", {}, "differs from the environment's: not supported"),
+        ("[agent]\nnetwork_mode = 'no-network'\n" + STEP, STEP_FILES, "[agent] network_mode = 'no-network' differs"),
+        ("[verifier]\nnetwork_mode = 'no-network'\n" + STEP, STEP_FILES, "[verifier] network_mode = 'no-network' differs"),
+        ("[environment]\nallowed_hosts = ['pypi.org']", {}, "[environment] allowed_hosts is not supported"),
+        ("[agent]\nallowed_hosts = ['pypi.org']\n" + STEP, STEP_FILES, "[agent] allowed_hosts is not supported"),
+        ("[verifier]\nallowed_hosts = ['pypi.org']", {}, "[verifier] allowed_hosts is not supported"),
+        ("[environment]\nmemory = '2 gigabytes'", {}, "memory = '2 gigabytes': write memory_mb = MEGABYTES"),
+        ("[environment]\nstorage = 10", {}, "storage = 10: write storage_mb = MEGABYTES"),
         ("[[verifier.collect]]\ncommand = 'x'", {}, "[[verifier.collect]] is not supported"),
+        ("[[verifier.collect]]\ncommand = 'x'\n" + STEP, STEP_FILES, "[[verifier.collect]] is not supported"),
         ("artifacts = ['app/x']", {}, "must be an absolute path"),
         ("artifacts = ['/app/../etc']", {}, "must be an absolute path without .."),
         ("schema_version = '2.0'", {}, "1.0 to 1.4 are read"),

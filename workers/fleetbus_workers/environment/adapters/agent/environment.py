@@ -28,11 +28,14 @@ from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, StopReason
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
-from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
+from fleetbus_workers.environment.adapters.common.process_group import ProcessGroup
 from fleetbus_workers.environment.adapters.providers.process import select_variables
 from fleetbus_workers.environment.base import ContextChange, EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
+
+WRITTEN_BYTES = 64 << 20
+"""Largest file that an agent may write, its own output included."""
 
 FILE_BYTES = 1 << 20
 """Most of a file that a verifier reads."""
@@ -56,7 +59,7 @@ class AgentEnvironment:
         self._held = ExitStack()
         self._task: Task | None = None
         self._session: AgentSession | None = None
-        self._process: AgentProcess | None = None
+        self._process: ProcessGroup | None = None
         self._folder = Path()
         self._paths = Paths()
         self._pending: PendingCall | None = None
@@ -76,10 +79,16 @@ class AgentEnvironment:
 
     async def reset(self) -> Start:
         """Start the agent and wait for its first call. Raises `EnvironmentFailed` if it ends without one."""
-        self._process = await AgentProcess.start(self._command, folder=self._folder, variables=self._build_variables())
+        self._process = await ProcessGroup.start(
+            self._command,
+            called="the agent",
+            variables=self._build_variables(),
+            folder=self._folder,
+            file_bytes=WRITTEN_BYTES,
+        )
         attached = await self._next_call()
         if attached is None:
-            raise EnvironmentFailed(f"the agent ended before it called a model{self._describe_end()}")
+            raise EnvironmentFailed(f"the agent ended before it called a model{self._process.read_last_line()}")
         return Start(messages=attached.messages, tools=attached.tools)
 
     async def step(self, action: Action) -> Step:
@@ -159,17 +168,12 @@ class AgentEnvironment:
             "FLEETBUS_REWARD_URL": f"{url}/s/{key}/v1/reward",
         }
 
-    def _describe_end(self) -> str:
-        assert self._process is not None
-        output = self._process.read_last_output().splitlines()
-        return f": {output[-1]}" if output else ""
-
     def _raise_if_failed(self) -> None:
         """An agent that fails before it has a reward is no doing of the policy's."""
         assert self._process is not None and self._session is not None
         status = self._process.status
         if status and not self._session.is_graded:
-            raise EnvironmentFailed(f"the agent ended with status {status}{self._describe_end()}")
+            raise EnvironmentFailed(f"the agent ended with status {status}{self._process.read_last_line()}")
 
     def _describe_paths(self) -> dict[str, Any]:
         return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons)}

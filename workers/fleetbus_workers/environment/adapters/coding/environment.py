@@ -16,13 +16,11 @@ from fleetbus.core.prompts import (
     TOOL_RESULT,
     build_compact_system_prompt,
     build_fleet_system_prompt,
-    format_error,
-    format_further_calls,
-    format_unknown_tool,
     truncate_text,
 )
-from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from fleetbus.core.tool_calls import final_answer, is_done
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
+from fleetbus_workers.environment.adapters.common.code_calls import extract_source
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,
     build_tool_messages,
@@ -120,7 +118,7 @@ class CodingEnvironment:
         self._conversation.append(ChatMessage(role="assistant", content=action.text))
         if done:
             self._answer = final_answer(_FENCED.sub("", action.text))
-        code, problem, more = _extract_code(action)
+        code, problem, more = extract_source(action, TOOL, _FENCED, NO_CODE)
         if code is None and done:
             return Step(terminated=True)
         failed = code is None
@@ -204,23 +202,6 @@ class CodingEnvironment:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-
-
-def _extract_code(action: Action) -> tuple[str | None, str, str]:
-    """The code of an action, the message if there is none, and the notice about code that is not executed."""
-    calls = action.tool_calls or parse_tool_calls(action.text).calls
-    if calls:
-        more = format_further_calls(len(calls) - 1) if len(calls) > 1 else ""
-        if calls[0].name != TOOL.name:
-            return None, format_unknown_tool(calls[0].name, (TOOL,)), more
-        code = calls[0].arguments.get("code")
-        if not isinstance(code, str):
-            return None, format_error('python needs "code", a text'), more
-        return code, "", more
-    blocks = _FENCED.findall(action.text)
-    if blocks:
-        return blocks[0], "", format_further_calls(len(blocks) - 1) if len(blocks) > 1 else ""
-    return None, NO_CODE, ""
 
 
 def _format_observation(result: ExecutionResult, *, report_loss: bool) -> str:

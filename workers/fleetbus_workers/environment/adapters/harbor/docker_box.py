@@ -29,7 +29,7 @@ from fleetbus_workers.environment.base import EnvironmentFailed
 IMAGE = "fleetbus-harbor"
 KILL_SECONDS = 5
 OUTPUT_BYTES = 1 << 20
-"""What is read of a command's output; the rest is not, and the command is ended."""
+"""What is kept of a command's output; the rest is counted."""
 
 TIME_UP, KILLED = (124, 137), 137
 RIGHTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
@@ -80,6 +80,8 @@ class DockerBoxes:
         return []
 
     async def prepare(self, recipe: Recipe) -> None:
+        if recipe.digest in self._prepared:
+            return  # while another one is built
         async with self._building:
             if recipe.digest in self._prepared:
                 return
@@ -141,13 +143,15 @@ class DockerBox:
         self, command: str, *, user: str | int | None, variables: Mapping[str, str], seconds: float, workdir: str | None = None
     ) -> CommandResult:
         limited = ["timeout", "-k", str(KILL_SECONDS), f"{max(seconds, 0.1):.1f}", "bash", "-c", command]
+        began = anyio.current_time()
         output, code = await self._engine.call(
             "run a command",
             lambda client: _execute(
                 client, self._name, limited, "" if user is None else str(user), dict(variables), workdir or self._workdir
             ),
         )
-        return CommandResult(output=output, exit_code=code, ended="time" if code in TIME_UP and seconds > 0 else "")
+        late = code in TIME_UP and anyio.current_time() - began >= seconds
+        return CommandResult(output=output, exit_code=code, ended="time" if late else "")
 
     async def put(self, source: Path, target: str) -> None:
         content = await anyio.to_thread.run_sync(_pack, source)
@@ -240,7 +244,8 @@ def _pack(source: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _get_archive(client: Any, name: str, path: str, limit: int) -> tarfile.TarFile | None:
+def _get_archive(client: Any, name: str, path: str, limit: int, *, cut: bool = False) -> tarfile.TarFile | None:
+    """What lies at a path, None if nothing does; of more than ``limit`` bytes the beginning, or `EnvironmentFailed`."""
     import docker
 
     try:
@@ -249,15 +254,17 @@ def _get_archive(client: Any, name: str, path: str, limit: int) -> tarfile.TarFi
         return None
     buffer = io.BytesIO()
     for chunk in chunks:
-        if buffer.tell() + len(chunk) > limit:
+        if buffer.tell() + len(chunk) > limit and not cut:
             raise EnvironmentFailed(f"{path} is larger than {limit >> 20} MiB")
         buffer.write(chunk)
+        if buffer.tell() > limit:
+            break
     buffer.seek(0)
     return tarfile.open(fileobj=buffer)
 
 
 def _read(client: Any, name: str, path: str, limit: int) -> bytes | None:
-    archive = _get_archive(client, name, path, limit + (1 << 20))
+    archive = _get_archive(client, name, path, limit + (1 << 20), cut=True)
     if archive is None:
         return None
     with archive:

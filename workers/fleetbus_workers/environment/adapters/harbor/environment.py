@@ -16,14 +16,17 @@ import anyio
 from fleetbus.core.prompts import (
     TOOL_RESULT,
     build_compact_system_prompt,
-    format_error,
-    format_further_calls,
-    format_unknown_tool,
     truncate_text,
 )
-from fleetbus.core.tool_calls import is_done, parse_tool_calls
+from fleetbus.core.tool_calls import is_done
 from fleetbus.harbor import HarborStep, HarborTask, Healthcheck
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
+from fleetbus_workers.environment.adapters.common.code_calls import extract_source
+from fleetbus_workers.environment.adapters.common.tool_results import (
+    answer_first_call,
+    build_tool_messages,
+    is_final_answer,
+)
 from fleetbus_workers.environment.adapters.harbor.box import SOLUTION, Box, CommandResult
 from fleetbus_workers.environment.adapters.harbor.grading import Grade
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
@@ -101,12 +104,25 @@ class HarborEnvironment:
         return Start(messages=tuple(messages), tools=tools, prompted=len(messages) - 1, offered=(TOOL,))
 
     async def step(self, action: Action) -> Step:
-        """Run the first command of the action, if any; then the step of the task is over if the action says so."""
-        command, problem, more = _extract_command(action)
-        done = is_done(action.text)
-        left = (self._current.agent.timeout_sec or float("inf")) - (anyio.current_time() - self._step_began)
+        """Run the first command of the action, if any; then the step of the task is over if the action says so: by
+        ``<done>``, or by having no call where the model's own template writes tools."""
+        limit = self._current.agent.timeout_sec or float("inf")
+        left = limit - (anyio.current_time() - self._step_began)
+        own_template = self._prompt == "template"
         if left <= 0:
-            return await self._finish_step("the time for this is over", timed_out=True)
+            step = await self._finish_step("the time for this is over", timed_out=True)
+        elif not own_template:
+            return await self._run_command(action, left, done=is_done(action.text))
+        elif is_final_answer(action):
+            return await self._finish_step("")
+        elif not action.tool_calls:
+            return Step(messages=build_tool_messages(action, ()))
+        else:
+            step = await self._run_command(action, left, done=False)
+        return answer_first_call(action, step) if own_template and action.tool_calls else step
+
+    async def _run_command(self, action: Action, left: float, *, done: bool) -> Step:
+        command, problem, more = extract_source(action, TOOL, _FENCED, NO_COMMAND)
         text, failed = problem, True
         if command is not None:
             seconds = min(left, self._command_seconds)
@@ -210,23 +226,6 @@ class HarborEnvironment:
         box, self._box = self._box, None
         if box is not None:
             await box.stop()
-
-
-def _extract_command(action: Action) -> tuple[str | None, str, str]:
-    """The command of an action, the message if there is none, and the notice about commands that are not run."""
-    calls = action.tool_calls or parse_tool_calls(action.text).calls
-    if calls:
-        more = format_further_calls(len(calls) - 1) if len(calls) > 1 else ""
-        if calls[0].name != TOOL.name:
-            return None, format_unknown_tool(calls[0].name, (TOOL,)), more
-        command = calls[0].arguments.get("command")
-        if not isinstance(command, str) or "\0" in command:
-            return None, format_error('bash needs "command", a text'), more
-        return command, "", more
-    blocks = _FENCED.findall(action.text)
-    if blocks:
-        return blocks[0], "", format_further_calls(len(blocks) - 1) if len(blocks) > 1 else ""
-    return None, NO_COMMAND, ""
 
 
 def _format_observation(result: CommandResult) -> str:

@@ -39,6 +39,8 @@ class HarborEnvironments:
         self._observation_bytes = observation_bytes
         self._maker: BoxMaker | None = None
         self._tasks: dict[str, HarborTask] = {}
+        self._folder_hashes: dict[tuple[str, Path], str] = {}
+        """By a task's hash and a folder of it: what was read once is not read for every episode."""
         self.warm_boxes: dict[str, deque[Box]] = {}
         self._group: TaskGroup | None = None
 
@@ -73,26 +75,30 @@ class HarborEnvironments:
         if digest not in self._tasks:
             try:
                 harbor = await anyio.to_thread.run_sync(find_task, self._location, task)
-                problems = find_unsupported(harbor) + self._find_unsupported(harbor)
+                problems = find_unsupported(harbor) + await self._find_unsupported(harbor)
             except UserError as error:
                 raise EnvironmentFailed(str(error)) from error
             if problems:
-                raise EnvironmentFailed(f"task {task.key}: {problems[0]}: not supported by {type(self._maker).__name__}")
+                raise EnvironmentFailed(f"task {task.key} cannot be played here: {problems[0]}")
             self._tasks[digest] = harbor
         return self._tasks[digest]
 
-    def _find_unsupported(self, harbor: HarborTask) -> list[str]:
+    async def _find_unsupported(self, harbor: HarborTask) -> list[str]:
         assert self._maker is not None
         users = [user for step in harbor.steps for user in (step.agent.user, step.verifier.user)]
-        return self._maker.find_unsupported(self._build_recipe(harbor), users)
+        found = self._maker.find_unsupported(await self._build_recipe(harbor), users)
+        return [f"{problem} (without a Docker engine)" for problem in found]
 
-    def _build_recipe(self, harbor: HarborTask, place: Place | None = None, folder: Path | None = None) -> Recipe:
+    async def _build_recipe(self, harbor: HarborTask, place: Place | None = None, folder: Path | None = None) -> Recipe:
         place = place or harbor.config.environment
         folder = folder or harbor.folder / "environment"
-        digest = hash_files(folder) if folder.is_dir() else ""
+        known = (harbor.digest, folder)
+        if known not in self._folder_hashes:
+            there = folder.is_dir()
+            self._folder_hashes[known] = await anyio.to_thread.run_sync(hash_files, folder) if there else ""
         return Recipe(
             folder=folder,
-            digest=f"{digest}-{place.docker_image or ''}",
+            digest=f"{self._folder_hashes[known]}-{place.docker_image or ''}",
             place=place,
             variables=resolve_variables(place.env, self._permissions),
         )
@@ -100,7 +106,7 @@ class HarborEnvironments:
     async def _open_box(self, harbor: HarborTask) -> Box:
         """A warm box of the task if there is one; others are started for the episodes after this one."""
         assert self._maker is not None and self._group is not None
-        recipe = self._build_recipe(harbor)
+        recipe = await self._build_recipe(harbor)
         warm = self.warm_boxes.setdefault(harbor.digest, deque())
         box = warm.popleft() if warm else await self._maker.start(recipe)
         if len(warm) < self._settings.environment.warm:
@@ -111,7 +117,7 @@ class HarborEnvironments:
         assert self._maker is not None
         try:
             box = await self._maker.start(recipe)
-        except EnvironmentFailed as error:
+        except (EnvironmentFailed, OSError) as error:  # a full disk is no reason to end the worker
             _log.warning("box kept warm failed to start; the next episode starts its own", reason=str(error))
             return
         if (
@@ -134,10 +140,10 @@ class HarborEnvironments:
         if not step.separate:
             return await grade_shared(box, step, variables, seconds)
         own = next((tests for tests in reversed(step.tests) if (tests / "Dockerfile").is_file()), None)
-        recipe = self._build_recipe(harbor, step.verifier.environment or harbor.config.environment, own)
+        recipe = await self._build_recipe(harbor, step.verifier.environment or harbor.config.environment, own)
         if step.verifier.environment is not None and not step.verifier.environment.docker_image and own is None:
             image = harbor.config.environment.docker_image
-            recipe = self._build_recipe(harbor, _with_image(step.verifier.environment, image))
+            recipe = await self._build_recipe(harbor, _with_image(step.verifier.environment, image))
         verifier = await self._maker.start(recipe)
         try:
             return await grade_separately(box, verifier, step, variables, seconds)

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
-from fleetbus.harbor import HarborStep
+from fleetbus.harbor import VERIFIER_SECONDS, HarborStep
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.harbor.box import ARTIFACTS, TESTS, VERIFIER_LOGS, Box
 from fleetbus_workers.environment.base import EnvironmentFailed
@@ -90,7 +90,7 @@ def _stage_artifact(folder: Path, path: str, number: int) -> tuple[Path | None, 
 
 
 async def _run_tests(box: Box, step: HarborStep, variables: Mapping[str, str], seconds: float) -> Grade:
-    limit = min(seconds, step.verifier.timeout_sec)
+    limit = min(seconds, step.verifier.timeout_sec or VERIFIER_SECONDS)
     command = f"chmod +x {TESTS}/test.sh 2>/dev/null; exec {TESTS}/test.sh"
     done = await box.run(command, user=step.verifier.user, variables=variables, seconds=limit)
     if done.ended == "time":

@@ -7,6 +7,7 @@ an image, another user or a network is refused by name.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -89,6 +90,8 @@ class SandboxBoxes:
         return found
 
     async def prepare(self, recipe: Recipe) -> None:
+        if recipe.digest in self._images:
+            return  # while another one is built
         async with self._building:
             if recipe.digest in self._images:
                 return
@@ -200,13 +203,9 @@ class SandboxBox:
         await anyio.to_thread.run_sync(copy_tree, source, stage)
         if os.geteuid() == 0:
             await anyio.to_thread.run_sync(give_tree, stage, self.user)
-        copied = await self.run(
-            'mkdir -p "$1"'.replace("$1", target) + f' && cp -a {STAGE}/. "{target}/"',
-            user=None,
-            variables={},
-            seconds=60,
-            workdir="/",
-        )
+        quoted = shlex.quote(target)
+        command = f"mkdir -p {quoted} && cp -a {STAGE}/. {quoted}/"
+        copied = await self.run(command, user=None, variables={}, seconds=60, workdir="/")
         await self.end_processes()
         await anyio.to_thread.run_sync(empty_folder, stage)
         if copied.exit_code:
@@ -263,7 +262,7 @@ def _make_folders(folder: Path, build: Build) -> dict[str, Path]:
 async def _carry_out(build: Build, recipe: Recipe, box: SandboxBox) -> None:
     """What the Dockerfile says, in its order."""
     os.makedirs(box.mounts[build.roots[0]], exist_ok=True)
-    await _expect(box, f'mkdir -p "{build.workdir}"', "/")
+    await _expect(box, f"mkdir -p {shlex.quote(build.workdir)}", "/")
     for kind, what, where in build.actions:
         if kind == "run":
             await _expect(box, what, where, recipe.place.build_timeout_sec)

@@ -7,22 +7,16 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import IO
 
 import anyio
 import anyio.to_thread
-from anyio.abc import Process
 
 from fleetbus.errors import UserError
-from fleetbus.parent_death import build_parent_death_command
+from fleetbus_workers.environment.adapters.common.process_group import ProcessGroup
 from fleetbus_workers.environment.adapters.providers.base import Labels, ProvidedServer, generate_server_name, is_abandoned
-from fleetbus_workers.environment.base import EnvironmentFailed
 
-STOP_SECONDS = 5.0
 PASSED = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
@@ -58,7 +52,7 @@ class ProcessProvider:
         if shutil.which(self._command[0]) is None:
             raise UserError(f"command {self._command[0]!r} not found; install it or give its path")
         self._variables = variables or {}
-        self._running: dict[str, tuple[Process, IO[bytes]]] = {}
+        self._running: dict[str, ProcessGroup] = {}
 
     async def start(self, labels: Labels) -> ProvidedServer:
         port, name = _find_free_port(), generate_server_name()
@@ -68,44 +62,19 @@ class ProcessProvider:
             for key, value in labels.to_mapping().items()
         }
         command = [part.replace("{port}", str(port)) for part in self._command]
-        output = tempfile.TemporaryFile()
-        try:
-            process = await anyio.open_process(
-                build_parent_death_command(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**variables, **self._variables},
-                start_new_session=True,
-            )
-        except BaseException as error:
-            output.close()
-            if isinstance(error, OSError):
-                raise EnvironmentFailed(f"the command cannot be started: {error}") from error
-            raise
-        self._running[name] = (process, output)
+        self._running[name] = await ProcessGroup.start(
+            command, called="the command", variables={**variables, **self._variables}
+        )
         return ProvidedServer(name=name, url=f"http://127.0.0.1:{port}")
 
     async def find_problem(self, server: ProvidedServer) -> str:
-        process, output = self._running[server.name]
-        if process.returncode is None:
-            return ""
-        return f"exit code {process.returncode}{_read_last_line(output)}"
+        process = self._running[server.name]
+        return "" if process.status is None else f"exit code {process.status}{process.read_last_line()}"
 
     async def stop(self, server: ProvidedServer) -> None:
-        """SIGTERM to all that the command started, and SIGKILL to what does not end."""
-        process, output = self._running.pop(server.name, (None, None))
-        if process is None or output is None:
-            return
-        with anyio.CancelScope(shield=True):
-            _signal_group(process.pid, signal.SIGTERM)
-            with anyio.move_on_after(STOP_SECONDS):
-                await process.wait()
-            _signal_group(process.pid, signal.SIGKILL)
-            with anyio.move_on_after(STOP_SECONDS):
-                await process.wait()
-            await process.aclose()
-        output.close()
+        process = self._running.pop(server.name, None)
+        if process is not None:
+            await process.stop()
 
     async def sweep(self) -> list[str]:
         """Kill commands whose worker is gone. Only where /proc shows the variables of processes."""
@@ -139,16 +108,3 @@ def _find_free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _signal_group(process: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(process, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # all of it has ended
-
-
-def _read_last_line(output: IO[bytes]) -> str:
-    output.seek(max(0, output.seek(0, os.SEEK_END) - 2000))
-    lines = output.read().decode(errors="replace").strip().splitlines()
-    return f": {lines[-1]}" if lines else ""

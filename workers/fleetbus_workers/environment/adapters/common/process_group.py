@@ -1,4 +1,4 @@
-"""An agent as a process of this machine: its command, what it is told by variables, and its end, bounded in time and size."""
+"""A command of an episode as a process of this machine, with all that it starts: its output, and its end, bounded in time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ from fleetbus.parent_death import build_parent_death_command
 from fleetbus_workers.environment.base import EnvironmentFailed
 
 STOP_SECONDS = 5.0
-OUTPUT_BYTES = 64 << 20
-"""Largest file that an agent may write, its own output included."""
-
 LAST_OUTPUT_BYTES = 4000
 
 
-class AgentProcess:
-    """One running agent, and all that it starts: a process group of its own."""
+class ProcessGroup:
+    """One running command, and all that it starts: a process group of its own, which ends with this process."""
 
     def __init__(self, process: Process, output: IO[bytes]) -> None:
         self._process = process
         self._output = output
 
     @classmethod
-    async def start(cls, command: Sequence[str], *, folder: Path, variables: Mapping[str, str]) -> AgentProcess:
-        """Raises `EnvironmentFailed` when the command cannot be started."""
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        called: str,
+        variables: Mapping[str, str],
+        folder: Path | None = None,
+        file_bytes: int | None = None,
+    ) -> ProcessGroup:
+        """``file_bytes`` bounds every file that it writes, its output included. Raises `EnvironmentFailed`, which names what is
+        ``called`` so, when the command cannot be started."""
         output = tempfile.TemporaryFile()
         try:
             process = await anyio.open_process(
@@ -49,11 +55,11 @@ class AgentProcess:
         except BaseException as error:
             output.close()
             if isinstance(error, OSError):
-                raise EnvironmentFailed(f"the agent cannot be started: {error}") from error
+                raise EnvironmentFailed(f"{called} cannot be started: {error}") from error
             raise
-        if sys.platform == "linux":
+        if file_bytes is not None and sys.platform == "linux":
             try:
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (OUTPUT_BYTES, OUTPUT_BYTES))
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
             except ProcessLookupError:
                 pass  # it has ended already
         return cls(process, output)
@@ -67,13 +73,14 @@ class AgentProcess:
         """Its exit status, None while it runs."""
         return self._process.returncode
 
-    def read_last_output(self) -> str:
-        """The end of what it wrote to standard output and standard error."""
+    def read_last_line(self) -> str:
+        """The last line that it wrote to standard output or standard error, after a colon; empty if there is none."""
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - LAST_OUTPUT_BYTES))
-        return self._output.read().decode(errors="replace").strip()
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
 
     async def stop(self) -> None:
-        """SIGTERM to all that the agent started, SIGKILL to what does not end."""
+        """SIGTERM to all that the command started, SIGKILL to what does not end."""
         with anyio.CancelScope(shield=True):
             self._signal_group(signal.SIGTERM)
             with anyio.move_on_after(STOP_SECONDS):
