@@ -16,6 +16,7 @@ from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.sessions import MAX_WAITING, SESSION_OVER, AgentSession
+from fleetbus_workers.serving.request_body import MAX_BYTES
 
 CHAT, RESPONSES, MESSAGES = DIALECTS
 SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}}}
@@ -276,6 +277,14 @@ async def test_a_reward_is_taken_once_and_only_if_it_is_a_number() -> None:
         assert (await client.post("/v1/reward", json={"reward": 0.5})).status_code == 200
         assert (await client.post("/v1/reward", json={"reward": 1.0})).status_code == 409
         assert session.reward == 0.5
+
+
+@pytest.mark.parametrize("path", ["/v1/reward", "/v1/messages/count_tokens", CHAT])
+async def test_a_body_that_is_too_large_is_refused_by_its_size(path: str) -> None:
+    async with serving() as (client, session):
+        response = await client.post(path, content=b" " * (MAX_BYTES + 1), headers={"Content-Type": "application/json"})
+        assert response.status_code == 413 and f"{MAX_BYTES} bytes" in response.text
+        assert not session.is_graded
 
 
 async def test_a_page_of_another_site_is_refused() -> None:

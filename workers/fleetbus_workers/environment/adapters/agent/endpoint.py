@@ -83,7 +83,9 @@ class AgentEndpoint:
         ]
         settings = build_guard_settings(HOST, (), (), content_types=("application/json",))
         return Starlette(
-            routes=[*routes, Mount("/s/{key}", routes=routes)], middleware=[Middleware(BrowserGuard, settings=settings)]
+            routes=[*routes, Mount("/s/{key}", routes=routes)],
+            middleware=[Middleware(BrowserGuard, settings=settings)],
+            exception_handlers={BodyRefused: refuse_body, ClientDisconnect: drop_call},
         )
 
     def _find_session(self, request: Request) -> AgentSession | None:
@@ -110,8 +112,6 @@ class AgentEndpoint:
             return refuse(dialect, 400, str(invalid))
         except TooManyCalls as many:
             return refuse(dialect, 429, str(many))
-        except ClientDisconnect:
-            return Response(status_code=499)
         if call.stream:
             events = stream_answer(dialect, call, pending)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -175,6 +175,14 @@ def is_repetition(request: Request) -> bool:
 def refuse(dialect: Dialect, status: int, message: str) -> Response:
     headers = {"Retry-After": RETRY_SECONDS} if status == 429 else {}
     return JSONResponse(dialect.render_error(status, message), status, headers=headers)
+
+
+async def refuse_body(request: Request, refused: Exception) -> Response:
+    return JSONResponse({"detail": str(refused)}, refused.status if isinstance(refused, BodyRefused) else 400)
+
+
+async def drop_call(request: Request, gone: Exception) -> Response:
+    return Response(status_code=499)
 
 
 async def wait_for_answer(dialect: Dialect, call: AgentCall, pending: PendingCall, request: Request) -> Response:
