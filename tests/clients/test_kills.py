@@ -19,13 +19,16 @@ import pytest
 
 from fleetbus_schemas import SessionRecorded
 from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry, read_session_journal
-from tests.clients.counting_environment import REWARD
+from tests.support.counting_environment import REWARD
 from tests.support.gateway_processes import RUN, SUBJECTS, ProcessDeployment, free_port, start_processes
 from tests.support.relay import Relay
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-ENVIRONMENT = "tests.clients.counting_environment:CountingEnvironment"
+STEP_SECONDS = 0.15
+"""So that kills hit steps in the middle."""
+
+ENVIRONMENT = "tests.support.counting_environment:CountingEnvironment"
 EPISODES, PARALLEL, STEPS = 24, 8, 15
 STEPS_PER_FAULT = 25
 MIN_FAULTS = 6
@@ -156,7 +159,9 @@ async def test_the_vagen_client_loses_and_doubles_no_step(
 
 async def test_skyrl_environments_lose_and_double_no_step(tmp_path: Path, record_property: Any) -> None:
     tasks = tmp_path / "tasks.json"
-    tasks.write_text(json.dumps([{"key": "t", "prompt": "Count.", "env_key": "x", "config": {"steps": STEPS}}]))
+    tasks.write_text(
+        json.dumps([{"key": "t", "prompt": "Count.", "env_key": "x", "config": {"steps": STEPS, "seconds": STEP_SECONDS}}])
+    )
     async with faulty_run(tmp_path / "server", "") as (faults, url):
         episodes = await play(find_python("skyrl"), "play_skyrl.py", {"url": url, "tasks": str(tasks)}, faults)
         await check(faults, episodes, record_property)

@@ -17,11 +17,12 @@ from websockets.asyncio.client import connect as connect_socket
 from websockets.exceptions import WebSocketException
 
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
+from tests.support.counting_environment import REWARD, STEPS
 from tests.support.gateway_processes import SUBJECTS, ProcessDeployment, free_port, repeat_until_answered, start_processes
 from tests.support.gym_service import Wire, new_boundary
 from tests.support.openenv_process import openenv_python
 
-ENVIRONMENT = "tests.gateway.slow_environment:SlowEnvironment"
+ENVIRONMENT = "tests.support.counting_environment:CountingEnvironment"
 PLAYED = ["one", "slow two", "slow three", "four", "five"]
 RETRY_SECONDS = 0.1
 
@@ -104,7 +105,7 @@ async def test_a_remote_gym_client_does_not_notice(tmp_path: Path) -> None:
             return told["obs"], told["reward"], told["done"]
 
         told = await play_through(here, session, step)
-        assert told == [(f"{count}: {text}", 0.5, count == 5) for count, text in enumerate(PLAYED, 1)]
+        assert told == [(f"{count}: {text}", REWARD, count == STEPS) for count, text in enumerate(PLAYED, 1)]
 
 
 class Player:
@@ -139,7 +140,7 @@ async def test_an_openenv_client_of_a_named_session_does_not_notice(tmp_path: Pa
         player = Player(f"{here.url}/sessions/trial")
         await player.ask("reset", marks=str(here.marks))
         told = await play_through(here, "trial-0", player.step)
-        assert told == [(f"{count}: {text}", 0.5, count == 5) for count, text in enumerate(PLAYED, 1)]
+        assert told == [(f"{count}: {text}", REWARD, count == STEPS) for count, text in enumerate(PLAYED, 1)]
         assert (await player.ask("state"))["step_count"] == 5
         assert (await player.ask("state"))["count"] == 5
 
@@ -170,6 +171,6 @@ async def test_the_real_openenv_client_goes_on_by_doing_again_what_raised(tmp_pa
 
             await ask("reset", marks=str(here.marks))
             told = await play_through(here, "trial-0", step)
-            assert told == [[f"{count}: {text}", 0.5, count == 5] for count, text in enumerate(PLAYED, 1)]
+            assert told == [[f"{count}: {text}", REWARD, count == STEPS] for count, text in enumerate(PLAYED, 1)]
             assert (await ask("state"))["step_count"] == 5
             await client.stdin.aclose()

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -92,6 +93,15 @@ class Stage:
     def fleet(self, *plans: ProcessPlan, final: str = "learner") -> Supervisor:
         return Supervisor(plans, final=final, report=self.reports.append)
 
+    @asynccontextmanager
+    async def supervised(self, fleet: Supervisor) -> AsyncIterator[None]:
+        """Run it, and stop it at the end."""
+        with anyio.fail_after(50):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(fleet.run)
+                yield
+                await fleet.stop()
+
     def events(self) -> list[list[str]]:
         return [line.split() for line in (self.folder / "events").read_text().splitlines()]
 
@@ -120,11 +130,8 @@ async def test_they_stop_stage_by_stage_and_nothing_is_left(tmp_path: Path) -> N
     fleet = stage.fleet(
         stage.plan("inference", "serve", 30.0), stage.plan("learner", "serve", 10.0), stage.plan("environment", "serve", 20.0)
     )
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await stage.until("started", 3)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await stage.until("started", 3)
     assert stage.names("drained") == ["learner.0", "environment.0", "inference.0"]
     assert stage.running() == [] and stage.reports == []
 
@@ -133,11 +140,8 @@ async def test_a_stop_waits_while_a_checkpoint_grows(tmp_path: Path, monkeypatch
     monkeypatch.setattr(supervisor, "WRITING_SECONDS", 5.0)
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("learner", "writer", 0.3))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await stage.until("started", 1)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await stage.until("started", 1)
     assert stage.names("drained") == ["learner.0"] and (tmp_path / "checkpoint").stat().st_size == 6
     assert stage.reports == ["learner is still writing; waiting until its files are complete"]
 
@@ -146,11 +150,8 @@ async def test_who_stops_writing_without_ending_is_killed(tmp_path: Path, monkey
     monkeypatch.setattr(supervisor, "WRITING_SECONDS", 0.3)
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("learner", "hung writer", 1.0))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await stage.until("started", 1)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await stage.until("started", 1)
     assert stage.names("drained") == [] and stage.running() == []
     assert "was killed" in stage.reports[-1]
 
@@ -158,13 +159,10 @@ async def test_who_stops_writing_without_ending_is_killed(tmp_path: Path, monkey
 async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("learner", "finish"), stage.plan("environment", "serve", 20.0))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await fleet.over.wait()
-            assert fleet.failure is None
-            await stage.until("started", 2)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await fleet.over.wait()
+        assert fleet.failure is None
+        await stage.until("started", 2)
     assert sorted(stage.names("started")) == ["environment.0", "learner.0"]
     assert stage.running() == []
 
@@ -172,13 +170,10 @@ async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_a
 async def test_a_killed_worker_is_started_again_under_the_next_number(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "serve"))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await stage.until("started", 1)
-            os.kill(stage.running()[0], signal.SIGKILL)
-            await stage.until("started", 2)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await stage.until("started", 1)
+        os.kill(stage.running()[0], signal.SIGKILL)
+        await stage.until("started", 2)
     assert stage.names("started") == ["environment.0", "environment.1"]
     assert "environment ended with status -9" in stage.reports[0]
     assert stage.running() == []
@@ -190,12 +185,9 @@ async def test_a_worker_that_keeps_crashing_fails_the_run_with_its_last_words(
     monkeypatch.setattr("fleetbus_workers.up.restarts.FIRST_DELAY_SECONDS", 0.001)
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "crash"), stage.plan("inference", "serve", 20.0))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await fleet.over.wait()
-            assert stage.names("drained") == []
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await fleet.over.wait()
+        assert stage.names("drained") == []
     assert isinstance(fleet.failure, WorkerUnrecoverable)
     assert fleet.failure.tail[-1] == "the last words of environment.4"
     assert stage.names("drained") == ["inference.0"]
@@ -218,11 +210,8 @@ async def test_a_worker_that_crashes_while_the_server_is_away_is_started_again_u
     monkeypatch.setattr("fleetbus_workers.up.restarts.LONGEST_DELAY_SECONDS", 0.01)
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "server away"))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await stage.until("started", 5)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await stage.until("started", 5)
     assert fleet.failure is None
     assert stage.running() == []
 
@@ -230,11 +219,8 @@ async def test_a_worker_that_crashes_while_the_server_is_away_is_started_again_u
 async def test_a_worker_that_ignores_the_request_to_stop_is_killed_in_time(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("learner", "stubborn", 1.0), stage.plan("environment", "serve", 20.0))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await stage.until("started", 2)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await stage.until("started", 2)
     assert stage.reports == ["learner did not stop in time and was killed: what it was at is done again"]
     assert stage.names("drained") == ["environment.0"]
     assert stage.running() == []
@@ -243,11 +229,8 @@ async def test_a_worker_that_ignores_the_request_to_stop_is_killed_in_time(tmp_p
 async def test_each_role_has_a_time_of_its_own_to_stop_whatever_those_before_it_took(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("learner", "stubborn", 3.0), stage.plan("environment", "serve", 3.01))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            await stage.until("started", 2)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        await stage.until("started", 2)
     assert len(stage.reports) == 1 and stage.reports[0].startswith("learner did not stop")
     assert stage.names("drained") == ["environment.0"]
 
@@ -305,12 +288,9 @@ async def test_a_server_whose_holder_was_killed_is_stopped(tmp_path: Path) -> No
 async def test_a_worker_that_was_drained_is_not_started_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "finish"), stage.plan("inference", "serve"))
-    with anyio.fail_after(50):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fleet.run)
-            while not stage.reports:  # noqa: ASYNC110
-                await anyio.sleep(0.02)
-            await stage.until("started", 2)
-            await fleet.stop()
+    async with stage.supervised(fleet):
+        while not stage.reports:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+        await stage.until("started", 2)
     assert stage.reports == ["environment has stopped as it was asked to, and is not started again"]
     assert stage.names("started").count("environment.0") == 1

@@ -1,7 +1,8 @@
-"""An environment whose every step takes a moment and says which one it is, so that kills hit steps in the middle."""
+"""An environment that counts its steps and says which one it is, for workers that are killed in the middle of one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -9,17 +10,18 @@ import anyio
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.base import Start, Step, Verdict
 
-STEP_SECONDS = 0.15
 REWARD = 0.25
+STEPS = 5
 
 
 class CountingEnvironment:
-    """``task.config["steps"]`` steps of reward `REWARD` each."""
+    """``task.config``: ``steps`` of reward `REWARD`, each of which takes ``seconds``, or two if its text begins with "slow";
+    ``marks``: a file that gets the text of each when it begins."""
 
     replayable = True
 
     async def open(self, task: Task) -> None:
-        self._steps = int(task.config["steps"])
+        self._config = task.config
         self._count = 0
         await anyio.lowlevel.checkpoint()
 
@@ -28,10 +30,15 @@ class CountingEnvironment:
         return Start(messages=(ChatMessage(role="user", content="begin"),))
 
     async def step(self, action: Action) -> Step:
+        if "marks" in self._config:
+            mark(Path(self._config["marks"]), action.text)
+        await anyio.sleep(2.0 if action.text.startswith("slow") else self._config.get("seconds", 0.0))
         self._count += 1
-        await anyio.sleep(STEP_SECONDS)
-        text = f"{self._count}: {action.text}"
-        return Step(messages=(ChatMessage(role="user", content=text),), reward=REWARD, terminated=self._count >= self._steps)
+        return Step(
+            messages=(ChatMessage(role="user", content=f"{self._count}: {action.text}"),),
+            reward=REWARD,
+            terminated=self._count >= self._config.get("steps", STEPS),
+        )
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
@@ -43,3 +50,8 @@ class CountingEnvironment:
 
     async def close(self) -> None:
         await anyio.lowlevel.checkpoint()
+
+
+def mark(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text + "\n")
