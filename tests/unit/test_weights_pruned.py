@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fleetbus_workers.learner.publication import prune_versions
+from fleetbus_workers.learner.publication import prune_versions, remove_unfinished
 
 
 def names(folder: Path) -> list[str]:
@@ -32,3 +32,10 @@ def test_nothing_else_is_touched(tmp_path: Path) -> None:
     others = ["notes.txt", ".l1-v000001.safetensors.part", "model.safetensors"]
     prune_versions(filled(tmp_path, *others, "l1-v000001.safetensors", "l1-v000002.safetensors"), keep=1)
     assert names(tmp_path) == sorted([*others, "l1-v000002.safetensors"])
+
+
+def test_what_a_kill_left_of_a_version_is_removed_and_whole_versions_stay(tmp_path: Path) -> None:
+    left = [f".l1-v000002.safetensors.{'a' * 32}", f".l1-v000002.delta.{'0' * 32}"]
+    kept = ["l1-v000001.safetensors", ".l1-v000002.safetensors.part", ".inference-0"]
+    remove_unfinished(filled(tmp_path, *left, *kept))
+    assert names(tmp_path) == sorted(kept)

@@ -26,6 +26,7 @@ from fleetbus_workers.weights.store import FolderStore, WeightsStore
 log = structlog.get_logger()
 
 _FILE = re.compile(r"l(?P<lineage>\d+)-v(?P<version>\d{6,})\.safetensors")
+_UNFINISHED = re.compile(r"\.l\d+-v\d{6,}\.(safetensors|delta)\.[0-9a-f]{32}")
 
 
 class Publication:
@@ -71,6 +72,7 @@ class Publication:
         numbers must not come again; nor may those of versions that the log has lost, and that left a file.
         """
         await self._appender.take_over(started)
+        await self._runtime.offload(remove_unfinished, self._folder)
         versions = await read_published_versions(self._bus, self._subjects, self._policy)
         left = await self._runtime.offload(highest_version, self._folder)
         self.version = max(max(versions, default=-1), left)
@@ -148,6 +150,13 @@ def prune_versions(folder: Path, keep: int) -> list[Path]:
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a kill left of versions that were being written, each as large as the model. Blocking."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def highest_version(folder: Path) -> int:

@@ -49,14 +49,8 @@ def start_writing(folder: Path, state: State, shards: Shards) -> Callable[[], No
     executor.shutdown(wait=False)
 
     def wait() -> None:
-        try:
+        with _raise_os_errors():
             future.result()
-        except CheckpointException as error:
-            for rank, (reason, _) in error.failures.items():
-                number = getattr(reason, "errno", None)
-                if isinstance(reason, OSError) and number is not None:
-                    raise OSError(number, f"process {rank}: {reason}") from error
-            raise
 
     return wait
 
@@ -78,7 +72,21 @@ def read_into(folder: Path, state: State, shards: Shards) -> None:
         )
     group = shards.background
     _expect_one_process(group)
-    load(state, storage_reader=_PlainReader(folder), process_group=group, no_dist=group is None)
+    with _raise_os_errors():
+        load(state, storage_reader=_PlainReader(folder), process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _raise_os_errors() -> Iterator[None]:
+    """What failed in one process is raised in all of them, as the `OSError` that it was."""
+    try:
+        yield
+    except CheckpointException as error:
+        for rank, (reason, _) in error.failures.items():
+            number = getattr(reason, "errno", None)
+            if isinstance(reason, OSError) and number is not None:
+                raise OSError(number, f"process {rank}: {reason}") from error
+        raise
 
 
 def _expect_one_process(group: dist.ProcessGroup | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
@@ -14,37 +15,49 @@ from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
 
 class LeaderTrainer:
-    """`fleetbus_workers.learner.base.Trainer` over all processes. `close` ends the followers."""
+    """`fleetbus_workers.learner.base.Trainer` over all processes. `close` ends the followers.
+
+    An `OSError` of a call that writes leaves all processes where they were, and the call may be made again. Whatever else is
+    raised may have left the others in the middle of the call: `close` then does not wait for them, and they end when this
+    process does."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         self._trainer = trainer
+        self._in_step = True
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
-        self._broadcast_call("train", list(batch), version=version, progress=progress)
-        return self._trainer.train(batch, version=version, progress=progress)
+        metrics: dict[str, float] = self._call("train", list(batch), version=version, progress=progress)
+        return metrics
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
-        self._broadcast_call("save_weights", file)
-        return self._trainer.save_weights(file)
+        manifest: tuple[TensorEntry, ...] = self._call("save_weights", file, writes=True)
+        return manifest
 
     def save_model(self, folder: Path) -> None:
-        self._broadcast_call("save_model", folder)
-        self._trainer.save_model(folder)
+        self._call("save_model", folder, writes=True)
 
     def start_checkpoint(self, folder: Path) -> FinishWriting:
-        self._broadcast_call("start_checkpoint", folder)
-        return self._trainer.start_checkpoint(folder)
+        finish: FinishWriting = self._call("start_checkpoint", folder, writes=True)
+        return finish
 
     def restore(self, folder: Path) -> None:
-        self._broadcast_call("restore", folder)
-        self._trainer.restore(folder)
+        self._call("restore", folder)
 
     def close(self) -> None:
-        self._trainer.shards.broadcast(None)
-        self._trainer.close()
+        if self._in_step:
+            self._trainer.shards.broadcast(None)
+            self._trainer.close()
 
-    def _broadcast_call(self, name: str, *arguments: object, **named: object) -> None:
+    def _call(self, name: str, *arguments: object, writes: bool = False, **named: object) -> Any:
+        self._in_step = False
         self._trainer.shards.broadcast((name, arguments, named))
+        try:
+            result = getattr(self._trainer, name)(*arguments, **named)
+        except OSError:
+            self._in_step = writes
+            raise
+        self._in_step = True
+        return result
 
 
 def run_follower(trainer: TorchTrainer) -> None:

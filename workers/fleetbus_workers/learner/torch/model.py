@@ -116,6 +116,7 @@ def write_model_weights(
         deque(gathered, maxlen=0)
         return ()
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         return stream_weights(file, published_tensors.layout, gathered)
     finally:
         deque(gathered, maxlen=0)  # what is left when the disk is full: the others are in the same collectives

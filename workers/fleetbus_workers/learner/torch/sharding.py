@@ -15,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fleetbus_workers.learner.torch.peer_watch import PeerWatch
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COLLECTIVE_TIMEOUT = timedelta(days=14)
-"""Followers wait for the leader's next batch as long as episodes take; a leader that dies ends their wait at once."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Of what all processes compute together: one that hangs ends all of them, to be started again."""
+
+IDLE_TIMEOUT = timedelta(days=14)
+"""Followers wait for the leader's next batch as long as episodes take, and for a checkpoint as long as a slow disk takes; a
+process that dies ends every wait at once (`fleetbus_workers.learner.torch.peer_watch`)."""
 
 T = TypeVar("T")
 
@@ -33,8 +39,11 @@ class Shards:
         self._precision = precision
         self.world = mesh.size() if mesh is not None else 1
         self.rank = mesh.get_rank() if mesh is not None else 0
-        self.background = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if mesh is not None else None
+        self.background = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) if mesh is not None else None
         """For what threads beside the training agree on; None: there is one process."""
+        # Objects travel over gloo: pickled tensors of a GPU would all arrive on the sender's device number.
+        self._calls = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) if mesh is not None else None
+        self._peers = PeerWatch(IDLE_TIMEOUT) if mesh is not None else None
         self._cpu_mesh = mesh if mesh is None or device.type == "cpu" else init_device_mesh("cpu", (self.world,))
 
     def shard(self, model: PreTrainedModel) -> None:
@@ -115,7 +124,7 @@ class Shards:
         """The leader's message; the others wait for it."""
         carried = [message]
         if self._mesh is not None:
-            dist.broadcast_object_list(carried, src=0)
+            dist.broadcast_object_list(carried, src=0, group=self._calls)
         return carried[0]
 
     def enter_thread(self) -> None:
@@ -124,7 +133,9 @@ class Shards:
             torch.cuda.set_device(self._device)
 
     def close(self) -> None:
-        if self._mesh is not None and dist.is_initialized():
+        """Leave the other processes, which have to leave too."""
+        if self._peers is not None and dist.is_initialized():
+            self._peers.close()
             dist.destroy_process_group()
 
     def _all_reduce(self, values: Sequence[float], operation: Any) -> list[float]:
@@ -142,7 +153,6 @@ def init_shards(device: torch.device, precision: torch.dtype = torch.float32) ->
     if world == 1:
         return Shards(device, None)
     if not dist.is_initialized():
-        # Objects travel over gloo: pickled tensors of a GPU would all arrive on the sender's device number.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     return Shards(device, init_device_mesh(device.type, (world,)), precision)

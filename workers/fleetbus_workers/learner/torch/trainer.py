@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
@@ -47,6 +48,8 @@ from fleetbus_workers.learner.torch.token_scores import Scores
 
 if TYPE_CHECKING:
     from fleetbus_workers.learner.torch.images import TrainingImages
+
+log = structlog.get_logger()
 
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
 """Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
@@ -149,19 +152,19 @@ class TorchTrainer:
     def save_model(self, folder: Path) -> None:
         """See `Trainer.save_model`: the model's files, and copies of what lay beside them where it was loaded from."""
         self.shards.enter_thread()
-        folder.mkdir(parents=True, exist_ok=True)
+        # First what takes all processes: an error before it would leave the others waiting for the leader's part.
+        models.write_model_weights(self._model, folder / SAFE_WEIGHTS_NAME, self.shards)
         if self.shards.rank == 0:
             for file in self._folder.iterdir():
                 if file.suffix in _COMPANIONS and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
             self._model.config.save_pretrained(folder)
-        models.write_model_weights(self._model, folder / SAFE_WEIGHTS_NAME, self.shards)
 
     def start_checkpoint(self, folder: Path) -> FinishWriting:
         """See `Trainer.start_checkpoint`: the weights as they are trained (with adapters: those alone), the optimizer's state
         and the number of updates, each process its own shards. No random numbers are drawn, so there are none to keep."""
         self.shards.enter_thread()
-        self.finish_checkpoint()
+        self._forget_checkpoint()
         state = self._collect_state()
         state["updates"] = torch.tensor(self._updates)
         self._writing = start_writing(folder, state, self.shards)
@@ -169,16 +172,22 @@ class TorchTrainer:
 
     def close(self) -> None:
         """Wait for what is being written, and leave the other processes."""
-        try:
-            self.finish_checkpoint()
-        finally:
-            self.shards.close()
+        self._forget_checkpoint()
+        self.shards.close()
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written, if there is one. Raises `OSError`."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing()
+
+    def _forget_checkpoint(self) -> None:
+        """Wait for the one before. That it failed was told to whoever waited for it, which is the leader alone: a follower
+        that raised here would end a training that goes on without that checkpoint."""
+        try:
+            self.finish_checkpoint()
+        except OSError as error:
+            log.warning("checkpoint before was not written; going on", process=self.shards.rank, reason=str(error))
 
     def restore(self, folder: Path) -> None:
         """See `Trainer.restore`. Raises `OSError` or, when the names or shapes are not this model's, `UserError`."""
