@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,10 @@ from fleetbus_workers.up.hub_model import download_model, is_hub_id
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 from fleetbus_workers.up.lock import lock_run
 from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
+from fleetbus_workers.up.placement import find_gpus, find_memory, place_roles
+from fleetbus_workers.up.plan import build_plan, find_shape
 from fleetbus_workers.up.process_plans import build_role_command
+from fleetbus_workers.up.profile import fit_machine
 from fleetbus_workers.up.run import Run, RunResult
 from fleetbus_workers.up.summary_builder import Summary, is_summarized
 from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
@@ -62,12 +66,32 @@ def check_run(
     """The configuration with absolute paths, and the folder of the run. Raises `UserError` for anything that would keep it
     from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's.
     ``fresh``: what the run was before does not matter."""
-    configuration = fit_evaluation(fit_limits(resolve_paths(loaded.configuration), loaded.given), loaded.given)
+    configuration = fit_gpus(resolve_paths(loaded.configuration), loaded.given)
+    configuration = fit_evaluation(fit_limits(configuration, loaded.given), loaded.given)
     folder = run_folder(configuration.run)
     check_everything(configuration, local_environment=local_environment, fresh=fresh, plays=plays)
     if not fresh:
         check_identity(folder.identity, build_identity(configuration), loaded.given)
     return configuration, folder
+
+
+def fit_gpus(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
+    """The configuration with what this machine's GPUs and the model call for, which is printed in one line. Raises `UserError`
+    if the learner cannot fit on them."""
+    gpus = find_gpus(os.environ)
+    if not gpus or not configuration.run.model:
+        return configuration
+    memory, shape = find_memory(), find_shape(Path(configuration.run.model))
+    configuration, chosen = fit_machine(configuration, given, gpus, memory, shape)
+    if chosen:
+        _print_line(chosen)
+    placement = place_roles(configuration, gpus)
+    if shape is not None and memory and placement.decided:
+        plan = build_plan(shape, configuration, placement, memory)
+        plan.check()
+        for line in plan.shortages:
+            _print_line(f"may not fit: {line}; see `fleetbus plan`")
+    return configuration
 
 
 @contextmanager

@@ -48,17 +48,27 @@ def find_gpus(variables: Mapping[str, str]) -> tuple[str, ...]:
     """The GPUs that processes started from here see, by the names that `VISIBLE` takes; torch is not imported for it."""
     if VISIBLE in variables:
         return tuple(name.strip() for name in variables[VISIBLE].split(",") if name.strip() not in ("", "-1", "NoDevFiles"))
+    return tuple(_query("index"))
+
+
+def find_memory() -> int:
+    """Bytes of the smallest GPU of this machine; 0 if they cannot be asked."""
+    found = [int(each) for each in _query("memory.total") if each.isdecimal()]
+    return min(found, default=0) << 20
+
+
+def _query(field: str) -> list[str]:
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=QUERY_SECONDS,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(listed.stdout.split())
+        return []
+    return listed.stdout.split()
 
 
 def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:

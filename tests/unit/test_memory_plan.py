@@ -1,0 +1,172 @@
+"""What a model needs of each GPU: counted from its configuration, compared with real models, printed and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.errors import UserError
+from fleetbus_workers.cli.plan import command
+from fleetbus_workers.up import command as up
+from fleetbus_workers.up.memory import plan_learner, read_shape
+from fleetbus_workers.up.placement import place_roles
+from fleetbus_workers.up.plan import build_plan, format_plan
+from fleetbus_workers.up.profile import fit_machine
+from tests.support.trainable_model import CONFIGS
+
+SHARED = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-8B": SHARED
+    | {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "intermediate_size": 12288},
+    "Qwen/Qwen3-32B": SHARED
+    | {"model_type": "qwen3", "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64}
+    | {"num_key_value_heads": 8, "intermediate_size": 25600},
+    "Qwen/Qwen3-30B-A3B": SHARED
+    | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    | {"num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    | {"num_experts": 128, "num_experts_per_tok": 8},
+}
+PUBLISHED = {"Qwen/Qwen3-8B": 8.19e9, "Qwen/Qwen3-32B": 32.76e9, "Qwen/Qwen3-30B-A3B": 30.53e9}
+"""Sizes of the models' safetensors files on the Hub."""
+
+DOCS = Path(__file__).parents[2] / "docs/gpu.md"
+EIGHT = tuple(map(str, range(8)))
+GB80 = int(80e9)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen/Qwen3-8B"]))
+    return tmp_path
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with eight GPUs, as far as `up` can tell, and vLLM in an environment of its own."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(EIGHT))
+    monkeypatch.setattr(up, "find_memory", lambda: GB80)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_of_known_models_are_those_of_their_files(name: str) -> None:
+    assert read_shape(MODELS[name]).parameters == pytest.approx(PUBLISHED[name], rel=0.001)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "moe"])
+def test_parameters_are_those_that_transformers_makes(kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = CONFIGS[kind]
+    made = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    assert read_shape(config.to_dict()).parameters == pytest.approx(made, rel=0.01)
+
+
+def test_shards_of_more_processes_are_smaller_and_adapters_have_little_to_optimise() -> None:
+    shape, plain = read_shape(MODELS["Qwen/Qwen3-8B"]), Configuration()
+    four, eight = (plan_learner(shape, plain, processes).parts for processes in (4, 8))
+    assert four["weights"] == pytest.approx(2 * eight["weights"]) and four["optimizer"] == pytest.approx(2 * four["weights"])
+    adapted = fit(Configuration(), {}, **{"trainer.lora_rank": 32})
+    parts = plan_learner(shape, adapted, 4).parts
+    assert parts["weights"] > four["weights"] and parts["optimizer"] < 0.1 * four["optimizer"]
+
+
+def fit(configuration: Configuration, given: dict[str, str], **values: Any) -> Configuration:
+    from fleetbus_workers.up.profile import _replace
+
+    return _replace(configuration, values)
+
+
+def test_what_no_configuration_says_is_named() -> None:
+    with pytest.raises(UserError, match=r"config.json has no num_hidden_layers"):
+        read_shape({"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9})
+
+
+def run_plan(folder: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(command, ["--model", str(folder), *arguments], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "more"),
+    [
+        ("Qwen/Qwen3-8B", 8, []),
+        ("Qwen/Qwen3-32B", 16, []),
+        ("Qwen/Qwen3-30B-A3B", 8, []),
+        ("Qwen/Qwen3-30B-A3B", 8, ["--trainer-lora-rank", "32"]),
+    ],
+)
+def test_the_documentation_shows_what_the_command_prints(tmp_path: Path, name: str, gpus: int, more: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+
+    result = run_plan(tmp_path, "--gpus", str(gpus), *more)
+
+    printed = result.output.replace(str(tmp_path), name).splitlines()
+    shown = DOCS.read_text()
+    assert all(line in shown for line in printed if not line.startswith("chosen")), result.output
+    assert f"fleetbus plan --model {name} --gpus {gpus}{''.join(f' {each}' for each in more)}\n" in shown
+    assert result.return_value == (1 if "DOES NOT FIT" in result.output else 0)
+
+
+def test_a_plan_follows_settings_that_are_given(folder: Path) -> None:
+    printed = run_plan(folder, "--gpus", "8", "--inference-workers", "2", "--trainer-token-budget", "9000").output
+    assert "6 processes" in printed and "9,000 tokens at a time" in printed and "trainer.token_budget =" not in printed
+
+
+def test_a_machine_with_gpus_gets_settings_of_a_real_model_and_says_so(folder: Path) -> None:
+    configuration = Configuration(run=RunSettings(model=str(folder)))
+    given = {"learner.learning_rate": "--learner-learning-rate"}
+
+    fitted, chosen = fit_machine(configuration, given, EIGHT, GB80, read_shape(MODELS["Qwen/Qwen3-8B"]), starts=False)
+
+    assert (fitted.inference.engine, fitted.inference.dtype, fitted.trainer.precision) == ("vllm", "bfloat16", "bfloat16")
+    assert fitted.learner.learning_rate == configuration.learner.learning_rate, "it was given"
+    assert fitted.inference.workers == 4 and "\n" not in chosen
+    assert "learning_rate" not in chosen and "8 GPU(s) of 80 GB" in chosen and "8.2 B" in chosen
+
+
+def test_the_starter_policy_and_machines_without_gpus_keep_the_defaults(folder: Path) -> None:
+    assert fit_machine(Configuration(), {}, EIGHT, GB80, None) == (Configuration(), "")
+    mine = Configuration(run=RunSettings(model=str(folder)))
+    assert fit_machine(mine, {}, (), 0, None) == (mine, "")
+
+
+def test_the_learner_gets_more_gpus_than_half_when_it_needs_them() -> None:
+    mine = Configuration(run=RunSettings(model="m"))
+    sixteen = tuple(map(str, range(16)))
+    fitted, _ = fit_machine(mine, {}, sixteen, GB80, read_shape(MODELS["Qwen/Qwen3-32B"]), starts=False)
+    assert 1 < fitted.inference.workers < 8
+    assert not build_plan(read_shape(MODELS["Qwen/Qwen3-32B"]), fitted, place_roles(fitted, sixteen), GB80).shortages
+
+
+@pytest.mark.usefixtures("fleet")
+def test_engine_torch_is_refused_by_name_where_there_are_gpus_unless_it_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    mine = Configuration(run=RunSettings(model=str(folder)))
+    with pytest.raises(UserError, match="engine torch computes on the CPU"):
+        up.fit_gpus(mine, {})
+    asked = up.fit_gpus(mine, {"inference.engine": "--inference-engine"})
+    assert asked.inference.engine == "torch" and asked.trainer.device == "cuda" and asked.inference.dtype == "float32"
+
+
+@pytest.mark.usefixtures("fleet")
+def test_up_refuses_a_learner_whose_numbers_alone_do_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text(json.dumps(MODELS["Qwen/Qwen3-32B"]))
+    mine = fit(Configuration(run=RunSettings(model=str(folder))), {}, **{"inference.python": "python", "inference.workers": 4})
+    with pytest.raises(UserError, match=r"need 131.0 GB on each of its GPUs, which have 80.0: more GPUs"):
+        up.fit_gpus(mine, {"inference.workers": "--inference-workers"})
+
+
+def test_lines_name_what_does_not_fit(folder: Path) -> None:
+    mine = Configuration(run=RunSettings(model=str(folder)))
+    shape = read_shape(MODELS["Qwen/Qwen3-30B-A3B"])
+    fitted, _ = fit_machine(mine, {}, EIGHT, GB80, shape, starts=False)
+    plan = build_plan(shape, fitted, place_roles(fitted, EIGHT), GB80)
+    assert plan.shortages and "optimizer" in plan.shortages[0]
+    assert any("DOES NOT FIT" in line for line in format_plan(plan, "m"))

@@ -1,0 +1,112 @@
+"""What `fleetbus plan` prints, and what `up` refuses: a run's memory on each GPU before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from fleetbus_workers.up.memory import ModelShape, Parts, plan_engine, plan_learner, read_shape
+from fleetbus_workers.up.placement import Placement
+
+CERTAIN = ("weights", "gradients", "optimizer", "reference")
+"""Parts that are arithmetic; the others are estimates, upon which nobody is refused."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run's roles go, what each GPU of them holds, and what does not fit into ``memory`` bytes."""
+
+    shape: ModelShape
+    placement: Placement
+    memory: int
+    roles: tuple[Parts, ...]
+
+    @property
+    def shortages(self) -> tuple[str, ...]:
+        """One line for each role that does not fit."""
+        return tuple(self._find_shortages())
+
+    def _find_shortages(self) -> Iterator[str]:
+        for role in self.roles:
+            if role.total > self.memory:
+                largest = max(role.parts, key=lambda name: role.parts[name])
+                yield (
+                    f"{role.name} needs {_format_gb(role.total)} of {_format_gb(self.memory)} GB on each of its GPUs, "
+                    f"{_format_gb(role.parts[largest])} of it {largest}: {_advise(role.name, largest)}"
+                )
+
+    def check(self) -> None:
+        """Raise `UserError` if the learner's numbers alone are more than its GPUs hold."""
+        for role in self.roles:
+            least = sum(role.parts.get(name, 0) for name in CERTAIN)
+            if role.name == "learner" and least > self.memory:
+                raise UserError(
+                    f"the learner's weights, gradients and optimizer need {_format_gb(least)} GB on each of its GPUs, which "
+                    f"have {_format_gb(self.memory)}: {_advise('learner', 'weights')}"
+                )
+
+
+def build_plan(shape: ModelShape, configuration: Configuration, placement: Placement, memory: int) -> Plan:
+    """The plan of a placement that was decided."""
+    roles = []
+    if placement.learner:
+        roles.append(plan_learner(shape, configuration, placement.processes))
+    if any(placement.inference):
+        roles.append(plan_engine(shape, configuration, memory))
+    return Plan(shape=shape, placement=placement, memory=memory, roles=tuple(roles))
+
+
+def format_plan(plan: Plan, name: str) -> list[str]:
+    """Lines for a person."""
+    shape = plan.shape
+    experts = f", {shape.experts} experts of which a token takes {shape.routed}" if shape.experts else ""
+    size = f"{shape.parameters / 1e9:.2f} B parameters, {shape.layers} layers of {shape.hidden:,}{experts}"
+    lines = [f"{name}: {size}", plan.placement.describe()]
+    for role in plan.roles:
+        parts = " + ".join(f"{part} {_format_gb(size)}" for part, size in role.parts.items())
+        verdict = "fits" if role.total <= plan.memory else "DOES NOT FIT"
+        lines.append(f"{role.name}, GB per GPU: {parts} = {_format_gb(role.total)} of {_format_gb(plan.memory)}: {verdict}")
+        lines.append(f"  {role.note}")
+    if plan.placement.learner:
+        lines.append(f"CPU memory while a checkpoint is written: {_format_gb(_count_checkpoint(plan))} GB on the machine")
+    return lines + [f"does not fit: {line}" for line in plan.shortages]
+
+
+def load_shape(folder: Path) -> ModelShape:
+    """The shape of the model in a folder. Raises `UserError`."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{folder} has no config.json that can be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{folder}: config.json holds no JSON object")
+    return read_shape(config, f"{folder}: config.json")
+
+
+def find_shape(folder: Path) -> ModelShape | None:
+    """The same, None for a model whose shape is unknown."""
+    try:
+        return load_shape(folder)
+    except UserError:
+        return None
+
+
+def _count_checkpoint(plan: Plan) -> int:
+    learner = next(role for role in plan.roles if role.name == "learner")
+    whole = learner.parts["optimizer"] * 3 // 2  # weights that are trained, and two numbers of AdamW's for each
+    return whole * plan.placement.processes
+
+
+def _advise(role: str, part: str) -> str:
+    if role == "inference":
+        return "a shorter inference.max_model_len or inference.kv_cache_mib; a model shared by several GPUs is not supported"
+    if part in ("activations", "logits"):
+        return "lower trainer.token_budget, or set trainer.gradient_checkpointing = true"
+    return "more GPUs for the learner (fewer inference.workers), or trainer.lora_rank = 32"
+
+
+def _format_gb(size: float) -> str:
+    return f"{size / 1e9:.1f}"
