@@ -108,6 +108,10 @@ chaos *seeds="1":
     .venv/bin/pytest -q -m chaos
     for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --json --seed "$seed" || exit 1; done
 
+# The same in a context too small for a whole episode, so that workers are killed in the midst of segments
+chaos-segments *seeds="1 2 3":
+    for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --segments --seconds 40 --quiet 15 --evaluate 0 --json --seed "$seed" || exit 1; done
+
 # Run one benchmark by name and print its figures: `just bench step_loop`
 bench name *arguments:
     .venv/bin/python benchmarks/{{name}}.py {{arguments}}

@@ -2,11 +2,13 @@
 
     python benchmarks/chaos.py --seed 1 --seconds 120 --quiet 60 --json
     python benchmarks/chaos.py --kills --seconds 240 --quiet 20 --json      # one kill at a time: what recovery takes
+    python benchmarks/chaos.py --segments --seconds 45 --quiet 20 --json    # in a context too small for a whole episode
 
 From a seed, members are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and terminated while they train the starter policy; what
 ended is started again. Then comes a quiet time, the learner stops, every episode gets its outcome, a last learner evaluates the
-checkpointed policy on held-out tasks, the workers drain, and the log is audited. Exits with 1 if an invariant is broken:
-unbalanced books, an episode without an outcome or trained twice, a process left behind.
+checkpointed policy on held-out tasks, the workers drain, and the log is audited: its books, and by digest that what was trained
+is what was sampled. Exits with 1 if an invariant is broken: unbalanced books, an episode that is not proven, without an outcome
+or trained twice, a process left behind.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ import structlog
 from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills
 from benchmarks.chaos_processes import ChaosDeployment
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, compute_percentiles
+from fleetbus.archive import scan_archive_and_log
 from fleetbus.audit import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
@@ -40,7 +44,9 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.settings import (
     Configuration,
+    EnvironmentSettings,
     EvaluationSettings,
+    InferenceSettings,
     LearnerSettings,
     LimitSettings,
     LogSettings,
@@ -51,6 +57,7 @@ from fleetbus.core.audit_findings import Report
 from fleetbus.episodes import decode_entries
 from fleetbus_schemas import (
     MESSAGES,
+    AttemptStarted,
     CheckpointStored,
     EpisodeFinished,
     EpisodeRequested,
@@ -62,6 +69,7 @@ from fleetbus_schemas import (
     decode,
 )
 from fleetbus_schemas.message import decode_any
+from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 
@@ -69,6 +77,12 @@ RUN = "chaos"
 PLACES = {"environment": 2, "inference": 2, "learner": 1}
 LEARNING_RATE = 1e-4
 """A third of the default: a batch is a quarter of the default's, and at 2.5e-4 one of five runs lost its policy to noise."""
+
+SMALL_CONTEXT_TOKENS = 250
+"""With ``--segments``: most episodes drop turns."""
+
+STRIKE_PATIENCE_SECONDS = 5.0
+"""With ``--segments`` a fault waits so long for its target to hold an episode or a turn: idle ones lose nothing."""
 
 START_SECONDS = 60.0
 LEARNER_STOP_SECONDS = 30.0
@@ -81,10 +95,16 @@ Plan = argparse.Namespace
 
 def configuration(url: str, folder: Path, plan: Plan) -> Configuration:
     """Small batches, frequent checkpoints, no last step: the run is stopped from outside."""
+    environment, inference = EnvironmentSettings(), InferenceSettings()
+    if plan.segments:
+        environment = EnvironmentSettings(compaction="drop", compaction_turns=1, compaction_share=0.8)
+        inference = InferenceSettings(max_model_len=SMALL_CONTEXT_TOKENS)
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed),
         nats=NatsSettings(url=url),
         limits=LimitSettings(episode=60, grace=10, drain=DRAIN_SECONDS),
+        environment=environment,
+        inference=inference,
         learner=LearnerSettings(steps=100_000, groups=plan.groups, learning_rate=plan.learning_rate, checkpoint_every=2),
         evaluation=EvaluationSettings(episodes=plan.evaluate, greedy=False),
         log=LogSettings(level="info"),
@@ -188,6 +208,9 @@ class Chaos:
         stored = [entry async for entry in self._bus.scan([self._subjects.log])]
         log = [Entry(entry.time_ns, entry.subject, message) for entry in stored if (message := _decode_message(entry.payload))]
         audit = await audit_run(self._bus, self._subjects)
+        scan = partial(scan_archive_and_log, self._bus, self._subjects, None)
+        proof = await audit_digests(scan, last_sequence=audit.last_sequence)
+        audit = msgspec.structs.replace(audit, proven=proof.proven, findings=(*audit.findings, *proof.findings))
         book = Progress(1)
         for entry in log:
             book.apply(entry.message, 0)
@@ -241,10 +264,26 @@ def _build_figures(log: Iterable[Entry], audit: Report, summary: Summary) -> dic
         "attempts_per_episode": dict(sorted(Counter(result.attempts for result in results).items())),
         "without_outcome": len(requested - {result.episode_id for result in results}),
         "trained_twice": found.get("trained_twice", 0),
+        "proven": audit.proven,
+        "segments_per_episode": dict(sorted(Counter(max(len(result.segments), 1) for result in results).items())),
+        "taken_over_between_segments": _count_taken_over(log),
         "audit_balanced": audit.balanced,
         "audit_findings": {finding.kind: [finding.count, *finding.ids[:5]] for finding in audit.findings},
         "books": msgspec.to_builtins(audit.books),
     }
+
+
+def _count_taken_over(log: Iterable[Entry]) -> int:
+    """Episodes of several segments that a later attempt went on with after the first of them."""
+    resumed: dict[str, int] = {}
+    cut: dict[str, int] = {}
+    for entry in log:
+        match entry.message:
+            case AttemptStarted() as claim if claim.resumed_at_turn:
+                resumed[claim.episode_id] = claim.resumed_at_turn
+            case EpisodeFinished() as result if result.segments:
+                cut[result.episode_id] = result.segments[1].first_turn
+    return sum(turn > cut[episode] for episode, turn in resumed.items() if episode in cut)
 
 
 def _build_recovery(recovery: Recovery) -> dict[str, dict[str, float | int | None]]:
@@ -287,7 +326,8 @@ async def run_chaos(plan: Plan) -> dict[str, Any]:
         with anyio.fail_after(limit):
             async with connect(server.url, run=RUN, role="test", worker="chaos") as bus:
                 await bus.declare(plan_run(RUN))
-                fleet = ChaosDeployment(bus, Subjects(RUN), server, folder, PLACES)
+                patience = STRIKE_PATIENCE_SECONDS if plan.segments else 0.0
+                fleet = ChaosDeployment(bus, Subjects(RUN), server, folder, PLACES, patience=patience)
                 return await Chaos(bus, fleet, plan, settings).run()
 
 
@@ -314,6 +354,7 @@ def parse_arguments() -> Plan:
     parser.add_argument("--quiet", type=float, default=60, help="how long none happens afterwards")
     parser.add_argument("--mean", type=float, default=MEAN_SECONDS, help="mean seconds between faults of workers")
     parser.add_argument("--kills", action="store_true", help="kills alone, one at a time: measures recovery")
+    parser.add_argument("--segments", action="store_true", help="a context too small for a whole episode: turns are dropped")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--evaluate", type=int, default=128, help="held-out episodes at the start and at the end; 0: none")

@@ -149,13 +149,23 @@ class Member:
 
 class ChaosDeployment:
     """The members of a run and its server. ``injected`` and ``ended`` tell what happened, ``skipped`` counts faults that found
-    nobody to strike."""
+    nobody to strike. A fault waits ``patience`` seconds at most until whom it strikes holds something."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, server: NatsServerProcess, folder: Path, places: dict[str, int]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        server: NatsServerProcess,
+        folder: Path,
+        places: dict[str, int],
+        *,
+        patience: float = 0.0,
+    ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._server = server
         self._folder = folder
+        self._patience = patience
         self.injected: list[InjectedFault] = []
         self.ended: list[ProcessExit] = []
         self.skipped = 0
@@ -210,7 +220,9 @@ class ChaosDeployment:
         member = members[int(fault.pick * len(members))]
         member.paused = fault.kind == "pause"
         name = member.name
-        held = await self._fetch_in_flight(member)
+        until = anyio.current_time() + (self._patience if fault.role != "learner" else 0)
+        while not (held := await self._fetch_in_flight(member)) and anyio.current_time() < until:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
         if member.process is None or member.name != name:
             member.paused = False
             self.skipped += 1

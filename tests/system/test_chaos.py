@@ -31,6 +31,21 @@ async def test_a_fleet_of_processes_survives_a_minute_of_faults(tmp_path: Path) 
     assert set(report["faults"]) == {"environment", "inference", "learner", "server"}
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.timeout(LIMIT_SECONDS + 30)
+async def test_segments_of_processes_that_are_killed_are_trained_once(seed: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--segments", "--seed", str(seed), "--seconds", "40", "--quiet", "15"]
+    command += ["--evaluate", "0", "--folder", str(tmp_path), "--json"]
+    with anyio.fail_after(LIMIT_SECONDS):
+        done = await anyio.run_process(command, check=False, stderr=None)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout)
+    assert report["audit_findings"] == {}
+    assert report["proven"] == report["books"]["trained"] > 0
+    assert report["taken_over_between_segments"] > 0
+
+
 async def test_a_chaos_run_that_is_told_to_stop_takes_all_its_processes_along(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--seconds", "0"]
     async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=None) as process:
