@@ -64,6 +64,7 @@ from fleetbus_schemas import (
     Heartbeat,
     MalformedMessage,
     Message,
+    Observation,
     Subjects,
     WorkerStarted,
     decode,
@@ -82,7 +83,7 @@ SMALL_CONTEXT_TOKENS = 250
 """With ``--segments``: most episodes drop turns."""
 
 STRIKE_PATIENCE_SECONDS = 5.0
-"""With ``--segments`` a fault waits so long for its target to hold an episode or a turn: idle ones lose nothing."""
+"""With ``--segments`` a fault waits so long for a turn of a later segment to be asked for, and strikes while it is out."""
 
 START_SECONDS = 60.0
 LEARNER_STOP_SECONDS = 30.0
@@ -127,6 +128,7 @@ class Chaos:
         """Everything; what the run amounted to."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._listen)
+            tasks.start_soon(self._tell_of_later_segments)
             for member in self._fleet.members:
                 tasks.start_soon(member.keep_running)
             await self._wait_until_started()
@@ -162,6 +164,13 @@ class Chaos:
                     self._heard.append(Heard(time.time_ns(), decode(Heartbeat, payload, subject=subject)))
                 except MalformedMessage:
                     continue
+
+    async def _tell_of_later_segments(self) -> None:
+        async with self._bus.read([self._subjects.observations()], start=await self._bus.last_sequence() + 1) as reader:
+            while True:
+                for _, observation in decode_entries(Observation, [await reader.receive()]):
+                    if observation.segment:
+                        self._fleet.moment.notify()
 
     async def _retire(self, role: str, within_seconds: float) -> None:
         async with anyio.create_task_group() as tasks:
@@ -237,7 +246,10 @@ class Chaos:
 def _build_faults(plan: Plan) -> list[Fault]:
     if plan.kills:
         return plan_kills(plan.seed, plan.seconds)
-    return plan_faults(plan.seed, plan.seconds, mean_seconds=plan.mean)
+    faults = plan_faults(plan.seed, plan.seconds, mean_seconds=plan.mean)
+    if plan.segments:  # who drains leaves nothing in mid-segment
+        faults = [msgspec.structs.replace(fault, kind="kill") if fault.kind == "terminate" else fault for fault in faults]
+    return faults
 
 
 def _decode_message(payload: bytes) -> Message | None:

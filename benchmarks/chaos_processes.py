@@ -23,6 +23,7 @@ from benchmarks.chaos_faults import Fault
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.errors import BusError
+from fleetbus.notifier import Notifier
 from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, decode, encode
 
 UNPLANNED_RESTART_SECONDS = 0.5
@@ -149,7 +150,7 @@ class Member:
 
 class ChaosDeployment:
     """The members of a run and its server. ``injected`` and ``ended`` tell what happened, ``skipped`` counts faults that found
-    nobody to strike. A fault waits ``patience`` seconds at most until whom it strikes holds something."""
+    nobody to strike. Workers are struck within ``patience`` seconds, at the next `moment` that somebody tells of."""
 
     def __init__(
         self,
@@ -166,6 +167,7 @@ class ChaosDeployment:
         self._server = server
         self._folder = folder
         self._patience = patience
+        self.moment = Notifier()
         self.injected: list[InjectedFault] = []
         self.ended: list[ProcessExit] = []
         self.skipped = 0
@@ -220,9 +222,10 @@ class ChaosDeployment:
         member = members[int(fault.pick * len(members))]
         member.paused = fault.kind == "pause"
         name = member.name
-        until = anyio.current_time() + (self._patience if fault.role != "learner" else 0)
-        while not (held := await self._fetch_in_flight(member)) and anyio.current_time() < until:  # noqa: ASYNC110
-            await anyio.sleep(0.02)
+        held = await self._fetch_in_flight(member)
+        if fault.role != "learner" and self._patience:
+            with anyio.move_on_after(self._patience):
+                await self.moment.wait()
         if member.process is None or member.name != name:
             member.paused = False
             self.skipped += 1

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fleetbus.tasks import load_tasks as load_tasks
     from fleetbus_schemas import Action as Action
     from fleetbus_schemas import ChatMessage as ChatMessage
+    from fleetbus_schemas import ContextChange as ContextChange
     from fleetbus_schemas import Image as Image
     from fleetbus_schemas import Task as Task
     from fleetbus_schemas import Text as Text
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from fleetbus_workers.api.run import Run as Run
     from fleetbus_workers.api.run import print_event as print_event
     from fleetbus_workers.api.run import train as train
-    from fleetbus_workers.environment.base import ContextChange as ContextChange
     from fleetbus_workers.environment.base import Environment as Environment
     from fleetbus_workers.environment.base import EnvironmentFailed as EnvironmentFailed
     from fleetbus_workers.environment.base import Start as Start
@@ -54,7 +54,7 @@ _PUBLIC: dict[str, tuple[str, Stability]] = {
     "Environment": ("fleetbus_workers.environment.base", "stable"),
     "Start": ("fleetbus_workers.environment.base", "stable"),
     "Step": ("fleetbus_workers.environment.base", "stable"),
-    "ContextChange": ("fleetbus_workers.environment.base", "provisional"),
+    "ContextChange": ("fleetbus_schemas", "provisional"),
     "Verdict": ("fleetbus_workers.environment.base", "stable"),
     "EnvironmentFailed": ("fleetbus_workers.environment.base", "stable"),
     "Task": ("fleetbus_schemas", "stable"),

@@ -21,6 +21,7 @@ import anyio
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from fleetbus.client.blocking import SharedClient, get_shared_client
+from fleetbus.client.contexts import describe_context
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
 from fleetbus.tasks import load_tasks
 from fleetbus_schemas import ChatMessage, SessionAnswer, Task
@@ -129,7 +130,7 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
             ended = "agent_done" if answer.terminated else "truncated" if answer.truncated else None
             used_up = self.turns >= self.max_turns and ended is None
             self._count(answer, metadata)
-            metadata["info"] = answer.state
+            metadata["info"] = answer.state | describe_context(answer.context)
             reward = answer.reward or 0.0
             if ended or used_up:
                 reward += await self._unpaid(metadata)

@@ -8,8 +8,18 @@ async with client.connect(url, run="r1", role="operator", worker="trainer") as b
 """
 
 from fleetbus.bus.nats import connect
+from fleetbus.client.contexts import PolicyContexts
 from fleetbus.client.rollouts import Episode, RolloutGroup, rollouts
 from fleetbus.client.trainer_formats import convert_to_trl, convert_to_verl
 from fleetbus.config.load import load_configuration
 
-__all__ = ["Episode", "RolloutGroup", "connect", "convert_to_trl", "convert_to_verl", "load_configuration", "rollouts"]
+__all__ = [
+    "Episode",
+    "PolicyContexts",
+    "RolloutGroup",
+    "connect",
+    "convert_to_trl",
+    "convert_to_verl",
+    "load_configuration",
+    "rollouts",
+]

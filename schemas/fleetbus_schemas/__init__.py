@@ -29,7 +29,7 @@ from fleetbus_schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, Malfor
 from fleetbus_schemas.observation import Observation
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry
 from fleetbus_schemas.retention import FloorRaised
-from fleetbus_schemas.segment import NEW_ROOT, EpisodeSegment, SegmentOrigin, SegmentReason
+from fleetbus_schemas.segment import NEW_ROOT, ContextChange, EpisodeSegment, SegmentOrigin, SegmentReason
 from fleetbus_schemas.session import (
     SessionAnswer,
     SessionCall,
@@ -90,6 +90,7 @@ __all__ = [
     "AttemptStarted",
     "ChatMessage",
     "CheckpointStored",
+    "ContextChange",
     "ControlAnswered",
     "ControlRequested",
     "EpisodeFinished",

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from fleetbus_schemas.chat import ToolSpec
+
 SegmentReason = Literal[
     "context_dropped", "summarised", "sub_agent", "reasoning_dropped", "tools_changed", "system_changed", "history_edited"
 ]
@@ -39,3 +41,17 @@ class EpisodeSegment(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     first_turn: int
     turns: int
     tokens: int
+
+
+class ContextChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks for the policy's next turn in another context than the one that has grown so far; a step's messages follow it.
+
+    ``keep_turns`` N keeps the prompt that the present segment began with and its last N turns, each an answer and what was
+    shown after it; what lies between is dropped. With 0 nothing is kept: the step's messages are a whole prompt, with
+    ``tools``. ``resume`` goes on in an earlier segment where it stood. Kept turns are never rendered again.
+    """
+
+    reason: SegmentReason = "context_dropped"
+    keep_turns: int = 0
+    resume: int | None = None
+    tools: tuple[ToolSpec, ...] = ()

@@ -10,6 +10,7 @@ import msgspec
 from fleetbus_schemas.chat import ChatMessage, ToolCall, ToolOutput, ToolSpec
 from fleetbus_schemas.episode import Task
 from fleetbus_schemas.message import Message
+from fleetbus_schemas.segment import ContextChange
 
 SessionCallKind = Literal["open", "reset", "step", "state", "verify", "close"]
 
@@ -49,7 +50,9 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     of it, which belongs to the last step. ``tools`` are all that the environment has; the first ``prompted`` messages of a
     reset were made for a policy and tell it of them. ``output`` is what the called tool gave, where ``messages`` say it in the
     words that a policy reads.
-    ``state`` is the environment's view for ``state``, and its further information for ``reset`` and ``step``.
+    ``state`` is the environment's view for ``state``, and its further information for ``reset`` and ``step``. ``context`` is
+    how the policy's context is to go on before ``messages``, if not by growing: it is the client's, who may follow
+    (`fleetbus.client.contexts.PolicyContexts`) or not.
     """
 
     session: str
@@ -72,6 +75,7 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     unpaid: float | None = None
     prompted: int = 0
     output: ToolOutput | None = None
+    context: ContextChange | None = None
 
 
 class SessionClaimed(Message, frozen=True, kw_only=True):

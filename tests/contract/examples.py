@@ -14,6 +14,7 @@ from fleetbus_schemas import (
     AttemptStarted,
     ChatMessage,
     CheckpointStored,
+    ContextChange,
     ControlAnswered,
     ControlRequested,
     EpisodeFinished,
@@ -118,6 +119,9 @@ SESSION_ANSWER = SessionAnswer(
     unpaid=0.125,
     prompted=1,
     output=ToolOutput(text="Moved.", structured={"position": [1, 2]}, failed=True),
+    context=ContextChange(
+        reason="sub_agent", keep_turns=2, resume=1, tools=(ToolSpec(name="look", description="Look.", parameters=PARAMETERS),)
+    ),
 )
 
 _EXAMPLES: tuple[Message, ...] = (

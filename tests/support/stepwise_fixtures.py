@@ -11,7 +11,7 @@ import msgspec
 
 from fleetbus.client.sessions import SessionClient, sessions
 from fleetbus.config.settings import EnvironmentSettings
-from fleetbus_schemas import Action, ChatMessage, SessionCall, Task
+from fleetbus_schemas import Action, ChatMessage, ContextChange, SessionCall, Task
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from tests.support.small_deployment import LIMITS, Member, SmallDeployment, build_configuration, small_deployment
 
@@ -30,6 +30,8 @@ class World:
         self.stepping = anyio.Event()
         self.error: Exception | None = None
         self.drift = 0
+        self.changes: dict[int, ContextChange] = {}
+        """How the policy's context goes on after so many steps."""
 
     def __call__(self) -> CountingEnvironment:
         return CountingEnvironment(self)
@@ -66,7 +68,8 @@ class CountingEnvironment:
         world.steps.append(action.text)
         self._count += 1
         text = f"{self._count}: {action.text}"
-        return Step(messages=(ChatMessage(role="user", content=text),), reward=1.0, terminated=self._count >= 5)
+        message, change = ChatMessage(role="user", content=text), world.changes.get(self._count)
+        return Step(messages=(message,), reward=1.0, terminated=self._count >= 5, context=change)
 
     async def state(self) -> dict[str, Any]:
         return {"count": self._count}

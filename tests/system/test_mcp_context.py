@@ -12,7 +12,7 @@ from mcp.server import Server, ServerRequestContext
 from mcp_types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams, TextContent, Tool
 
 from fleetbus.config.settings import EnvironmentSettings, InferenceSettings
-from fleetbus_schemas import Action, Task
+from fleetbus_schemas import Action, ContextChange, Task
 from fleetbus_workers.environment.adapters.mcp.connection import DirectConnection, ToolResult
 from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
 from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
@@ -124,6 +124,19 @@ async def test_outputs_of_megabytes_are_looked_through_beside_the_event_loop(mon
         await environment.step(Action(episode_id="e", attempt=1, turn=0, text=text))
     await environment.close()
     assert [thread == threading.get_ident() for thread in threads] == [True, False]
+
+
+async def test_who_steps_the_environment_is_asked_to_drop_turns_and_the_policy_is_told_so() -> None:
+    environment = make()()
+    await environment.open(TASK)
+    await environment.reset()
+    call = calling("manage_context", '{"keep_recent_turns": 2}')
+    stepped = await environment.step(Action(episode_id="e", attempt=1, turn=0, text=call))
+    played = await environment.step(Action(episode_id="e", attempt=1, turn=1, text=call, sampled=b"\x01\0\0\0"))
+    await environment.close()
+    assert stepped.context == played.context == ContextChange(keep_turns=2)
+    assert "Your client was asked to keep only the task and the last 2 turns." in str(stepped.messages[0].content)
+    assert "The context is now the task and its last 2 turns." in str(played.messages[0].content)
 
 
 async def test_a_server_with_a_tool_of_the_same_name_is_refused_by_name() -> None:

@@ -17,9 +17,9 @@ from fleetbus.audit import audit_run
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.core.groups import Group
-from fleetbus_schemas import Action, EpisodeFinished, Task
+from fleetbus_schemas import Action, ContextChange, EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
-from fleetbus_workers.environment.base import ContextChange, Step
+from fleetbus_workers.environment.base import Step
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences

@@ -9,8 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus.client.contexts import PolicyContexts
 from fleetbus.client.sessions import SessionFailed, sessions
-from fleetbus_schemas import SessionCall, Task
+from fleetbus_schemas import ContextChange, SessionCall, Task
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import MARGIN_SECONDS
 from tests.support.stepwise_fixtures import TASK, CountingEnvironment, World, read_text, session_fixture
@@ -31,6 +32,26 @@ async def test_a_session_goes_on_at_another_worker_when_its_own_is_killed() -> N
             assert read_text(await session.step("two")) == "2: two"
             assert read_text(await session.step("three")) == "3: three"
         assert (first.steps, second.steps) == (["one"], ["one", "two", "three"])
+
+
+async def test_contexts_go_on_as_they_were_at_another_worker() -> None:
+    first, second, told = World(), World(), ContextChange(keep_turns=1)
+    first.changes = second.changes = {2: told, 5: told}
+    async with session_fixture() as here:
+        dying = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            contexts = PolicyContexts((await session.reset()).messages)
+            for text in ("one", "two", "three", "four", "five"):
+                answer = await session.step(text)
+                contexts.extend(text, answer)
+                if text == "two":
+                    assert answer.context == told
+                    here.worker("e2", second)
+                    dying.kill()
+        assert answer.terminated and answer.context is None, "nothing goes on after the end"
+    texts = [[str(message.content) for message in segment.messages] for segment in contexts.segments]
+    assert texts[0] == ["start 0", "one", "1: one", "two"]
+    assert texts[1] == ["start 0", "two", "2: two", "three", "3: three", "four", "4: four", "five", "5: five"]
 
 
 async def test_calls_that_come_while_a_session_is_restored_wait_until_it_is() -> None:

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from fleetbus_schemas import ChatMessage, ToolSpec
-from fleetbus_workers.environment.base import ContextChange, Step
+from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
+from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_number, to_plain_values
 from fleetbus_workers.environment.validation import InvalidReturn, check_messages, validate_return
 

@@ -8,10 +8,9 @@ import pytest
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.core.history import Turn
 from fleetbus.core.segments import SegmentError
-from fleetbus_schemas import NEW_ROOT, Action, ChatMessage, Image, SegmentOrigin, ShownImage, Text
+from fleetbus_schemas import NEW_ROOT, Action, ChatMessage, ContextChange, Image, SegmentOrigin, ShownImage, Text
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools
-from fleetbus_workers.environment.base import ContextChange
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, find_context_tokens
 from fleetbus_workers.environment.episode.token_estimate import TokenEstimate
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from fleetbus_schemas import Action, ChatMessage, SegmentReason, Task, ToolOutput, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Task, ToolOutput, ToolSpec
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,20 +31,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     images: Sequence[Any] = ()
     prompted: int = 0
     offered: tuple[ToolSpec, ...] = ()
-
-
-class ContextChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the policy's next turn in another context than the one that has grown so far; a step's messages follow it.
-
-    ``keep_turns`` N keeps the prompt that the present segment began with and its last N turns, each an answer and what was
-    shown after it; what lies between is dropped. With 0 nothing is kept: the step's messages are a whole prompt, with
-    ``tools``. ``resume`` goes on in an earlier segment where it stood. Kept turns are never rendered again.
-    """
-
-    reason: SegmentReason = "context_dropped"
-    keep_turns: int = 0
-    resume: int | None = None
-    tools: tuple[ToolSpec, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
-from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
-from fleetbus_workers.environment.base import ContextChange, Start, Step, Verdict
+from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.episode.normalization import to_plain_number
 from fleetbus_workers.environment.failure_location import locate_method
 

@@ -16,6 +16,7 @@ import msgspec
 
 from fleetbus.actions import LAG_PAUSES_SECONDS
 from fleetbus.bus.objects import ObjectMissing
+from fleetbus.client.contexts import describe_context
 from fleetbus.client.sessions import SessionClient
 from fleetbus.core.journal import Journal
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task
@@ -302,7 +303,8 @@ async def _handle_missing_images(answer: Awaitable[Answer]) -> Answer:
 
 
 def _info(answer: SessionAnswer) -> dict[str, Any]:
-    return answer.state | {"terminated": answer.terminated, "truncated": answer.truncated}
+    ended = {"terminated": answer.terminated, "truncated": answer.truncated}
+    return answer.state | ended | describe_context(answer.context)
 
 
 def _build_failure(answer: SessionAnswer) -> dict[str, Any]:

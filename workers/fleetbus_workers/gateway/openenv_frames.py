@@ -15,6 +15,7 @@ from typing import Any
 import anyio.to_thread
 
 from fleetbus.bus.objects import ObjectMissing
+from fleetbus.client.contexts import describe_context
 from fleetbus_schemas import ChatMessage, Image, SessionAnswer, ToolCall, ToolSpec
 from fleetbus_schemas.chat import Text
 from fleetbus_workers.bounded_json import check_values
@@ -122,7 +123,7 @@ async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, to
             result["structured_content"] = structured
         error = {"error_type": "execution_error", "message": observation["text"]} if failed else None
         observation |= {"tool_name": tool, "result": None if failed else result, "error": error}
-    metadata = answer.state | ({"truncated": True} if answer.truncated else {})
+    metadata = answer.state | ({"truncated": True} if answer.truncated else {}) | describe_context(answer.context)
     return {"observation": observation | {"metadata": metadata}} | ({"metadata": metadata} if metadata else {})
 
 

@@ -17,8 +17,8 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus_schemas import Action, ChatMessage, Task
-from fleetbus_workers.environment.base import ContextChange, EnvironmentFailed, Start, Step, Verdict
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Task
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.scenario import CALM, FaultProfile

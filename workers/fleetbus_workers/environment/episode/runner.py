@@ -23,6 +23,7 @@ from fleetbus_schemas import (
     GRADED,
     AttemptStarted,
     ChatMessage,
+    ContextChange,
     EpisodeFinished,
     EpisodeRequested,
     Observation,
@@ -30,7 +31,7 @@ from fleetbus_schemas import (
     ToolSpec,
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
-from fleetbus_workers.environment.base import ContextChange, Environment, Start, Step, Verdict
+from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.normalization import (
     INFO_BYTES,

@@ -13,8 +13,16 @@ import msgspec
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.core.history import Turn
 from fleetbus.core.segments import Segment, SegmentError, SegmentTree, describe_segments
-from fleetbus_schemas import NEW_ROOT, ChatMessage, EpisodeSegment, Observation, SegmentOrigin, SegmentReason, Text
-from fleetbus_workers.environment.base import ContextChange
+from fleetbus_schemas import (
+    NEW_ROOT,
+    ChatMessage,
+    ContextChange,
+    EpisodeSegment,
+    Observation,
+    SegmentOrigin,
+    SegmentReason,
+    Text,
+)
 from fleetbus_workers.environment.episode.token_estimate import TokenEstimate
 
 

@@ -290,6 +290,7 @@ class StepwiseSession:
                 tool_errors=step.tool_errors,
                 state=to_plain_values(step.info),
                 output=step.output,
+                context=None if self._is_episode_over else step.context,
             )
 
     def _build_answer(self, call: SessionCall, **fields: Any) -> SessionAnswer:

@@ -23,7 +23,7 @@ import structlog
 from fleetbus.core.reasoning import remove_reasoning
 from fleetbus.core.tool_formats import TOOL_FORMATS, build_call_id, parse_response
 from fleetbus.task_groups import open_first_error_task_group
-from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Task
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, StopReason
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
@@ -31,7 +31,7 @@ from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
 from fleetbus_workers.environment.adapters.common.process_group import ProcessGroup
 from fleetbus_workers.environment.adapters.providers.process import select_variables
-from fleetbus_workers.environment.base import ContextChange, EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 WRITTEN_BYTES = 64 << 20

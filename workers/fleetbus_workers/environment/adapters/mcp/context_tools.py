@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetbus.core.context import read_page, search_lines, search_messages, truncate_output
-from fleetbus_schemas import Action, ToolSpec
+from fleetbus_schemas import Action, ContextChange, ToolSpec
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.mcp.connection import ToolResult
-from fleetbus_workers.environment.base import ContextChange
 
 MAX_STORED_CHARACTERS = 64 << 20
 """Of all the outputs of one episode; the rest is dropped with a notice."""
@@ -24,6 +23,7 @@ LARGE_CHARACTERS = 1 << 20
 
 MAX_PAGE_LINES = 500
 KEEP_RECENT_TURNS = 5
+MOST_TURNS = 1 << 16
 
 
 def _build_tool(name: str, description: str, required: Sequence[str] = (), **properties: tuple[str, str]) -> ToolSpec:
@@ -63,6 +63,8 @@ class ContextTools:
         self._outputs: dict[int, str] = {}
         self._characters_left = MAX_STORED_CHARACTERS
         self._change: ContextChange | None = None
+        self._is_stepped = False
+        """Whether a client drives the environment step by step: the policy's context is the client's then."""
         self.turns = 0
         self.tokens = 0
         """What the context holds, as of the last action."""
@@ -70,6 +72,7 @@ class ContextTools:
     def record_action(self, action: Action) -> None:
         """Count the turn; a context that begins anew holds what it keeps and this turn."""
         self.turns += 1
+        self._is_stepped = not action.sampled
         kept = self.tokens if action.origin is None else action.origin.kept
         self.tokens = kept + count_tokens(action.prompt_delta) + count_tokens(action.sampled)
 
@@ -103,8 +106,10 @@ class ContextTools:
     def _answer(self, name: str, arguments: dict[str, Any], messages: Sequence[tuple[str, str]]) -> str:
         match name:
             case "manage_context":
-                turns = _get_number(arguments, "keep_recent_turns", KEEP_RECENT_TURNS)
+                turns = min(_get_number(arguments, "keep_recent_turns", KEEP_RECENT_TURNS), MOST_TURNS)
                 self._change = ContextChange(keep_turns=turns)
+                if self._is_stepped:
+                    return f"Your client was asked to keep only the task and the last {turns} turns."
                 return f"The context is now the task and its last {turns} turns."
             case "check_context":
                 outputs = {str(number): len(text) for number, text in self._outputs.items()}
