@@ -4,12 +4,13 @@ async with client.connect(url, run="r1", role="operator", worker="trainer") as b
     async with client.rollouts(bus, client.load_configuration().configuration, tasks, group_size=8) as groups:
         async for group in groups:
             for episode in group.graded:
-                train(episode.ids, episode.loss_mask, episode.logprobs, episode.reward)
+                for sequence in episode.sequences:
+                    train(sequence.ids, sequence.loss_mask, sequence.logprobs, episode.reward)
 """
 
 from fleetbus.bus.nats import connect
 from fleetbus.client.contexts import PolicyContexts
-from fleetbus.client.rollouts import Episode, RolloutGroup, rollouts
+from fleetbus.client.rollouts import Episode, RolloutGroup, SampledSequence, rollouts
 from fleetbus.client.trainer_formats import convert_to_trl, convert_to_verl
 from fleetbus.config.load import load_configuration
 
@@ -17,6 +18,7 @@ __all__ = [
     "Episode",
     "PolicyContexts",
     "RolloutGroup",
+    "SampledSequence",
     "connect",
     "convert_to_trl",
     "convert_to_verl",

@@ -3,7 +3,8 @@
     async with rollouts(bus, configuration, tasks, group_size=8) as groups:
         async for group in groups:
             for episode in group.graded:
-                train(episode.ids, episode.loss_mask, episode.logprobs, episode.reward)
+                for sequence in episode.sequences:
+                    train(sequence.ids, sequence.loss_mask, sequence.logprobs, episode.reward)
 
 Environment and inference workers do the rest: the trainer publishes its weights as `PolicyPublished`, or lets the inference
 workers sample from a server of its own. Episodes are asked for as evaluation, so the books of the run's own learner, if there
@@ -12,7 +13,7 @@ is one, do not count them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fleetbus.actions import MissingActions, read_actions
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.history import Turn, collect_token_ids, loss_mask
+from fleetbus.core.segments import SegmentError, find_leaves, fold_segments, split_first
 from fleetbus.episodes import decode_episode_entry
 from fleetbus.requests import Requests
 from fleetbus.runtime import Runtime
@@ -36,13 +38,32 @@ from fleetbus_schemas.tokens import unpack_logprobs
 log = structlog.get_logger()
 
 
+class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence that the policy sampled from, a leaf of the episode's segments (docs/concepts/episode.md).
+
+    ``ids``: all token ids in order, as they were sampled and never re-tokenised; ``loss_mask``: True for those that are trained
+    here, which are the policy's own, each in one sequence of the episode only; ``logprobs``: one per id under the sampling
+    temperature, 0.0 where the mask is False. All three have the same length.
+    """
+
+    ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    segment: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many ids come before the first that is trained."""
+        return self.loss_mask.index(True) if True in self.loss_mask else len(self.loss_mask)
+
+
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """One finished episode. ``reward`` is None unless ``outcome`` is graded: never train on such an episode.
 
-    ``ids``: all token ids in order, as they were sampled and never re-tokenised; ``loss_mask``: True for the policy's own;
-    ``logprobs``: one per id under the sampling temperature, 0.0 where the mask is False. All three have the same length.
-    ``prompt_tokens``: how many ids come before the policy's first. ``texts``: what the policy said, by turn. ``reward`` is the
-    total, ``turn_rewards`` included. ``success``, ``info`` and ``last_observation`` are as in `EpisodeFinished`.
+    ``sequences``: what was sampled, one sequence unless the policy's context changed on the way; `ids`, `loss_mask`, `logprobs`
+    and `prompt_tokens` are those of the only one. ``texts``: what the policy said, by turn. ``reward`` is the total of the
+    episode, however many sequences it has, ``turn_rewards`` included. ``success``, ``info`` and ``last_observation`` are as in
+    `EpisodeFinished`.
     """
 
     episode_id: str
@@ -50,16 +71,43 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     reward: float | None
     turn_rewards: tuple[float, ...]
-    ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    prompt_tokens: int
+    sequences: tuple[SampledSequence, ...]
     texts: tuple[str, ...]
     policy_versions: tuple[int, ...]
     error: str = ""
     success: bool | None = None
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     last_observation: str = ""
+
+    @property
+    def only_sequence(self) -> SampledSequence:
+        """The episode's only sequence, empty if nothing was sampled. Raises `ValueError` if it has several."""
+        if len(self.sequences) > 1:
+            raise ValueError(
+                f"episode {self.episode_id} has {len(self.sequences)} token sequences, because its context changed on the way: "
+                "train each of episode.sequences"
+            )
+        return self.sequences[0] if self.sequences else SampledSequence(ids=(), loss_mask=(), logprobs=())
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Those of the only sequence."""
+        return self.only_sequence.ids
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """That of the only sequence."""
+        return self.only_sequence.loss_mask
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Those of the only sequence."""
+        return self.only_sequence.logprobs
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many ids of the only sequence come before the policy's first."""
+        return self.only_sequence.prompt_tokens
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +118,7 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def graded(self) -> tuple[Episode, ...]:
-        return tuple(episode for episode in self.episodes if episode.reward is not None and episode.ids)
+        return tuple(episode for episode in self.episodes if episode.reward is not None and episode.sequences)
 
 
 @asynccontextmanager
@@ -211,25 +259,21 @@ class _GroupRunner:
             Turn(sequence=reference.sequence, lane=reference.lane, action=action)
             for reference, action in zip(result.actions, found[result.episode_id], strict=True)
         ]
-        if result.segments:  # their concatenation is no sequence that was sampled from
-            error = f"the episode has {len(result.segments)} segments, and a rollout is one sequence (environment.compaction)"
-            return _build_episode(task, result, (), outcome="lost", error=error)
-        return _build_episode(task, result, turns, outcome=result.outcome, error=result.error)
+        try:
+            return _build_episode(task, result, turns, outcome=result.outcome, error=result.error)
+        except SegmentError as broken:
+            log.error("segments are broken; counting the episode as lost", episode=result.episode_id, reason=str(broken))
+            return _build_episode(task, result, (), outcome="lost", error=f"its segments are broken: {broken}")
 
 
 def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *, outcome: Outcome, error: str) -> Episode:
-    mask = loss_mask(turns)
-    sampled = iter([value for turn in turns for value in unpack_logprobs(turn.action.logprobs)])
     return Episode(
         episode_id=result.episode_id,
         task=task,
         outcome=outcome,
         reward=result.reward if outcome in GRADED else None,
         turn_rewards=result.turn_rewards,
-        ids=tuple(collect_token_ids(turns)),
-        loss_mask=tuple(mask),
-        logprobs=tuple(next(sampled) if own else 0.0 for own in mask),
-        prompt_tokens=mask.index(True) if True in mask else len(mask),
+        sequences=tuple(_collect_sequences(turns)),
         texts=tuple(turn.action.text for turn in turns),
         policy_versions=result.policy_versions,
         error=error,
@@ -237,3 +281,20 @@ def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *
         info=result.info,
         last_observation=result.last_observation,
     )
+
+
+def _collect_sequences(turns: Sequence[Turn]) -> Iterator[SampledSequence]:
+    """The leaves of these turns; each sampled token is trained in the first that holds it. Raises `SegmentError`."""
+    ids, mask = collect_token_ids(turns), loss_mask(turns)
+    sampled = iter([value for turn in turns for value in unpack_logprobs(turn.action.logprobs)])
+    logprobs = [next(sampled) if own else 0.0 for own in mask]
+    leaves = find_leaves(fold_segments(turns))
+    for leaf, parts in zip(leaves, split_first(leaves), strict=True):
+        places = [(place, first) for (start, stop), first in parts for place in range(start, stop)]
+        trained = tuple(mask[place] and first for place, first in places)
+        yield SampledSequence(
+            segment=leaf.number,
+            ids=tuple(ids[place] for place, _ in places),
+            loss_mask=trained,
+            logprobs=tuple(logprobs[place] if own else 0.0 for (place, _), own in zip(places, trained, strict=True)),
+        )

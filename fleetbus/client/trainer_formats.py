@@ -13,9 +13,9 @@ def convert_to_trl(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
 
     ``env_mask`` is 1 for the policy's own tokens; log-probabilities cover the completion, 0.0 where the mask is 0.
     ``episode_reward`` goes to reward functions, which only have to hand it on. Raises `ValueError` for an episode without a
-    reward: ask for another group instead of training on a zero.
+    reward: ask for another group instead of training on a zero; and for one of several sequences, for which there is no place.
     """
-    ungraded = [episode.episode_id for episode in episodes if episode.reward is None or not episode.ids]
+    ungraded = [episode.episode_id for episode in episodes if episode.reward is None or not episode.sequences]
     if ungraded:
         raise ValueError(f"episodes without a reward cannot be trained: {', '.join(ungraded)}")
     return {

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.audit import audit_run
 from fleetbus.client.rollouts import rollouts
 from fleetbus.client.sessions import SessionFailed, sessions
-from fleetbus_schemas import Action, SessionAnswer, Task
+from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnswer, Task
+from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
+from fleetbus_workers.learner.batches import CreditPlan, build_sequence
+from fleetbus_workers.learner.leaves import list_leaves, split_sequence
 from tests.support.small_deployment import small_deployment
 from tests.support.virtual_time import virtual_time
 
@@ -49,6 +53,48 @@ async def test_every_task_comes_back_as_a_group_with_tokens_masks_and_logprobs()
                     assert all(own or value == 0.0 for own, value in zip(episode.loss_mask, episode.logprobs, strict=True))
                     assert (episode.reward, len(episode.texts)) == (1.0, 3)
             assert (await audit_run(fleet.bus, fleet.subjects)).balanced
+
+
+class Summoning(ScriptedEnvironment):
+    """After its first turn a sub-agent takes two, then the first segment goes on."""
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        change = {1: ContextChange(reason="sub_agent"), 3: ContextChange(resume=0), 4: ContextChange(keep_turns=1)}
+        return msgspec.structs.replace(step, context=change.get(self._played))
+
+
+async def test_an_episode_of_several_segments_comes_with_all_its_leaves_and_each_token_once() -> None:
+    task = Task(key="t", prompt="play", config={"turns": 5})
+    with anyio.fail_after(1000):
+        async with small_deployment() as fleet:
+            fleet.environment("e1", make=Summoning)
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, [task], group_size=2) as produced:
+                (group,) = [group async for group in produced]
+            results = {episode.episode_id: await fleet.result(episode.episode_id) for episode in group.graded}
+            actions = await fleet.actions()
+    assert len(results) == 2
+    for episode in group.graded:
+        assert (episode.reward, len(episode.texts)) == (1.0, 5)
+        sequences = read_leaves(results[episode.episode_id], actions)
+        assert [(one.segment, one.ids, one.loss_mask, one.logprobs) for one in episode.sequences] == sequences
+        assert [one.segment for one in episode.sequences] == [0, 1, 2]
+        sampled = [id_ for action in actions if action.episode_id == episode.episode_id for id_ in unpack_ids(action.sampled)]
+        trained = [id_ for one in episode.sequences for id_, own in zip(one.ids, one.loss_mask, strict=True) if own]
+        assert sorted(trained) == sorted(sampled)
+        with pytest.raises(ValueError, match="has 3 token sequences"):
+            _ = episode.ids
+
+
+def read_leaves(result: EpisodeFinished, actions: list[Action]) -> list[tuple[object, ...]]:
+    """What the learner would train of the episode."""
+    own = sorted((one for one in actions if one.episode_id == result.episode_id), key=lambda one: one.turn)
+    whole = build_sequence(result, own, [0.0] * len(own), CreditPlan(), 1.0)
+    return [
+        (one.segment, tuple(one.ids.tolist()), tuple(one.loss_mask.tolist()), tuple(one.logprobs.tolist()))
+        for one in split_sequence(whole, list_leaves(own))
+    ]
 
 
 async def test_a_failed_environment_is_no_reward_of_zero() -> None:

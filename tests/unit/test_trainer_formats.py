@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from fleetbus.client.rollouts import Episode
+from fleetbus.client.rollouts import Episode, SampledSequence
 from fleetbus.client.trainer_formats import convert_to_trl, convert_to_verl
 from fleetbus_schemas import Task
 
 
-def episode(reward: float | None = 1.0, *, ids: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) -> Episode:
+def episode(reward: float | None = 1.0, *, ids: tuple[int, ...] = (1, 2, 3, 4, 5, 6), sequences: int = 1) -> Episode:
     """Two prompt tokens, two sampled, one of the environment, one sampled."""
+    sequence = SampledSequence(
+        ids=ids, loss_mask=(False, False, True, True, False, True), logprobs=(0.0, 0.0, -0.5, -1.0, 0.0, -0.25)
+    )
     return Episode(
         episode_id="e1",
         task=Task(key="t"),
         outcome="env_failed" if reward is None else "completed",
         reward=reward,
         turn_rewards=(),
-        ids=ids,
-        loss_mask=(False, False, True, True, False, True),
-        logprobs=(0.0, 0.0, -0.5, -1.0, 0.0, -0.25),
-        prompt_tokens=2,
+        sequences=(sequence,) * sequences,
         texts=("a", "b"),
         policy_versions=(0,),
     )
@@ -53,6 +53,11 @@ def test_for_verl_the_same_has_other_names() -> None:
 def test_an_episode_without_a_reward_is_refused_by_its_id() -> None:
     with pytest.raises(ValueError, match="e1"):
         convert_to_trl([episode(), episode(None)])
+
+
+def test_an_episode_of_several_sequences_is_refused_where_one_per_episode_is_taken() -> None:
+    with pytest.raises(ValueError, match="episode e1 has 2 token sequences, because its context changed"):
+        convert_to_trl([episode(sequences=2)])
 
 
 @pytest.mark.timeout(300)

@@ -15,7 +15,8 @@ from fleetbus.bus.base import Bus
 from fleetbus.client.rollouts import Episode, rollouts
 from fleetbus.client.sessions import Session, SessionClient, SessionFailed, SessionUnavailable, sessions
 from fleetbus.config.settings import Configuration
-from fleetbus.core.history import collect_token_ids
+from fleetbus.core.history import loss_mask
+from fleetbus.core.segments import collect_segment_ids, find_leaves, fold_segments
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import GRADED, SessionAnswer, Subjects, Task
 from fleetbus_workers.gateway.gym_methods import Answer, CallRefused, GymCalls
@@ -183,12 +184,14 @@ def _check_rollout(episode: Episode, episodes: EpisodeChecker, observer: Observe
     if result is None:
         observer.violate("a rollout has its result in the log", episode.episode_id)
         return
-    if result.segments:  # a rollout is one sequence
-        observer.require(episode.outcome == "lost", "a rollout of several segments is lost", episode.episode_id)
-        return
-    history = record.history(result.attempt)[: result.turns]
-    ids = tuple(collect_token_ids(history)) if episode.outcome == result.outcome else ()
-    observer.require(episode.ids == ids, "a rollout has the tokens of its result", f"{episode.episode_id}: {len(episode.ids)}")
+    history = record.history(result.attempt)[: result.turns] if episode.outcome == result.outcome else ()
+    expected = [collect_segment_ids(leaf, history) for leaf in find_leaves(fold_segments(history))]
+    right = [list(sequence.ids) for sequence in episode.sequences] == expected
+    observer.require(right, "a rollout has the tokens of its result", f"{episode.episode_id}: {len(episode.sequences)}")
+    trained = sum(sum(sequence.loss_mask) for sequence in episode.sequences)
+    observer.require(
+        trained == sum(loss_mask(history)), "a rollout's tokens are trained once", f"{episode.episode_id}: {trained}"
+    )
     right = episode.reward == (result.reward if episode.outcome in GRADED else None)
     observer.require(right, "a rollout has the reward of its result", episode.episode_id)
     changed = episode.outcome != result.outcome
