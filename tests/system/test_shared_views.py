@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -15,6 +18,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from tests.support.processes import until
 
@@ -87,3 +91,32 @@ def _is_in(process: psutil.Process, folder: Path) -> bool:
         return any(str(folder) in word for word in process.cmdline())
     except psutil.Error:
         return False
+
+
+@pytest.mark.parametrize("visited", [True, False])
+async def test_up_serves_a_page_of_its_run_from_its_first_visit_on(tmp_path: Path, visited: bool) -> None:
+    command = [*ROLES, "up", "--steps", "1000"]
+    async with await anyio.open_process(command, cwd=tmp_path, stderr=None, env={**os.environ, "SCRIPT": "wait"}) as up:
+        assert up.stdout is not None
+        lines = BufferedByteReceiveStream(up.stdout)
+        with anyio.fail_after(100):
+            while not (line := (await lines.receive_until(b"\n", 1 << 16)).decode()).startswith("page: "):
+                pass
+            address = line.split()[1]
+            if visited:
+                status, overview = await anyio.to_thread.run_sync(fetch, f"{address}api/overview")
+                assert (status, overview["run"]) == (200, "default")
+            up.send_signal(signal.SIGINT)
+            assert await up.wait() == 130
+    with pytest.raises(urllib.error.URLError):
+        fetch(address)
+
+
+async def test_up_serves_no_page_where_none_is_wanted_and_another_one_has_the_port(tmp_path: Path) -> None:
+    with contextlib.suppress(OSError):  # whoever has it keeps it
+        stack = contextlib.ExitStack()
+        stack.enter_context(socket.create_server(("127.0.0.1", 8450)))
+    with stack:
+        assert "page: http://127.0.0.1:" in (served := await run(tmp_path, *ROLES, "up", "--steps", "2"))
+        assert ":8450/" not in served
+    assert "page: " not in await run(tmp_path, *ROLES, "up", "--steps", "2", "--fresh", "--no-monitor")

@@ -35,17 +35,25 @@ from fleetbus_workers.up.placement import find_gpus, find_memory, place_roles
 from fleetbus_workers.up.plan import build_plan, find_shape
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.profile import fit_machine
-from fleetbus_workers.up.run import Run, RunResult
+from fleetbus_workers.up.run import Run, RunResult, ServePage
 from fleetbus_workers.up.summary_builder import Summary, is_summarized
 from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
 from fleetbus_workers.up.supervisor import WorkerUnrecoverable
 from fleetbus_workers.up.viewer_server import evict_viewers
 
 
-def run_up(loaded: LoadedConfiguration, json_summary: Path | None, *, fresh: bool = False, plays: bool = True) -> int:
+def run_up(
+    loaded: LoadedConfiguration,
+    json_summary: Path | None,
+    *,
+    fresh: bool = False,
+    plays: bool = True,
+    page: ServePage | None = None,
+) -> int:
     """Run everything until training is finished or the user stops it; returns the exit code. Raises `UserError`.
 
     With ``fresh`` what the run has so far is removed, once everything else has been checked. ``plays``: see `check_everything`.
+    ``page`` is run beside it.
     """
     configuration, folder = check_run(loaded, fresh=fresh, plays=plays)
     if json_summary is not None:
@@ -56,7 +64,7 @@ def run_up(loaded: LoadedConfiguration, json_summary: Path | None, *, fresh: boo
         return FINISHED
     with hold_run(configuration, folder):
         configure_logs(configuration.log, run=configuration.run.name, role="up")
-        ending = anyio.run(_run, configuration, folder, backend_options={"use_uvloop": True})
+        ending = anyio.run(_run, configuration, folder, page, backend_options={"use_uvloop": True})
         return _report_result(ending, folder, json_summary)
 
 
@@ -183,12 +191,12 @@ def record_start(configuration: Configuration, folder: RunFolder) -> None:
     replace_file(folder.configuration, dump_configuration(configuration))
 
 
-async def _run(configuration: Configuration, folder: RunFolder) -> RunResult:
+async def _run(configuration: Configuration, folder: RunFolder, page: ServePage | None) -> RunResult:
     progress = Progress(configuration.learner.steps, keeps=is_summarized, evaluation_episodes=configuration.evaluation.episodes)
     async with open_display(progress) as display:
         display.line(format_opening_line(configuration, folder))
         command, record = build_role_command(folder.configuration), partial(record_start, configuration, folder)
-        run = Run(configuration, folder, command=command, record_start=record, display=display)
+        run = Run(configuration, folder, command=command, record_start=record, display=display, page=page)
         return await run.run(progress)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -46,6 +47,12 @@ GUARD_SECONDS = 0.5
 STRAY_SECONDS = 6.0
 """Time limit for stopping an orphaned server; rarely needed."""
 
+PAGE_STOP_SECONDS = 2.0
+"""For answers that the run's page is in the middle of."""
+
+ServePage = Callable[[Configuration, Callable[[str], None], anyio.Event], Coroutine[Any, Any, None]]
+"""Serves a page about the run until the event is set, and shows its address."""
+
 log = structlog.get_logger()
 
 
@@ -59,7 +66,7 @@ class RunResult(msgspec.Struct, kw_only=True):
 
 class Run:
     """One run of everything. ``command`` makes the command lines of the roles; ``local`` are those that run in this process.
-    ``record_start`` is called once the server has accepted the run, before any role is started.
+    ``record_start`` is called once the server has accepted the run, before any role is started; ``page`` then, too.
 
     `request_stop` and `kill` are for a run that does not listen to signals; they are called in its event loop."""
 
@@ -72,7 +79,9 @@ class Run:
         record_start: Callable[[], None],
         display: Display,
         local: LocalRoles | None = None,
+        page: ServePage | None = None,
     ) -> None:
+        self._page = page
         self._configuration = configuration
         self._folder = folder
         self._command = command
@@ -193,7 +202,7 @@ class Run:
         guard = ProgressGuard(self._configuration.limits, anyio.current_time())
         follower = Follower(bus, Subjects(run.name), run.policy, progress, self._display, guard)
         stalled = anyio.Event()
-        async with anyio.create_task_group() as tasks:
+        async with self._serve_page(), anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_progress, follower)
             tasks.start_soon(self._guard_progress, guard, stalled)
             tasks.start_soon(roles.run)
@@ -207,6 +216,16 @@ class Run:
         summary = build_summary(progress, run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
         found = progress.signal.latest
         self._result.summary = msgspec.structs.replace(summary, signal=found.reason if found is not None else "")
+
+    @asynccontextmanager
+    async def _serve_page(self) -> AsyncIterator[None]:
+        stop = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            if self._page is not None:
+                tasks.start_soon(self._page, self._configuration, self._display.line, stop)
+            yield
+            stop.set()
+            tasks.cancel_scope.deadline = anyio.current_time() + PAGE_STOP_SECONDS
 
     async def _guard_progress(self, guard: ProgressGuard, stalled: anyio.Event) -> None:
         """Say what fails, and set ``stalled`` when the run cannot progress."""
