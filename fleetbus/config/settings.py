@@ -136,6 +136,17 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
             "there are, required refuses to start"
         ),
     ] = "auto"
+    agent_isolation: Annotated[
+        Literal["auto", "required", "off"],
+        Meta(
+            description="What agents of agent:SPEC run in; auto: the sandbox where one works, without a network, else as the "
+            "worker's user; required: the sandbox; off: as the worker's user, with its files and network"
+        ),
+    ] = "auto"
+    agent_files: Annotated[
+        str,
+        Meta(description="Files and folders that agents in the sandbox read, beside their programs; comma separated"),
+    ] = ""
     boxes: Annotated[
         Literal["auto", "docker", "sandbox"],
         Meta(description="What Harbor tasks are played in; auto: containers where a Docker engine answers, else the sandbox"),
@@ -146,7 +157,7 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     ] = 1e6
     pass_variables: Annotated[
         str,
-        Meta(description="Variables that process:KIND:COMMAND gets besides PATH and the like, comma separated"),
+        Meta(description="Variables that process:KIND:COMMAND and agents get besides PATH and the like, comma separated"),
     ] = ""
     task_urls: Annotated[
         str, Meta(description="Servers that a task's config may name, beside those of the spec: URLs, comma separated; *: any")

@@ -43,7 +43,8 @@ async def playing(spec: str = SPEC, grader: Any = None, **config: Any) -> AsyncI
     async with factory.run():
         environment: Any = factory()
         try:
-            await environment.open(Task(key="t", prompt="Say", config=config, verifier="graded"))
+            verifier = "graded" if grader is not None else ""
+            await environment.open(Task(key="t", prompt="Say", config=config, verifier=verifier))
             yield environment, await environment.reset()
         finally:
             await environment.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
-from fleetbus_workers.environment.adapters.agent.paths import Paths
+from fleetbus_workers.environment.adapters.agent.dialects.base import InvalidCall
+from fleetbus_workers.environment.adapters.agent.paths import TURN_BYTES, Paths
 
 SYSTEM = ChatMessage(role="system", content="Be brief.")
 TOOL = ToolSpec(name="look")
@@ -79,3 +80,11 @@ def test_a_hash_that_changes_with_every_request_is_no_difference() -> None:
 
     paths = begin(system("0a1"), user("a"), answer=assistant("b"))
     assert paths.attach([system("9f2"), user("a"), assistant("b"), user("c")], ()).segment == 0
+
+
+def test_a_call_of_more_than_a_turn_holds_changes_nothing() -> None:
+    paths = begin(SYSTEM, user("a"), answer=assistant("b"))
+    with pytest.raises(InvalidCall, match="a turn holds"):
+        paths.attach([SYSTEM, user("x" * TURN_BYTES)], ())
+    following = paths.attach([SYSTEM, user("a"), assistant("b"), user("c")], ())
+    assert (following.segment, paths.reasons) == (0, {})

@@ -7,9 +7,12 @@ is answered when its episode's step has the policy's action, which is in the log
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 
 import anyio
 import msgspec
@@ -19,23 +22,27 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from fleetbus.task_groups import open_first_error_task_group
+from fleetbus_workers.bounded_json import TooManyValues, check_values
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
-from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall, write_event
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall, TooManyCalls
 from fleetbus_workers.serving.browser_guard import BrowserGuard, build_guard_settings
-from fleetbus_workers.serving.listeners import bind
+from fleetbus_workers.serving.listeners import BACKLOG, bind
 from fleetbus_workers.serving.request_body import BodyRefused, read_body
 from fleetbus_workers.serving.serve import serve
 
 HOST = "127.0.0.1"
 MODEL = "policy"
 KEEPALIVE_SECONDS = 10.0
-DISCONNECTED_SECONDS = 5.0
-"""How long a call is kept in its queue for the repetition of a client that went away."""
-
 RETRY_SECONDS = "1"
+BODY_BYTES = 4 << 20
+"""Most of a request: about a million tokens."""
+
+REWARD_BYTES = 1 << 16
+UNKNOWN_KEY = "this key belongs to no running session"
 
 log = structlog.get_logger(__name__)
 
@@ -45,15 +52,20 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         self.url = ""
+        self.port = 0
         self._sessions: dict[str, AgentSession] = {}
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[None]:
+    async def run(self, socket_path: Path | None = None) -> AsyncIterator[None]:
+        """Serve on a free port of the loopback, and on a Unix socket for agents that cannot reach that."""
         listener = bind(HOST, 0)
-        self.url = f"http://{HOST}:{listener.getsockname()[1]}"
+        self.port = listener.getsockname()[1]
+        self.url = f"http://{HOST}:{self.port}"
+        listeners = [listener] if socket_path is None else [listener, bind_path(socket_path)]
         stop = anyio.Event()
         async with open_first_error_task_group() as group:
-            group.start_soon(serve, self.build_application(), listener, stop)
+            for each in listeners:
+                group.start_soon(serve, self.build_application(), each, stop)
             try:
                 yield
             finally:
@@ -62,9 +74,9 @@ class AgentEndpoint:
                 stop.set()
 
     @contextmanager
-    def open_session(self) -> Iterator[AgentSession]:
+    def open_session(self, *, takes_reward: bool = True) -> Iterator[AgentSession]:
         """A session whose key is known here until the end."""
-        session = AgentSession()
+        session = AgentSession(takes_reward=takes_reward)
         self._sessions[session.key] = session
         try:
             yield session
@@ -100,11 +112,16 @@ class AgentEndpoint:
     async def _call(self, dialect: Dialect, request: Request) -> Response:
         session = self._find_session(request)
         if session is None:
-            return refuse(dialect, 401, "this key belongs to no running session")
+            return refuse(dialect, 401, UNKNOWN_KEY)
         try:
-            body = await read_body(request)
-            call = parse_call(dialect, body)
-            pending = session.enter(call, digest_call(request, body), repetition=is_repetition(request))
+            with session.one_request():
+                body = await read_body(request, limit=BODY_BYTES)
+                call = parse_call(dialect, body)
+                pending = session.enter(call, digest_call(request, body), repetition=is_repetition(request))
+                if call.stream:
+                    events = stream_answer(dialect, call, pending)
+                    return StreamedAnswer(session, pending, events)
+                return await wait_for_answer(dialect, call, pending, request)
         except BodyRefused as refused:
             return refuse(dialect, refused.status, str(refused))
         except InvalidCall as invalid:
@@ -112,34 +129,49 @@ class AgentEndpoint:
             return refuse(dialect, 400, str(invalid))
         except TooManyCalls as many:
             return refuse(dialect, 429, str(many))
-        if call.stream:
-            events = stream_answer(dialect, call, pending)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await wait_for_answer(dialect, call, pending, request)
 
     async def _list_models(self, request: Request) -> Response:
         model = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0, "owned_by": "fleetbus"}
         listing = {"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL}
-        return JSONResponse(listing) if self._find_session(request) else JSONResponse({"detail": "unauthorized"}, 401)
+        return JSONResponse(listing) if self._find_session(request) else JSONResponse({"detail": UNKNOWN_KEY}, 401)
 
     async def _count_tokens(self, request: Request) -> Response:
         """An estimate: clients decide by it when to shorten their history, and it is no turn."""
         if self._find_session(request) is None:
-            return refuse(DIALECTS["/v1/messages"], 401, "this key belongs to no running session")
-        return JSONResponse({"input_tokens": len(await read_body(request)) // 4})
+            return refuse(DIALECTS["/v1/messages"], 401, UNKNOWN_KEY)
+        return JSONResponse({"input_tokens": len(await read_body(request, limit=BODY_BYTES)) // 4})
 
     async def _grade(self, request: Request) -> Response:
         """``{"reward": NUMBER or null, "reason": TEXT}``, once; null excludes the episode from training."""
         session = self._find_session(request)
         if session is None:
-            return JSONResponse({"detail": "this key belongs to no running session"}, 401)
+            return JSONResponse({"detail": UNKNOWN_KEY}, 401)
         try:
-            body = msgspec.json.decode(await read_body(request), type=PostedReward)
-        except msgspec.DecodeError as error:
+            body = msgspec.json.decode(await read_body(request, limit=REWARD_BYTES), type=PostedReward)
+        except (msgspec.DecodeError, RecursionError) as error:
             return JSONResponse({"detail": f"the body is no reward: {error}"}, 400)
+        if not session.takes_reward:
+            return JSONResponse({"detail": "the task has a verifier, which gives the reward"}, 403)
         if not session.grade(body.reward, body.reason):
             return JSONResponse({"detail": "the episode has a reward, or is over"}, 409)
         return JSONResponse({"accepted": True})
+
+
+class StreamedAnswer(StreamingResponse):
+    """Counts as a request of its session until its client has all of it, or is gone."""
+
+    def __init__(self, session: AgentSession, pending: PendingCall, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._session = session
+        self._pending = pending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._session.requests += 1
+        try:
+            async with self._pending.wanted():
+                await super().__call__(scope, receive, send)
+        finally:
+            self._session.requests -= 1
 
 
 class PostedReward(msgspec.Struct, forbid_unknown_fields=True):
@@ -149,15 +181,33 @@ class PostedReward(msgspec.Struct, forbid_unknown_fields=True):
     reason: str = ""
 
 
+def bind_path(path: Path) -> socket.socket:
+    """A listening Unix socket that everybody may connect to who can reach it; a key is needed all the same."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    os.chmod(path, 0o666)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
 def parse_call(dialect: Dialect, body: bytes) -> AgentCall:
     """The call in a body. Raises `InvalidCall`."""
     try:
+        check_values(body)
         decoded = msgspec.json.decode(body)
+    except TooManyValues as many:
+        raise InvalidCall(str(many)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidCall(f"the body is no JSON: {error}") from None
     if not isinstance(decoded, dict):
         raise InvalidCall("the body has to be a JSON object")
-    return dialect.parse(decoded)
+    try:
+        call = dialect.parse(decoded)
+        msgspec.msgpack.encode(call)
+    except (OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidCall(f"the body has a value that cannot be stored: {error}") from None
+    return call
 
 
 def digest_call(request: Request, body: bytes) -> str:
@@ -186,34 +236,31 @@ async def drop_call(request: Request, gone: Exception) -> Response:
 
 
 async def wait_for_answer(dialect: Dialect, call: AgentCall, pending: PendingCall, request: Request) -> Response:
-    """The answer as JSON. A client that goes away lets go of its call a little later."""
-    try:
-        async with open_first_error_task_group() as group:
-            group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
-            answer = await pending.wait()
-            group.cancel_scope.cancel()
-            return JSONResponse(dialect.render(answer, call.model or MODEL))
-    finally:
-        pending.waiters -= 1
+    """The answer as JSON, unless its client goes away."""
+    async with pending.wanted(), open_first_error_task_group() as group:
+        group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
+        answer = await pending.wait()
+        group.cancel_scope.cancel()
+        return JSONResponse(dialect.render(answer, call.model or MODEL))
     return Response(status_code=499)
 
 
 async def cancel_when_disconnected(request: Request, scope: anyio.CancelScope) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    await anyio.sleep(DISCONNECTED_SECONDS)
     scope.cancel()
 
 
 async def stream_answer(dialect: Dialect, call: AgentCall, pending: PendingCall) -> AsyncIterator[bytes]:
     """The answer as server-sent events, with events that clients skip while it is awaited."""
-    try:
-        while True:
+    while True:
+        try:
             with anyio.move_on_after(KEEPALIVE_SECONDS):
                 answer = await pending.wait()
                 break
-            yield dialect.KEEPALIVE
-        for event in dialect.stream(answer, call.model or MODEL, usage=call.stream_usage):
-            yield event
-    finally:
-        pending.waiters -= 1
+        except InvalidCall as invalid:
+            yield write_event(dialect.render_error(400, str(invalid)), "error")
+            return
+        yield dialect.KEEPALIVE
+    for event in dialect.stream(answer, call.model or MODEL, usage=call.stream_usage):
+        yield event

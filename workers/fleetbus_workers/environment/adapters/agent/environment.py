@@ -8,10 +8,8 @@ graded: by what it posted itself, or by the task's verifier, which may read the 
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +23,37 @@ from fleetbus.core.tool_formats import TOOL_FORMATS, build_call_id, parse_respon
 from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import Action, ChatMessage, ContextChange, Task
 from fleetbus_schemas.tokens import count_tokens
-from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, StopReason
-from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
+from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall, StopReason
+from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
+from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
-from fleetbus_workers.environment.adapters.common.process_group import ProcessGroup
-from fleetbus_workers.environment.adapters.providers.process import select_variables
+from fleetbus_workers.environment.adapters.harbor.box_files import find_outside, read_regular_file
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
-WRITTEN_BYTES = 64 << 20
-"""Largest file that an agent may write, its own output included."""
-
 FILE_BYTES = 1 << 20
 """Most of a file that a verifier reads."""
+
+FOLDER_SECONDS = 1.0
+"""How often the agent's folder is measured while it runs."""
 
 log = structlog.get_logger(__name__)
 
 
 class AgentEnvironment:
-    """One episode of an agent that is started with ``command``."""
+    """One episode of an agent that ``host`` starts."""
 
     replayable = False
 
-    def __init__(
-        self, command: Sequence[str], endpoint: AgentEndpoint, *, grader: Grader, passed: Collection[str], exit_seconds: float
-    ) -> None:
-        self._command = command
-        self._endpoint = endpoint
+    def __init__(self, host: AgentHost, *, grader: Grader, exit_seconds: float) -> None:
+        self._host = host
         self._grader = grader
-        self._passed = passed
         self._exit_seconds = exit_seconds
-        self._held = ExitStack()
+        self._held = AsyncExitStack()
         self._task: Task | None = None
         self._session: AgentSession | None = None
-        self._process: ProcessGroup | None = None
+        self._process: AgentProcess | None = None
         self._folder = Path()
         self._paths = Paths()
         self._pending: PendingCall | None = None
@@ -72,20 +66,15 @@ class AgentEnvironment:
     async def open(self, task: Task) -> None:
         """Make the session and the working folder, with the task as ``task.json``."""
         self._task = task
-        self._session = self._held.enter_context(self._endpoint.open_session())
-        self._folder = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)))
+        self._session = self._held.enter_context(self._host.endpoint.open_session(takes_reward=not task.verifier))
+        self._folder = self._host.make_folder()
+        self._held.push_async_callback(self._host.remove_folder, self._folder)
         shown = {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env}
         (self._folder / "task.json").write_bytes(msgspec.json.encode(shown))
 
     async def reset(self) -> Start:
         """Start the agent and wait for its first call. Raises `EnvironmentFailed` if it ends without one."""
-        self._process = await ProcessGroup.start(
-            self._command,
-            called="the agent",
-            variables=self._build_variables(),
-            folder=self._folder,
-            file_bytes=WRITTEN_BYTES,
-        )
+        self._process = await self._host.start(self._folder, self._build_variables())
         attached = await self._next_call()
         if attached is None:
             raise EnvironmentFailed(f"the agent ended before it called a model{self._process.read_last_line()}")
@@ -107,25 +96,47 @@ class AgentEnvironment:
         return Step(messages=attached.messages, tool_calls=called, context=self._follow(attached))
 
     async def _next_call(self) -> Attachment | None:
-        """Where the next call belongs; None when the agent has ended."""
+        """Where the next call belongs; None when the agent has ended. Raises `EnvironmentFailed` if it fills the disk."""
         assert self._session is not None and self._process is not None
-        session, process = self._session, self._process
-        found: list[PendingCall] = []
+        found: list[Attachment] = []
         async with open_first_error_task_group() as group:
 
             async def receive() -> None:
-                found.append(await session.next_call())
+                found.append(await self._receive_call())
                 group.cancel_scope.cancel()
 
             group.start_soon(receive)
-            await process.wait()
+            group.start_soon(self._watch_folder)
+            await self._process.wait()
             group.cancel_scope.cancel()
         if not found:
             return None
-        self._pending = found[0]
-        self._attached = attached = self._paths.attach(self._pending.call.messages, self._pending.call.tools)
+        self._attached = attached = found[0]
         self._conversation += attached.messages
         return attached
+
+    async def _receive_call(self) -> Attachment:
+        """The next call that can be played; others are refused."""
+        assert self._session is not None
+        while True:
+            pending = await self._session.next_call()
+            try:
+                attached = self._paths.attach(pending.call.messages, pending.call.tools)
+            except InvalidCall as invalid:
+                log.warning("agent call is invalid; refusing it", reason=str(invalid))
+                pending.set_answer(invalid)
+                continue
+            self._pending = pending
+            return attached
+
+    async def _watch_folder(self) -> None:
+        """No limit of a process bounds how many files it writes."""
+        limit = self._host.limits.folder_bytes
+        while True:
+            await anyio.sleep(FOLDER_SECONDS)
+            used = await self._host.measure_folder(self._folder)
+            if used > limit:
+                raise EnvironmentFailed(f"the agent's working folder has {used >> 20} MiB, more than {limit >> 20}")
 
     def _follow(self, attached: Attachment) -> ContextChange | None:
         """How the policy's context goes on from the segment of the turn before."""
@@ -157,15 +168,16 @@ class AgentEnvironment:
 
     def _build_variables(self) -> dict[str, str]:
         assert self._session is not None
-        url, key = self._endpoint.url, self._session.key
-        return select_variables(os.environ, self._passed) | {
+        assert self._task is not None
+        url, key = self._host.endpoint.url, self._session.key
+        reward_url = {} if self._task.verifier else {"FLEETBUS_REWARD_URL": f"{url}/s/{key}/v1/reward"}
+        return reward_url | {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_BASE": f"{url}/v1",
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
             "FLEETBUS_TASK_FILE": str(self._folder / "task.json"),
-            "FLEETBUS_REWARD_URL": f"{url}/s/{key}/v1/reward",
         }
 
     def _raise_if_failed(self) -> None:
@@ -183,11 +195,12 @@ class AgentEnvironment:
         return {"task": task, "calls": self._answers, "tool_calls": self._tool_calls, **self._describe_paths()}
 
     async def verify(self) -> Verdict:
-        """Ask the agent to stop if it still runs, then take its own reward or the verifier's."""
+        """Ask the agent to stop, end it, then take its own reward or the verifier's: nothing of it runs while it is graded."""
         assert self._session is not None and self._process is not None
         self._session.end()
         with anyio.move_on_after(self._exit_seconds):
             await self._process.wait()
+        await self._process.end_all()
         if self._session.is_graded:
             return Verdict(reward=self._session.reward, reason=self._session.reward_reason or "the agent gave none")
         answer = next((str(said.content) for said in reversed(self._conversation) if said.role == "assistant"), None)
@@ -201,7 +214,7 @@ class AgentEnvironment:
             if process is not None:
                 await process.stop()
         finally:
-            self._held.close()
+            await self._held.aclose()
 
 
 class FolderTools:
@@ -216,15 +229,11 @@ class FolderTools:
         return await anyio.to_thread.run_sync(self._read_file, str(arguments.get("path", "")))
 
     def _read_file(self, path: str) -> str:
-        folder = self._folder.resolve()
-        try:
-            file = (folder / path).resolve()
-            if not file.is_relative_to(folder) or not file.is_file():
-                raise LookupError(f"there is no file {path!r} in the agent's folder")
-            with file.open("rb") as opened:
-                return opened.read(FILE_BYTES).decode(errors="replace")
-        except (OSError, ValueError) as error:
-            raise LookupError(f"the file {path!r} cannot be read: {error}") from error
+        file = find_outside({"/": self._folder}, f"/{path}")
+        content = None if file is None else read_regular_file(file, FILE_BYTES)
+        if content is None:
+            raise LookupError(f"there is no file {path!r} in the agent's folder")
+        return content[:FILE_BYTES].decode(errors="replace")
 
     async def query(self, sql: str, params: Sequence[Any]) -> Any:
         raise LookupError("this environment has no database")

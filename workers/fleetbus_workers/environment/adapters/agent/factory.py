@@ -8,11 +8,13 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
-from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
+from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.python_class.environment import load_callable
 from fleetbus_workers.environment.specs import AdapterContext, Factory
 
@@ -23,23 +25,26 @@ RUNNER = "fleetbus_workers.environment.adapters.agent.run_function"
 def build_agent_factory(context: AdapterContext) -> Factory:
     """Environments around the agent of ``agent:SPEC``. Raises `UserError` for a command or function that is not there."""
     command = build_command(context.spec, context.rest)
-    endpoint = AgentEndpoint()
     settings = context.settings
     if settings.environment.compaction != "off" or settings.inference.reasoning == "template":
         raise UserError(
             f"environment {context.spec!r}: an agent decides about its context itself: leave out environment.compaction and "
             "inference.reasoning = template"
         )
-    passed = {name.strip() for name in settings.environment.pass_variables.split(",")}
-    make = partial(
-        AgentEnvironment,
+    wanted = settings.environment
+    policy = "required" if wanted.sandbox == "required" and wanted.agent_isolation == "auto" else wanted.agent_isolation
+    host = AgentHost(
         command,
-        endpoint,
-        grader=context.grader,
-        passed=passed,
-        exit_seconds=settings.limits.verify / 2,
+        policy=policy,
+        passed=split_names(wanted.pass_variables),
+        files=split_names(wanted.agent_files),
+        secret_files=[run_folder(settings.run).path, *([Path(settings.nats.auth)] if settings.nats.auth else [])],
     )
-    return Factory(make, endpoint.run)
+    return Factory(partial(AgentEnvironment, host, grader=context.grader, exit_seconds=settings.limits.verify / 2), host.run)
+
+
+def split_names(text: str) -> set[str]:
+    return {name for name in map(str.strip, text.split(",")) if name}
 
 
 def build_command(spec: str, rest: str) -> Sequence[str]:

@@ -7,6 +7,7 @@ of what a message says: role, text, calls by name and JSON value. What the polic
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -15,12 +16,17 @@ import msgspec
 
 from fleetbus_schemas import ChatMessage, ToolSpec
 from fleetbus_schemas.segment import SegmentReason
+from fleetbus_workers.environment.adapters.agent.dialects.base import InvalidCall
 
 NOISE = {
     "claude-code-billing-header": re.compile(r"x-anthropic-billing-header:[^\n]*\n?"),
     "request-hash": re.compile(r"\bcch=[0-9a-f]+;?"),
 }
 """Parts of system prompts that change with every request and say nothing to the model, by name."""
+
+
+TURN_BYTES = 1_000_000
+"""Most that a call may add: a message of the log holds a little more."""
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +55,14 @@ class Paths:
         self.reasons: dict[str, int] = {}
 
     def attach(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Attachment:
-        """The longest path that this conversation begins with, or a new one. Follow it with `add_answer`."""
-        said, offered = [identify(message) for message in messages], msgspec.json.encode(tools)
+        """The longest path that this conversation begins with, or a new one. Follow it with `add_answer`. Raises `InvalidCall`,
+        with nothing changed, for more than a turn can hold."""
+        said, offered = [identify(message) for message in messages], _digest(msgspec.json.encode(tools))
         segment = self._find_path(said, offered)
+        known = 0 if segment is None else len(self._paths[segment].messages)
+        check_size(messages[known:], () if segment is not None else tools)
         if segment is not None:
             self.extended += 1
-            known = len(self._paths[segment].messages)
             self._open = said
             return Attachment(segment=segment, messages=tuple(messages[known:]))
         reason = self._explain_new_path(said, offered) if self._paths else None
@@ -96,12 +104,23 @@ class Paths:
         return "sub_agent"
 
 
+def check_size(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> None:
+    """Raise `InvalidCall` if these do not fit into one message of the log."""
+    size = len(msgspec.msgpack.encode((messages, tools)))
+    if size > TURN_BYTES:
+        raise InvalidCall(f"the call has {size} bytes that no earlier call had, and a turn holds {TURN_BYTES}: shorten them")
+
+
 def identify(message: ChatMessage) -> bytes:
-    """What a message says, as bytes that are equal for equal messages."""
+    """What a message says, as a digest: conversations are long, and many."""
     text = message.content if isinstance(message.content, str) else msgspec.json.encode(message.content).decode()
     if message.role == "system":
         for noise in NOISE.values():
             text = noise.sub("", text)
     calls = [[call.name, call.arguments_text or call.arguments] for call in message.tool_calls]
     said = [message.role, text.strip(), calls, message.tool_call_id if message.role == "tool" else ""]
-    return json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return _digest(json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -10,16 +10,24 @@ from __future__ import annotations
 import math
 import secrets
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 
-from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
 
 MAX_WAITING = 64
 """Calls of one session that wait at a time; a further one is answered 429."""
 
+MAX_REQUESTS = 96
+"""Requests of one session in work at a time, repetitions included; a further one is answered 429."""
+
 MAX_REMEMBERED = 256
 """Calls whose answers are kept for repetitions."""
+
+DISCONNECTED_SECONDS = 5.0
+"""How long a call is kept in its queue for the repetition of a client that went away."""
 
 SESSION_OVER = "The session is over: no further turns. Stop now."
 
@@ -31,29 +39,49 @@ class TooManyCalls(Exception):
 class PendingCall:
     """A call that has no answer yet, or had one. ``waiters`` are the requests that want it."""
 
-    def __init__(self, call: AgentCall) -> None:
+    def __init__(self, call: AgentCall, digest: str = "") -> None:
         self.call = call
-        self.answer: Answer | None = None
-        self.waiters = 1
+        self.digest = digest
+        self.answer: Answer | InvalidCall | None = None
+        self.waiters = 0
         self._answered = anyio.Event()
 
     async def wait(self) -> Answer:
+        """Raises `InvalidCall` if it was refused."""
         await self._answered.wait()
         assert self.answer is not None
+        if isinstance(self.answer, InvalidCall):
+            raise InvalidCall(str(self.answer))
         return self.answer
 
-    def set_answer(self, answer: Answer) -> None:
-        """The first answer counts."""
+    @asynccontextmanager
+    async def wanted(self) -> AsyncIterator[None]:
+        """One more request wants the answer; a little longer than it lasts, for its client may come again."""
+        self.waiters += 1
+        try:
+            yield
+        finally:
+            if not self._answered.is_set():
+                with anyio.move_on_after(DISCONNECTED_SECONDS, shield=True):
+                    await self._answered.wait()
+            self.waiters -= 1
+
+    def set_answer(self, answer: Answer | InvalidCall) -> None:
+        """The first answer counts. What was asked is not kept: it may be large, and many are remembered."""
         if self.answer is None:
             self.answer = answer
+            self.call = AgentCall(messages=())
             self._answered.set()
 
 
 class AgentSession:
-    """One episode's calls. ``key`` is its secret: who has it speaks for the agent until the session ends."""
+    """One episode's calls. ``key`` is its secret: who has it speaks for the agent until the session ends. ``takes_reward``: the
+    agent may grade itself, for there is nobody else."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_reward: bool = True) -> None:
         self.key = f"fbs-{secrets.token_hex(24)}"
+        self.takes_reward = takes_reward
+        self.requests = 0
         self.reward: float | None = None
         self.reward_reason = ""
         self.is_graded = False
@@ -65,14 +93,12 @@ class AgentSession:
         self._taken: PendingCall | None = None
 
     def enter(self, call: AgentCall, digest: str, *, repetition: bool) -> PendingCall:
-        """The call in its queue, or the one that it repeats; count ``waiters`` down when nobody waits for it any more. Raises
-        `TooManyCalls`."""
+        """The call in its queue, or the one that it repeats; played while it is `PendingCall.wanted`. Raises `TooManyCalls`."""
         known = self._remembered.get(digest)
         if repetition and known is not None:
             self.repeated += 1
-            known.waiters += 1
             return known
-        pending = PendingCall(call)
+        pending = PendingCall(call, digest)
         if self.over:
             pending.set_answer(build_last_answer())
             return pending
@@ -92,10 +118,24 @@ class AgentSession:
             if pending.waiters:
                 self._taken = pending
                 return pending
+            if self._remembered.get(pending.digest) is pending:
+                del self._remembered[pending.digest]  # a repetition of it would wait for ever
+
+    @contextmanager
+    def one_request(self) -> Iterator[None]:
+        """A request in work. Raises `TooManyCalls`."""
+        if self.requests >= MAX_REQUESTS:
+            raise TooManyCalls(f"{MAX_REQUESTS} requests of this session are in work already")
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     def grade(self, reward: float | None, reason: str = "") -> bool:
-        """The agent's own reward, once; None excludes the episode. False if there is one already or it is no number."""
-        if self.is_graded or self.over or (reward is not None and not math.isfinite(reward)):
+        """The agent's own reward, once; None excludes the episode. False if there is one already, it is no number, or it is a
+        verifier's."""
+        if not self.takes_reward or self.is_graded or self.over or (reward is not None and not math.isfinite(reward)):
             return False
         self.is_graded, self.reward, self.reward_reason = True, reward, reason
         return True

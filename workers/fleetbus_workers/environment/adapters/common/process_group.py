@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import anyio
 from anyio.abc import Process
@@ -38,7 +38,8 @@ class ProcessGroup:
         variables: Mapping[str, str],
         folder: Path | None = None,
         file_bytes: int | None = None,
-    ) -> ProcessGroup:
+        pass_fds: Sequence[int] = (),
+    ) -> Self:
         """``file_bytes`` bounds every file that it writes, its output included. Raises `EnvironmentFailed`, which names what is
         ``called`` so, when the command cannot be started."""
         output = tempfile.TemporaryFile()
@@ -51,6 +52,7 @@ class ProcessGroup:
                 cwd=folder,
                 env=variables,
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
         except BaseException as error:
             output.close()
@@ -79,7 +81,7 @@ class ProcessGroup:
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         return f": {lines[-1]}" if lines else ""
 
-    async def stop(self) -> None:
+    async def end_all(self) -> None:
         """SIGTERM to all that the command started, SIGKILL to what does not end."""
         with anyio.CancelScope(shield=True):
             self._signal_group(signal.SIGTERM)
@@ -88,6 +90,11 @@ class ProcessGroup:
             self._signal_group(signal.SIGKILL)
             with anyio.move_on_after(STOP_SECONDS):
                 await self._process.wait()
+
+    async def stop(self) -> None:
+        """End all of it, and forget what it wrote."""
+        await self.end_all()
+        with anyio.CancelScope(shield=True):
             await self._process.aclose()
         self._output.close()
 

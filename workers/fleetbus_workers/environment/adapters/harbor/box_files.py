@@ -89,5 +89,8 @@ def read_regular_file(path: Path, limit: int) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return None
     with os.fdopen(descriptor, "rb") as file:
-        return file.read(limit + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        return file.read(limit + 1)

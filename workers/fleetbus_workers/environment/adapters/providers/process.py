@@ -7,7 +7,7 @@ import shlex
 import shutil
 import signal
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import anyio
@@ -29,7 +29,10 @@ PASSED = frozenset(
 
 PASSED_PREFIXES = ("LC_", "XDG_", "OMP_", "MKL_", "PYTHONUNBUFFERED", "PYTHONUTF8")
 
-_OWNER, _EXPIRES = "FLEETBUS_SERVER_OWNER", "FLEETBUS_SERVER_EXPIRES"
+NEVER = 1 << 40
+"""Unix seconds after which nothing expires any more."""
+
+_OWNER = "FLEETBUS_SERVER_OWNER"
 
 
 def select_variables(variables: Mapping[str, str], listed: Collection[str]) -> dict[str, str]:
@@ -56,11 +59,7 @@ class ProcessProvider:
 
     async def start(self, labels: Labels) -> ProvidedServer:
         port, name = _find_free_port(), generate_server_name()
-        variables = select_variables(os.environ, self._passed)
-        variables |= {
-            key.upper().replace(".", "_").replace("FLEETBUS_", "FLEETBUS_SERVER_"): value
-            for key, value in labels.to_mapping().items()
-        }
+        variables = select_variables(os.environ, self._passed) | build_label_variables(labels)
         command = [part.replace("{port}", str(port)) for part in self._command]
         self._running[name] = await ProcessGroup.start(
             command, called="the command", variables={**variables, **self._variables}
@@ -78,7 +77,7 @@ class ProcessProvider:
 
     async def sweep(self) -> list[str]:
         """Kill commands whose worker is gone. Only where /proc shows the variables of processes."""
-        return await anyio.to_thread.run_sync(_sweep)
+        return await anyio.to_thread.run_sync(sweep_processes, lambda labels: is_abandoned(labels.owner, str(labels.expires)))
 
     async def close(self) -> None:
         """Stop whatever was not stopped."""
@@ -86,7 +85,13 @@ class ProcessProvider:
             await self.stop(ProvidedServer(name=name, url=""))
 
 
-def _sweep() -> list[str]:
+def build_label_variables(labels: Labels) -> dict[str, str]:
+    """The labels as variables, by which a process and all that it starts are found again."""
+    return {f"FLEETBUS_SERVER_{name.partition('.')[2].upper()}": value for name, value in labels.to_mapping().items()}
+
+
+def sweep_processes(is_wanted: Callable[[Labels], bool]) -> list[str]:
+    """Kill processes of this machine whose labels are wanted; the ids of those that were. A process may have hidden them."""
     removed = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -94,13 +99,23 @@ def _sweep() -> list[str]:
         except OSError:
             continue  # it has ended, or belongs to somebody else
         variables = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries if entry)
-        if _OWNER in variables and is_abandoned(variables[_OWNER], variables.get(_EXPIRES, "")):
+        if _OWNER in variables and is_wanted(_read_labels(variables)):
             try:
                 os.kill(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue
             removed.append(folder.name)
     return removed
+
+
+def _read_labels(variables: Mapping[str, str]) -> Labels:
+    expires = variables.get("FLEETBUS_SERVER_EXPIRES", "")
+    return Labels(
+        run=variables.get("FLEETBUS_SERVER_RUN", ""),
+        episode=variables.get("FLEETBUS_SERVER_EPISODE", ""),
+        owner=variables[_OWNER],
+        expires=int(expires) if expires.isdecimal() else NEVER,
+    )
 
 
 def _find_free_port() -> int:

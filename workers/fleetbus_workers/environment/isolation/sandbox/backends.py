@@ -62,16 +62,20 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
         tools: bool = False,
         scratch_bytes: int = SCRATCH_BYTES,
         writable: Mapping[str, str] | None = None,
+        hidden: Sequence[str | Path] = (),
+        loopback: bool = False,
     ) -> list[str]:
         """The command line that runs ``program`` inside; it inherits the descriptors that it is given.
 
         ``visible``: folders and files that are seen besides Python's, read-only. ``tools``: also the system's programs.
-        ``writable``: folders of this machine by where they are inside; they stay when the program has ended.
+        ``writable``: folders of this machine by where they are inside; they stay when the program has ended. ``hidden``: what
+        of the visible is empty inside. ``loopback``: its processes may reach each other at 127.0.0.1.
         """
+        emptied = [str(path) for path in hidden if os.path.exists(path)]
         visible_paths = list(_list_visible_paths(visible, tools))
         if self.kind == "bubblewrap":
             return [
-                *_build_bubblewrap_arguments(visible_paths, scratch_bytes, writable or {}, own_users=self.own_users),
+                *_build_bubblewrap_arguments(visible_paths, scratch_bytes, writable or {}, emptied, own_users=self.own_users),
                 "--",
                 *program,
             ]
@@ -81,6 +85,8 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
             "link": [(path, link) for path, link in visible_paths if link],
             "scratch_bytes": scratch_bytes,
             "writable": writable or {},
+            "hidden": emptied,
+            "loopback": loopback,
         }
         jail = str(INSIDE / "jail.py")
         return [sys.executable, "-I", "-S", "-B", jail, msgspec.json.encode(description).decode(), *program]
@@ -178,7 +184,12 @@ def _list_parents(path: str) -> Iterator[str]:
 
 
 def _build_bubblewrap_arguments(
-    visible_paths: Sequence[tuple[str, str]], scratch_bytes: int, writable: Mapping[str, str], *, own_users: bool
+    visible_paths: Sequence[tuple[str, str]],
+    scratch_bytes: int,
+    writable: Mapping[str, str],
+    hidden: Sequence[str],
+    *,
+    own_users: bool,
 ) -> Iterator[str]:
     yield from (shutil.which("bwrap") or "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts")
     yield from ("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv")
@@ -194,6 +205,16 @@ def _build_bubblewrap_arguments(
         yield from ("--perms", "0755", "--dir", parent)
     for path, link in visible_paths:
         yield from ("--symlink", link, path) if link else ("--ro-bind", path, path)
+    for path in hidden:
+        yield from (
+            ("--perms", "0755", "--tmpfs", path, "--remount-ro", path)
+            if os.path.isdir(path)
+            else (
+                "--ro-bind",
+                "/dev/null",
+                path,
+            )
+        )
     for inside, outside in writable.items():
         yield from ("--bind", outside, inside)
     yield from ("--dev", "/dev", "--perms", "1777", "--size", str(scratch_bytes // 4), "--tmpfs", "/dev/shm")

@@ -10,6 +10,8 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
+from fleetbus.task_groups import open_first_error_task_group
+
 BUSY_SECONDS, IDLE_ROUNDS = 0.1, 10
 """How often sandboxes are looked at while code runs, and every how many rounds of that when none does."""
 
@@ -53,7 +55,7 @@ class MemoryWatch:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
+        async with open_first_error_task_group() as tasks:
             tasks.start_soon(self._watch)
             yield
             tasks.cancel_scope.cancel()

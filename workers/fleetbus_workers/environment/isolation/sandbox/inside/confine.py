@@ -93,6 +93,10 @@ SOCKET, SOCKETPAIR = (41, 198), (53, 199)
 FAMILIES = (1, 16)
 """AF_UNIX and AF_NETLINK. Others have buffers that grow (TCP on loopback) or know no namespaces (AF_VSOCK)."""
 
+INTERNET = (2, 10)
+"""AF_INET and AF_INET6, for programs that talk to a server through their loopback: the kernel bounds the buffers of all
+(tcp_mem)."""
+
 TO_OTHERS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "sigqueue": (129, 138), "tgsigqueue": (297, 240)}
 """System calls that signal the process in their first argument, where 0 is a whole group of processes."""
 
@@ -111,14 +115,14 @@ OF_OTHERS = {
 _ANY_PROCESS = 0x7FFFFFF1
 
 
-def confine(limits: Mapping[str, int], *, user: int) -> None:
+def confine(limits: Mapping[str, int], *, user: int, loopback: bool = False) -> None:
     """Set ``limits`` (names of `resource` without their prefix, to soft limits), then give up every right.
 
-    A process that is root becomes ``user``.
+    A process that is root becomes ``user``. ``loopback``: it may use the network of its namespace.
     """
     set_limits(limits)
     drop_privileges(user)
-    forbid_calls()
+    forbid_calls(loopback=loopback)
 
 
 def set_limits(limits: Mapping[str, int]) -> None:
@@ -149,9 +153,9 @@ def drop_privileges(user: int) -> None:
         LIBRARY.prctl(SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def forbid_calls() -> bool:
+def forbid_calls(*, loopback: bool = False) -> bool:
     """Whether the system calls of `FORBIDDEN` are refused from now on, for this process and all that it starts."""
-    return install(compile_filter(os.uname().machine))
+    return install(compile_filter(os.uname().machine, families=(*FAMILIES, *INTERNET) if loopback else FAMILIES))
 
 
 def block_signals() -> bool:
@@ -169,7 +173,7 @@ def install(program: bytes) -> bool:
     return bool(LIBRARY.prctl(SET_SECCOMP, SECCOMP_FILTER, header, 0, 0) == 0)
 
 
-def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
+def compile_filter(machine: str, *, own_process: int = 0, families: tuple[int, ...] = FAMILIES) -> bytes:
     """A filter as classic BPF: of `FORBIDDEN`, or of sockets and of what reaches any process but ``own_process``. Empty for
     machines whose numbers are not known here."""
     if machine not in ARCHITECTURES:
@@ -191,9 +195,9 @@ def compile_filter(machine: str, *, own_process: int = 0) -> bytes:
     program += jump_if(0x15, MMAP[column], 0, 4) + load(40)
     program += jump_if(0x45, SHARED, 0, 2) + jump_if(0x45, WITHOUT_FILE, 0, 1) + refuse + load(0)
     for numbers in (SOCKET, SOCKETPAIR):
-        program += jump_if(0x15, numbers[column], 0, len(FAMILIES) + 3) + load(16)
-        for position, family in enumerate(FAMILIES):
-            program += jump_if(0x15, family, len(FAMILIES) - position, 0)
+        program += jump_if(0x15, numbers[column], 0, len(families) + 3) + load(16)
+        for position, family in enumerate(families):
+            program += jump_if(0x15, family, len(families) - position, 0)
         program += ret(NO_FAMILY) + load(0)
     program += jump_if(0x15, SETSOCKOPT[column], 0, 2 * len(BUFFER_SIZES) + 2) + load(32)
     for option in BUFFER_SIZES:

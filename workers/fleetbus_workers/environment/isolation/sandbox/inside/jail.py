@@ -3,15 +3,19 @@
 Three processes: this one waits; the first of the new process namespace collects the dead; the command runs below it. When this
 one is killed, so is everything below. The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files
 and folders that are seen, read-only), ``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable``
-(folders of the host by where they are inside).
+(folders of the host by where they are inside), ``hidden`` (folders and files below seen ones that are empty),
+``loopback`` (whether there is one).
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 
 TYPE_CHECKING = False
@@ -26,6 +30,7 @@ KEPT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flags of a mounted file system (`os.statvfs`) that a remount must repeat, as flags of mount."""
 DETACH = 2
 PARENT_DEATH_SIGNAL = 1
+SET_INTERFACE_FLAGS, INTERFACE_UP = 0x8914, 1
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
@@ -37,6 +42,8 @@ def main() -> NoReturn:
     description, command = json.loads(sys.argv[1]), sys.argv[2:]
     die_with_parent(os.getppid())
     enter_namespaces(own_users=description["own_users"])
+    if description.get("loopback"):
+        start_loopback()
     build_root(description)
     inside = os.fork()
     if inside:
@@ -71,6 +78,12 @@ def enter_namespaces(*, own_users: bool) -> None:
                 file.write(text)
 
 
+def start_loopback() -> None:
+    """Let programs inside reach each other at 127.0.0.1, as bubblewrap does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, SET_INTERFACE_FLAGS, struct.pack("16sh14x", b"lo", INTERFACE_UP))
+
+
 def build_root(description: dict[str, Any]) -> None:
     """A root of a few read-only folders and an empty /tmp; the host's own root is gone afterwards."""
     mount("none", "/", "", RECURSIVE | PRIVATE)
@@ -81,6 +94,8 @@ def build_root(description: dict[str, Any]) -> None:
     scratch("/tmp", description["scratch_bytes"])  # first of all, so that a Python or a checkout below /tmp is seen in it
     for path in description["bind"]:
         bind(path)
+    for path in description.get("hidden", ()):
+        hide(path)
     for path, outside in description.get("writable", {}).items():
         bind(path, writable=True, source=outside)
     for name, device in DEVICES.items():
@@ -98,6 +113,14 @@ def scratch(path: str, size: int) -> None:
     """An empty folder in memory of ``size`` bytes that every user may write to."""
     os.makedirs(path, exist_ok=True)
     mount("tmpfs", path, "tmpfs", NO_SETUID | NO_DEVICES, f"size={size},mode=1777")
+
+
+def hide(path: str) -> None:
+    """An empty folder or file over one that is seen."""
+    if os.path.isdir(path):
+        mount("tmpfs", path, "tmpfs", NO_SETUID | NO_DEVICES | READ_ONLY, "size=4k,mode=755")
+    else:
+        mount("/host/dev/null", path, "", BIND)
 
 
 def bind(path: str, *, writable: bool = False, source: str = "") -> None:

@@ -1,0 +1,150 @@
+"""Where the agents of one worker run: the sandbox where this machine has one, else as the worker's user; and what a crash left.
+
+In the sandbox an agent sees its program and its working folder, and reaches nothing but the endpoint. A sandbox ends with its
+worker. Without one, whatever an agent started is found by the labels in its variables, here or by a later worker on this host.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
+from fleetbus_workers.environment.adapters.agent.process import (
+    AgentLimits,
+    AgentProcess,
+    Confinement,
+    start_as_this_user,
+    start_in_sandbox,
+)
+from fleetbus_workers.environment.adapters.agent.visible import list_hidden, list_visible
+from fleetbus_workers.environment.adapters.harbor.box_files import give_tree, measure_tree, remove_tree
+from fleetbus_workers.environment.adapters.providers.base import Labels, build_process_owner, is_abandoned
+from fleetbus_workers.environment.adapters.providers.process import (
+    NEVER,
+    select_variables,
+    sweep_processes,
+)
+from fleetbus_workers.environment.isolation.sandbox import Isolation, IsolationUnavailable
+from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
+from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
+from fleetbus_workers.environment.isolation.sandbox.session import allocate_user
+
+IsolationPolicy = Literal["auto", "required", "off"]
+PREFIX = "fleetbus-agent-"
+SOCKET = "endpoint"
+NOT_PASSED = frozenset({"HOME", "TMPDIR", "TEMP", "TMP"})
+"""Variables that name folders which are not there in the sandbox."""
+
+log = structlog.get_logger(__name__)
+
+
+class AgentHost:
+    """Makes working folders and starts agents in them; use it inside `run`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        policy: IsolationPolicy,
+        passed: Collection[str],
+        files: Collection[str] = (),
+        secret_files: Collection[Path] = (),
+        limits: AgentLimits | None = None,
+    ) -> None:
+        self._command = command
+        self._passed = passed
+        self._files = files
+        self._secret_files = secret_files
+        self._isolation = find_agent_isolation(policy)
+        self._watch = MemoryWatch()
+        self._root = Path()
+        self.limits = limits or AgentLimits()
+        self.endpoint = AgentEndpoint()
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        """Serve the endpoint; what earlier workers left behind is removed first, what is left of this one at the end."""
+        await anyio.to_thread.run_sync(sweep)
+        self._root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{build_process_owner()}-"))
+        os.chmod(self._root, 0o711)
+        try:
+            async with self._watch.run(), self.endpoint.run(self._root / SOCKET if self._isolation else None):
+                yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(remove_tree, self._root)
+
+    def make_folder(self) -> Path:
+        """A working folder of nobody else's."""
+        return Path(tempfile.mkdtemp(prefix="episode-", dir=self._root))
+
+    async def remove_folder(self, folder: Path) -> None:
+        """Nothing may run in it any more."""
+        await anyio.to_thread.run_sync(remove_tree, folder)
+
+    async def measure_folder(self, folder: Path) -> int:
+        """Bytes that the files below it take."""
+        return await anyio.to_thread.run_sync(measure_tree, folder)
+
+    async def start(self, folder: Path, variables: Mapping[str, str]) -> AgentProcess:
+        """Start the agent in its folder. Raises `EnvironmentFailed`."""
+        selected = select_variables(os.environ, self._passed)
+        agent = await self._start(folder, selected, variables)
+        agent.watch(self._watch, self.limits)
+        return agent
+
+    async def _start(self, folder: Path, selected: Mapping[str, str], variables: Mapping[str, str]) -> AgentProcess:
+        if self._isolation is None:
+            labels = Labels(run="", episode=secrets.token_hex(8), owner=build_process_owner(), expires=NEVER)
+            return await start_as_this_user(self._command, folder, {**selected, **variables}, self.limits, labels)
+        inside = {name: value for name, value in selected.items() if name not in NOT_PASSED and not name.startswith("XDG_")}
+        user, forwarder = allocate_user(), allocate_user()
+        if os.geteuid() == 0:
+            give_tree(folder, user)
+        visible = list_visible(self._command, self._files)
+        confinement = Confinement(
+            isolation=self._isolation,
+            visible=(*visible, self._root / SOCKET),
+            hidden=tuple(list_hidden(visible, (*self._secret_files, self._root))),
+            socket=str(self._root / SOCKET),
+            port=self.endpoint.port,
+            users=(user, forwarder),
+        )
+        return await start_in_sandbox(
+            self._command, folder, {**inside, "HOME": str(folder), **variables}, self.limits, confinement
+        )
+
+
+def find_agent_isolation(policy: IsolationPolicy) -> Isolation | None:
+    """The isolation of agents, None for none. Raises `IsolationUnavailable` if it is required and there is none."""
+    if policy == "off":
+        return None
+    try:
+        return require_isolation()
+    except IsolationUnavailable as unavailable:
+        if policy == "required":
+            raise
+        log.warning("no sandbox works here; running agents as this user, with its files and network", reason=str(unavailable))
+        return None
+
+
+def sweep() -> None:
+    """End what agents of workers that have exited left running, and remove their working folders."""
+    sweep_processes(lambda labels: is_abandoned(labels.owner, str(labels.expires)))
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*_*_*-*"):
+        owner = folder.name.removeprefix(PREFIX).rpartition("-")[0]
+        if folder.is_dir() and not folder.is_symlink() and is_abandoned(owner, ""):
+            try:
+                remove_tree(folder)
+            except OSError as error:
+                log.warning("folder of an earlier worker cannot be removed; leaving it", folder=folder.name, reason=str(error))

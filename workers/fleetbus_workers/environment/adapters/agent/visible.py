@@ -1,0 +1,83 @@
+"""What an agent in the sandbox may read: its program and what that imports, without entries whose names begin with a dot."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+LINKS = 40
+"""As many links as the kernel follows."""
+
+SYSTEM = (
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/ssl",
+    "/etc/pki",
+    "/etc/ca-certificates",
+    "/etc/mime.types",
+    "/usr/share",
+    "/usr/local/bin",
+)
+
+
+def list_visible(command: Sequence[str], listed: Iterable[str]) -> list[Path]:
+    """Files and folders that ``command`` needs, as far as one can tell, and those that are ``listed``."""
+    found: dict[Path, None] = {Path(path): None for path in SYSTEM}
+    found |= dict.fromkeys(_list_program(Path(command[0])))
+    if command[0] == sys.executable:
+        found |= dict.fromkeys(_list_imports())
+    for word in command[1:]:
+        path = Path(word)
+        if path.is_absolute() and path.exists():
+            found[path if path.is_dir() else path.parent] = None
+    found |= {Path(path).resolve(): None for path in listed if path}
+    return [path for path in found if path.exists() and path != Path("/")]
+
+
+def list_hidden(visible: Sequence[Path], secrets: Iterable[Path]) -> list[Path]:
+    """What lies in visible folders and is no business of an agent's: ``secrets``, and entries whose names begin with a dot,
+    unless something visible lies in them."""
+    hidden = [path.resolve() for path in secrets if _is_below(path.resolve(), visible)]
+    for folder in visible:
+        if folder.is_dir():
+            hidden += [entry for entry in folder.iterdir() if entry.name.startswith(".") and not entry.is_symlink()]
+    return [path for path in dict.fromkeys(hidden) if not any(each == path or path in each.parents for each in visible)]
+
+
+def _is_below(path: Path, folders: Sequence[Path]) -> bool:
+    return any(folder == path or folder in path.parents for folder in folders)
+
+
+def _list_program(program: Path) -> Iterator[Path]:
+    """A program, every link to it, and all of its virtual environment."""
+    link = program
+    for _ in range(LINKS):
+        yield link
+        if not link.is_symlink():
+            break
+        link = link.parent / link.readlink()
+    prefix = program.parent.parent
+    configuration = prefix / "pyvenv.cfg"
+    if not configuration.is_file():
+        return
+    yield prefix
+    for line in configuration.read_text(errors="replace").splitlines():
+        name, _, value = line.partition("=")
+        if name.strip() == "home":
+            yield Path(value.strip()).parent / "lib"
+    for listing in prefix.glob("lib*/python*/site-packages/*.pth"):
+        for line in listing.read_text(errors="replace").splitlines():
+            if os.path.isabs(line.strip()) and os.path.isdir(line.strip()):
+                yield Path(line.strip())
+
+
+def _list_imports() -> Iterator[Path]:
+    """What this Python imports from, fleetbus included, but for the current folder."""
+    yield Path(sys.prefix)
+    yield from (Path(path) for path in sys.path if os.path.isabs(path) and os.path.isdir(path) and path != os.getcwd())
+    for name in ("fleetbus", "fleetbus_schemas", "fleetbus_workers"):
+        yield from map(Path, importlib.import_module(name).__path__)

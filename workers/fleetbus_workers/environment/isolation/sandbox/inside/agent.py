@@ -1,0 +1,106 @@
+"""An agent in isolation, and its only way out: a port on the loopback inside, forwarded to a socket of the worker.
+
+Started inside as ``agent.py FD``; FD has JSON: ``command``, ``variables``, ``folder``, ``port``, ``socket`` (the path of the
+worker's), ``users`` (of the agent and of what forwards, where this is root) and ``limits``. Ends as the agent does, with all
+that it started. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from fleetbus_workers.environment.isolation.sandbox.inside import confine
+else:
+    import confine
+
+CONNECTIONS = 128
+"""Connections at a time; a further one waits for its turn."""
+
+CHUNK_BYTES = 1 << 16
+CANNOT_EXECUTE = 127
+
+
+def main() -> NoReturn:
+    """Start the agent below this process, forward until it ends."""
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        settings = json.load(file)
+    listener = socket.create_server(("127.0.0.1", settings["port"]), backlog=CONNECTIONS)
+    agent = os.fork()
+    if agent == 0:
+        listener.close()
+        execute(settings)
+    confine.confine({"NOFILE": 4 * CONNECTIONS, "CORE": 0}, user=settings["users"][1], loopback=True)
+    threading.Thread(target=exit_like, args=(agent,), daemon=True).start()
+    asyncio.run(forward(listener, settings["socket"]))
+    raise AssertionError("forwarding has no end of its own")
+
+
+def execute(settings: dict[str, Any]) -> NoReturn:
+    """Become the agent, without any right."""
+    os.setsid()
+    confine.confine(settings["limits"], user=settings["users"][0], loopback=True)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and so would what it executes
+    command = settings["command"]
+    try:
+        os.chdir(settings["folder"])
+        os.execvpe(command[0], command, settings["variables"])
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be executed: {error}\n")
+        sys.stderr.flush()
+    os._exit(CANNOT_EXECUTE)
+
+
+def exit_like(agent: int) -> NoReturn:
+    """Collect the dead until the agent is among them, then end everything as it did."""
+    while True:
+        process, status = os.wait()
+        if process == agent:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+async def forward(listener: socket.socket, path: str) -> None:
+    """Connect every connection with a socket of the worker's."""
+    places = asyncio.Semaphore(CONNECTIONS)
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with places:
+            try:
+                above, out = await asyncio.open_unix_connection(path)
+            except OSError:
+                writer.close()
+                return
+            tasks = [asyncio.create_task(pump(reader, out)), asyncio.create_task(pump(above, writer))]
+            await asyncio.wait(tasks)
+
+    server = await asyncio.start_server(connect, sock=listener)
+    await server.serve_forever()
+
+
+async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    """Copy until one side is gone, which closes the other."""
+    try:
+        while data := await source.read(CHUNK_BYTES):
+            target.write(data)
+            await target.drain()
+    except OSError:
+        pass  # one side is gone
+    finally:
+        target.close()
+
+
+if __name__ == "__main__":
+    main()
