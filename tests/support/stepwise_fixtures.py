@@ -21,9 +21,11 @@ TASK = Task(key="count", prompt="Count.")
 class World:
     """Where the counters of one test live: how often each thing was done, and how long a step takes."""
 
-    def __init__(self, *, replayable: bool = True, step_seconds: float = 0.0) -> None:
+    def __init__(self, *, replayable: bool = True, step_seconds: float = 0.0, close_seconds: float = 0.0) -> None:
         self.replayable = replayable
         self.step_seconds = step_seconds
+        self.close_seconds = close_seconds
+        self.most_open = 0
         self.steps: list[str] = []
         self.at_once = self.most_at_once = 0
         self.opened = self.closed = 0
@@ -47,6 +49,7 @@ class CountingEnvironment:
 
     async def open(self, task: Task) -> None:
         self._world.opened += 1
+        self._world.most_open = max(self._world.most_open, self._world.opened - self._world.closed)
         self._seed = task.seed or 0
         await anyio.lowlevel.checkpoint()
 
@@ -78,8 +81,8 @@ class CountingEnvironment:
         return Verdict(reward=float(self._count), reason="counted")
 
     async def close(self) -> None:
+        await anyio.sleep(self._world.close_seconds)
         self._world.closed += 1
-        await anyio.lowlevel.checkpoint()
 
 
 class SessionFixture:

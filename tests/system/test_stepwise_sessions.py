@@ -60,6 +60,24 @@ async def test_a_call_repeated_while_it_runs_joins_it() -> None:
         assert (world.steps, world.most_at_once) == (["one"], 1)
 
 
+async def test_a_slot_is_free_only_after_its_environment_is_closed_whatever_is_repeated_meanwhile() -> None:
+    world = World(close_seconds=3)
+    async with session_fixture(slots=1) as here:
+        worker = here.worker("e1", world)
+        for name in ("first", "second"):
+            await here.ask(SessionCall(session=name, call="open", key="open", task=TASK, wait_seconds=30))
+            async with anyio.create_task_group() as group:
+                group.start_soon(here.ask, SessionCall(session=name, call="close", key="close"))
+                await anyio.sleep(1)
+                assert (await here.ask(SessionCall(session=name, call="open", key="open", task=TASK))).end is None
+                if name == "first":
+                    group.start_soon(
+                        here.ask, SessionCall(session="second", call="open", key="open", task=TASK, wait_seconds=30)
+                    )
+        await here.empty(worker)
+        assert (world.opened, world.closed, world.most_open) == (2, 2, 1)
+
+
 async def test_different_calls_of_one_session_never_overlap() -> None:
     world = World(step_seconds=1)
     async with session_fixture() as here:

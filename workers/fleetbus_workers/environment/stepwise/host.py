@@ -316,7 +316,9 @@ class SessionHost:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
             now = anyio.current_time()
             for session, stepwise_session in list(self._sessions.items()):
-                if end := stepwise_session.check_expiry(now):
+                if stepwise_session.is_over:
+                    self._remove(session, stepwise_session)
+                elif end := stepwise_session.check_expiry(now):
                     group.start_soon(self._expire, session, stepwise_session, end)
 
     async def _expire(self, session: str, stepwise_session: StepwiseSession, end: SessionEnd) -> None:

@@ -74,11 +74,13 @@ class StepwiseSession:
         self._call_lock = anyio.Lock(fast_acquire=True)
         self._started_at = self._idle_since = anyio.current_time()
         self._is_closed = False
+        self._endings = 0
+        self._close_lock = anyio.Lock(fast_acquire=True)
 
     @property
     def is_over(self) -> bool:
-        """True if it has ended, or is another worker's by now: the host may forget it."""
-        return self._is_closed or self._journal.ended is not None
+        """True if it has ended, or is another worker's by now, and nothing of it is left here: the host may forget it."""
+        return self._is_closed and not self._endings
 
     @property
     def is_restorable(self) -> bool:
@@ -88,7 +90,7 @@ class StepwiseSession:
 
     def check_expiry(self, now: float) -> SessionEnd | None:
         """Whether its time is up; never during a call."""
-        if self._pending or self._call_lock.locked() or self.is_over:
+        if self._pending or self._call_lock.locked() or self._is_closed:
             return None
         if now - self._idle_since > self._context.limits.idle:
             return "idle"
@@ -137,16 +139,24 @@ class StepwiseSession:
 
     async def end(self, end: SessionEnd, *, key: str = "", error_class: str = "", error: str = "") -> None:
         """Close the environment and store the tombstone."""
-        await self.leave()
         entry = SessionEnded(
             session=self._session, end=end, key=key, error_class=error_class, error=error, worker=self._context.worker
         )
-        await self._store(entry)
+        self._endings += 1
+        try:
+            await self.leave()
+            await self._store(entry)
+        finally:
+            self._endings -= 1
 
     async def leave(self) -> None:
         """Close the environment and store nothing: the session may continue elsewhere."""
         self._is_closed = True
-        await self._close_environment()
+        self._endings += 1
+        try:
+            await self._close_environment()
+        finally:
+            self._endings -= 1
 
     async def _answer_once(self, call: SessionCall) -> SessionAnswer:
         if stored := self._journal.answer(call):  # what was done while it waited counts
@@ -298,14 +308,16 @@ class StepwiseSession:
         return SessionAnswer(session=call.session, key=call.key, number=number, worker=self._context.worker, **fields)
 
     async def _close_environment(self) -> None:
-        environment, self._environment = self._environment, None
-        if environment is None:
-            return
-        try:
-            with self._stages.time_limit("close", self._context.limits.close, shield=True):
-                await environment.close()
-        except EpisodeEnded as ended:
-            log.warning("environment close failed; continuing", session=self._session, reason=ended.error)
+        """Who comes while it is being closed waits: its slot is free after that."""
+        async with self._close_lock:
+            environment, self._environment = self._environment, None
+            if environment is None:
+                return
+            try:
+                with self._stages.time_limit("close", self._context.limits.close, shield=True):
+                    await environment.close()
+            except EpisodeEnded as ended:
+                log.warning("environment close failed; continuing", session=self._session, reason=ended.error)
 
     async def _store(self, entry: JournalEntry) -> None:
         """Append to the journal; raises `Superseded` or `LogUnavailable`, then the session may answer nothing more."""
