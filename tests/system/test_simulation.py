@@ -37,14 +37,15 @@ def test_a_fleet_to_which_nothing_happens_completes_every_episode_at_the_first_a
     assert report.disturbances == {}
 
 
-def test_a_seed_gives_the_same_run_in_this_process_and_in_another() -> None:
-    seed = 3
-    first = run_seed(seed)
+@pytest.mark.parametrize(("faults", "seed"), [("usual", 3), ("all", 3)])
+def test_a_seed_gives_the_same_run_in_this_process_and_in_another(faults: FaultSet, seed: int) -> None:
+    """The second: a recorder that is started again reads its archive, outside of the event loop."""
+    first = run_seed(seed, faults=faults)
     run_seed(4)
-    again = run_seed(seed, keep_lines=True)
+    again = run_seed(seed, keep_lines=True, faults=faults)
     assert (again.trace_hash, again.outcomes, again.entries) == (first.trace_hash, first.outcomes, first.entries)
     finished = subprocess.run(
-        [*FLEETBUS, "sim", "--seed", str(seed), "--json"],
+        [*FLEETBUS, "sim", "--seed", str(seed), "--faults", faults, "--json"],
         env=os.environ | {"PYTHONHASHSEED": "7"},
         capture_output=True,
         check=True,

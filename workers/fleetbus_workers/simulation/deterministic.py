@@ -6,6 +6,8 @@ What it relies on, checked at import time against the trio that is installed (0.
 * `_ALLOW_DETERMINISTIC_SCHEDULING` sorts a batch by age before it is shuffled, so that no set's order matters;
 * `MockClock(autojump_threshold=0)` moves time only when every task waits.
 
+A thread would end at an instant of its own, so what workers give to one runs in the event loop.
+
 Garbage collection is off during a run: a collected async generator would wake a task at an instant of its own.
 """
 
@@ -14,9 +16,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import trio
 import trio._core._run as internals
 import trio.testing
@@ -39,13 +43,21 @@ def run_deterministically(function: Callable[[], Awaitable[T]], *, seed: int) ->
 def _deterministic(seed: int) -> Iterator[None]:
     """Seed the scheduler, and leave it as it was."""
     state, flag, collecting = internals._r.getstate(), internals._ALLOW_DETERMINISTIC_SCHEDULING, gc.isenabled()
+    run_in_thread = anyio.to_thread.run_sync
     internals._r.seed(seed)
     internals._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
+    anyio.to_thread.run_sync = _run_inline  # type: ignore[assignment]
     gc.disable()
     try:
         yield
     finally:
+        anyio.to_thread.run_sync = run_in_thread
         internals._r.setstate(state)
         internals._ALLOW_DETERMINISTIC_SCHEDULING = flag  # type: ignore[misc]
         if collecting:
             gc.enable()
+
+
+async def _run_inline(function: Callable[..., Any], *arguments: Any, **_options: Any) -> Any:
+    await anyio.lowlevel.checkpoint()
+    return function(*arguments)
