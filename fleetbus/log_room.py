@@ -1,7 +1,7 @@
 """Whether the log has room for more work: what is stored now, and what the work that was admitted will still store.
 
 An episode's share of the log is measured, not set: by how much the log grew while how many episodes ended. The measure is low
-where entries were removed meanwhile, and zero until the first episode has ended.
+where entries were removed meanwhile. Until the first episode has ended it is what the log holds per episode, or a guess.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ FILL_SHARE = 0.9
 
 MEASURED_EPISODES = 512
 """Older ones count ever less: episodes grow while a policy learns."""
+
+UNMEASURED_BYTES = 64 << 10
+"""What an episode is taken to store before one has: more than most do, so a small log is not filled by what nobody measured."""
 
 
 class LogRoom:
@@ -25,8 +28,12 @@ class LogRoom:
 
     @property
     def bytes_per_episode(self) -> float:
-        """0 while nothing was measured."""
-        return self._measured_bytes / self._measured_episodes if self._measured_episodes else 0.0
+        return self._measured_bytes / self._measured_episodes if self._measured_episodes else UNMEASURED_BYTES
+
+    def assume(self, used: int, episodes: int) -> None:
+        """What the log holds before anything was measured; counts as one episode."""
+        if episodes and not self._measured_episodes:
+            self._measured_bytes, self._measured_episodes = used / episodes, 1.0
 
     def record_end(self) -> None:
         """An episode has its result."""
@@ -34,13 +41,15 @@ class LogRoom:
 
     def is_short(self, used: int, limit: int, *, admitted: int, wanted: int = 0) -> bool:
         """Whether ``wanted`` more episodes have to wait, with ``used`` of ``limit`` bytes stored (0: no limit) and ``admitted``
-        episodes without a result. Without any of those the estimate says nothing: one group has to fit, or nothing ever would.
+        episodes without a result. Without any of those nothing may leave before more is played: they wait only where neither
+        the share for admission nor the estimate leaves room.
         """
         self._measure(used)
         if not limit:
             return False
-        expected = (admitted + wanted) * self.bytes_per_episode if admitted else 0.0
-        return used >= limit * self._admission or used + expected >= limit * FILL_SHARE
+        is_over = used >= limit * self._admission
+        may_fill = used + (admitted + wanted) * self.bytes_per_episode >= limit * FILL_SHARE
+        return is_over or may_fill if admitted else is_over and may_fill
 
     def _measure(self, used: int) -> None:
         before, self._used = self._used, used

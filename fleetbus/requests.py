@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from fleetbus.runtime import Runtime
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
+STUCK_SECONDS = 300.0
+"""Longer than what is settled stays in the log: who still finds no room then says what to do, again and again."""
+
 UNANSWERED = "unanswered"
 """Error class of an episode whose deadline passed without a result of any worker."""
 
@@ -55,6 +59,7 @@ class Requests:
 
     async def wait_for_room(self, episodes: int = 1) -> None:
         """Return once the log has room for so many more, beside what those that were asked for will store."""
+        since = anyio.current_time()
         while True:
             try:
                 used, limit = await self._bus.usage()
@@ -67,12 +72,21 @@ class Requests:
                     return
                 if not was_full:
                     log.warning("log is full; admission waits for room", used_bytes=used, limit_bytes=limit)
+                if not self._open and anyio.current_time() - since > STUCK_SECONDS:
+                    log.error("log is full, nothing is played and nothing leaves it; raise its limit with "
+                              "`fleetbus init --nats-max-bytes`", used_bytes=used, limit_bytes=limit)  # fmt: skip
+                    since = anyio.current_time()
             await anyio.sleep(RETRY_SECONDS)
+
+    async def assume_size(self, episodes: int) -> None:
+        """The log holds that many episodes: what one takes, until one is measured."""
+        with suppress(RequestUnanswered):
+            self._room.assume((await self._bus.usage())[0], episodes)
 
     async def is_short_of_room(self) -> bool:
         """Whether new work would wait for room now; False if the server does not say."""
         try:
-            return self._room.is_short(*await self._bus.usage(), admitted=len(self._open))
+            return self._room.is_short(*await self._bus.usage(), admitted=max(len(self._open), 1))
         except RequestUnanswered:
             return False
 

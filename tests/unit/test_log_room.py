@@ -20,10 +20,18 @@ def test_without_a_limit_there_is_always_room() -> None:
     assert not LogRoom(0.7).is_short(10**12, 0, admitted=1000)
 
 
-def test_work_waits_above_the_share_for_admission_whatever_is_on_its_way() -> None:
+def test_work_waits_above_the_share_for_admission_while_any_is_on_its_way() -> None:
     room = LogRoom(0.7)
-    assert not room.is_short(699_999, LIMIT, admitted=0)
-    assert room.is_short(700_000, LIMIT, admitted=0)
+    assert not room.is_short(699_999, LIMIT, admitted=1)
+    assert room.is_short(700_000, LIMIT, admitted=1)
+
+
+def test_above_it_one_group_is_admitted_where_nothing_is_on_its_way_and_it_fits() -> None:
+    """Nothing would ever leave a log in which a batch is half complete."""
+    room = LogRoom(0.7)
+    measure(room, used=0, bytes_per_episode=20_000, episodes=16)
+    assert not room.is_short(800_000, LIMIT, admitted=0, wanted=4)
+    assert room.is_short(821_000, LIMIT, admitted=0, wanted=4)
 
 
 def test_work_waits_when_what_was_admitted_may_fill_the_log() -> None:

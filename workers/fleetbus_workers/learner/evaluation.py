@@ -8,6 +8,9 @@ from fleetbus.core.success import is_success
 from fleetbus.requests import Requests
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
 
+ROOM_SECONDS = 60.0
+"""How long an evaluation waits for room in the log: it holds up the next step, by which settled entries leave."""
+
 
 class PendingEvaluation:
     """The results of one evaluation as they come in."""
@@ -38,12 +41,17 @@ class Evaluations:
 
     async def play(
         self, name: str, tasks: list[Task], *, lineage: str, step: int, version: int, temperature: float
-    ) -> EvaluationFinished:
-        """Play one episode per task with ``version`` and return the verdict. Every episode ends by its deadline."""
+    ) -> EvaluationFinished | None:
+        """Play one episode per task with ``version`` and return the verdict; None if the log has no room for one of them within
+        a minute. Every episode ends by its deadline."""
         group = f"{lineage}-{name}"
         pending = self._pending[group] = PendingEvaluation(len(tasks))
         for index, task in enumerate(tasks):
-            await self._requests.wait_for_room()
+            with anyio.move_on_after(ROOM_SECONDS) as waiting:
+                await self._requests.wait_for_room()
+            if waiting.cancelled_caught:
+                del self._pending[group]
+                return None
             request = self._requests.build_request(
                 task,
                 episode_id=f"{group}-{index:04d}",

@@ -6,6 +6,7 @@ The worker feeds results in and takes batches out. Everything here is bounded by
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 import anyio
@@ -30,7 +31,8 @@ class GroupPool:
 
     ``stale_groups`` says what becomes of groups beyond ``max_staleness``: "drop" discards them, "keep" trains them, "wait"
     takes no batch that would make an unfinished group late. ``replace_flat``: so many groups with equal rewards are discarded
-    per batch (dynamic sampling), further ones are trained, so that a task without any signal ends all the same.
+    per batch (dynamic sampling), further ones are trained, so that a task without any signal ends all the same; and so are all
+    while ``is_log_full``, for what is discarded leaves the log only after the next step.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class GroupPool:
         stale_groups: Literal["drop", "keep", "wait"] = "drop",
         replace_flat: int = 0,
         max_abs_reward: float = MAX_ABS_REWARD,
+        is_log_full: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_log_full = is_log_full
         self._max_abs_reward = max_abs_reward
         self._ledger = ledger
         self._minimum = minimum
@@ -140,11 +144,13 @@ class GroupPool:
         self._failures = self._failures + 1 if too_small else 0
         if too_small:
             self._discard(group, "group_too_small")
-        elif self._replaced_count < self._replace_flat and has_zero_variance(
-            [float(result.reward or 0.0) for result in group.graded]
-        ):
+        elif self._may_replace and has_zero_variance([float(result.reward or 0.0) for result in group.graded]):
             self._replaced_count += 1
             self._discard(group, "no_signal")
+
+    @property
+    def _may_replace(self) -> bool:
+        return self._replaced_count < self._replace_flat and not self._is_log_full()
 
     def take(self, count: int, step: int) -> list[Group]:
         """``count`` complete groups to train after ``step`` steps, oldest weights first; [] while there are too few.

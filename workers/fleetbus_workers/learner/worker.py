@@ -104,6 +104,7 @@ class Learner:
             stale_groups=self._settings.stale_groups,
             replace_flat=compute_max_replaced(configuration),
             max_abs_reward=configuration.environment.max_abs_reward,
+            is_log_full=lambda: self._requests.full,
         )
         self._requests = Requests(bus, self._subjects, configuration=configuration, worker=name, runtime=runtime)
         self._admission = Admission(
@@ -178,6 +179,7 @@ class Learner:
         for version, step in versions.items():
             self._pool.record_version(version, step)
         requests = await read_requests_from_floor(self._bus, self._subjects, self._configuration.run.pool, resume_point)
+        await self._requests.assume_size(len(requests))
         await self._admission.take_over(requests)
         await self._publish_version()
 
@@ -240,13 +242,16 @@ class Learner:
         tasks = self._curriculum.evaluation(self._configuration.evaluation.episodes)
         if not tasks:
             return
+        self._evaluated.add(name)
         evaluated = await self._evaluations.play(
             name, tasks, lineage=self._lineage, step=self._step, version=self._publication.version, temperature=temperature
         )
         self._counters["seconds_evaluate"] += anyio.current_time() - started
+        if evaluated is None:  # a step makes room, and stands behind this
+            log.warning("log has no room for an evaluation; leaving it out", name=name, step=self._step)
+            return
         log.info("evaluated", name=name, success=round(evaluated.success, 3), graded=evaluated.graded)
         await self._train.append(evaluated)
-        self._evaluated.add(name)
 
     # Requests and results
 

@@ -23,7 +23,6 @@ from fleetbus_workers.simulation.process import RUN
 from fleetbus_workers.simulation.scenario import Scenario
 
 ARCHIVE = "archive"
-LOG_BYTES = 1 << 30
 MAX_MODEL_LEN = 1024
 COMPACTED_TOKENS = 60
 """Fewer than most episodes have: a turn is 8 sampled tokens and a dozen that are shown."""
@@ -36,7 +35,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     """What every worker of the scenario is given."""
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder), seed=scenario.seed),
-        nats=NatsSettings(lanes=scenario.lanes, max_bytes=LOG_BYTES),
+        nats=NatsSettings(lanes=scenario.lanes, max_bytes=scenario.log_bytes),
         episode=EpisodeSettings(max_turns=scenario.max_turns),
         limits=LimitSettings(
             open=20,

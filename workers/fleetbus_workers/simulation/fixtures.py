@@ -11,7 +11,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.streams import lane_stream, log_stream, plan_run
 from fleetbus.config.settings import Configuration
-from fleetbus_workers.simulation.configuration import ARCHIVE, LOG_BYTES, build_configuration
+from fleetbus_workers.simulation.configuration import ARCHIVE, build_configuration
 from fleetbus_workers.simulation.log_checker import LogChecker
 from fleetbus_workers.simulation.network_faults import SeededNetworkFaults
 from fleetbus_workers.simulation.observer import Observer
@@ -49,7 +49,7 @@ def build_fixtures(scenario: Scenario, observer: Observer, folder: Path) -> Simu
     oracle.now_ns = server.now_ns
     log_checker = LogChecker(observer, oracle, scenario, str(folder))
     window_seconds = scenario.duplicate_window_seconds
-    server.declare(plan_run(RUN, lanes=scenario.lanes, max_bytes=LOG_BYTES, duplicate_window_seconds=window_seconds))
+    server.declare(plan_run(RUN, lanes=scenario.lanes, max_bytes=scenario.log_bytes, duplicate_window_seconds=window_seconds))
     server.stream(log_stream(RUN)).on_stored["log_checker"] = log_checker.on_stored
     server.stream(lane_stream(RUN)).on_stored["log_checker"] = log_checker.on_lane
     return SimulationFixtures(

@@ -49,6 +49,18 @@ IMPATIENT_SECONDS = 6.0
 """The limit of an environment's idleness in some seeds: less than its slowest step takes."""
 
 
+ROOMY_LOG_BYTES = 1 << 30
+"""More than any run stores."""
+
+SMALL_LOG_SHARE = 0.4
+SMALL_LOG_STEPS = (3, 4, 6)
+"""How many steps a small log holds; beside a recorder it has to do, for what is settled leaves."""
+
+TURN_BYTES = 1700
+EPISODE_BYTES = 1200
+"""What a turn stores, and an episode beside its turns, about."""
+
+
 class ScheduledFault(msgspec.Struct, frozen=True, kw_only=True):
     """A fault at ``at`` seconds; ``pick`` selects the target among the processes alive then."""
 
@@ -150,6 +162,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     fault_schedule: tuple[ScheduledFault, ...] = ()
     segments: float = 0.0
     compaction: Literal["off", "drop", "summarise"] = "off"
+    log_bytes: int = ROOMY_LOG_BYTES
 
 
 def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
@@ -158,7 +171,9 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     if faults == "usual":
         return scenario
     scenario = _add_faults(scenario, random.Random(f"all/{seed}"))
-    return scenario if faults == "all" else _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
+    if faults == "swarm":
+        scenario = _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
+    return _limit_log(scenario, random.Random(f"room/{seed}"))
 
 
 def _draw_usual(seed: int) -> Scenario:
@@ -348,3 +363,12 @@ def _vary_configuration(scenario: Scenario, draw: random.Random) -> Scenario:
         tasks=draw.choice((1, 3, 24)),
         advantage_estimator=draw.choice(("grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch")),
     )
+
+
+def _limit_log(scenario: Scenario, draw: random.Random) -> Scenario:
+    """A log of a few steps in some seeds with a recorder, so that what is asked for competes for its room."""
+    if not scenario.recorder or draw.random() > SMALL_LOG_SHARE:
+        return scenario
+    turns = sum(min(each, scenario.max_turns) for each in scenario.turns) / len(scenario.turns)
+    step_bytes = scenario.groups * scenario.group_size * int(EPISODE_BYTES + TURN_BYTES * turns)
+    return msgspec.structs.replace(scenario, log_bytes=draw.choice(SMALL_LOG_STEPS) * step_bytes)
