@@ -44,6 +44,8 @@ METRICS: Mapping[str, Metric] = {
     # Errors
     "fleetbus_errors_total": Metric("counter", "Episodes that ended in an error, by class", ("error_class",)),
     "fleetbus_excluded_total": Metric("counter", "Episodes settled without being trained, by reason", ("reason",)),
+    "fleetbus_segments_total": Metric("counter", "Segments that episodes began beside their first, by reason", ("reason",)),
+    "fleetbus_turns_extending_ratio": Metric("gauge", "Share of turns that continued an earlier context, once one did not"),
     "fleetbus_tool_error_ratio": Metric("gauge", "Share of recent tool calls that failed"),
     "fleetbus_takeovers_total": Metric("counter", "Attempts that took an episode over from a lost worker"),
     "fleetbus_malformed_total": Metric("counter", "Malformed entries of the log"),

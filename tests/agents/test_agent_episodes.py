@@ -28,9 +28,10 @@ async def test_sub_agents_and_edited_histories_are_segments_of_one_episode() -> 
             fleet.environment("e1", make=factory)
             await fleet.request("e")
             result = await fleet.result("e")
-    assert (result.outcome, result.reward, result.turns) == ("completed", 1.0, 6), result.error
+    assert (result.outcome, result.reward, result.turns) == ("completed", 1.0, 10), result.error
     reasons = [segment.origin.reason if segment.origin else None for segment in result.segments]
-    assert reasons == [None, "sub_agent", "sub_agent", "history_edited"]
-    assert [segment.turns for segment in result.segments] == [3, 1, 1, 1]
-    assert result.info["calls_extending"] == 2
+    assert reasons == [None, "sub_agent", "sub_agent", "history_edited", "sub_agent", "sub_agent"]
+    assert [segment.turns for segment in result.segments] == [3, 1, 1, 1, 2, 2], "two sub-agents side by side have one each"
+    assert result.info["calls_extending"] == 4
+    assert result.info["segments_begun"] == {"sub_agent": 4, "history_edited": 1}
     assert not children()

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.heartbeats import SILENT_AFTER_SECONDS
 from fleetbus_schemas import (
+    NEW_ROOT,
     Action,
     AttemptStarted,
     EpisodeFinished,
     EpisodeRequested,
+    EpisodeSegment,
     Heartbeat,
     LineageStarted,
     Message,
     Observation,
+    SegmentOrigin,
     StepTrained,
     Subjects,
     Task,
@@ -27,6 +30,7 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.metrics.collect import _collect_progress
 from fleetbus_workers.monitor.timeline import timeline
 from fleetbus_workers.monitor.token_decoder import load_token_decoder
 from fleetbus_workers.overview.state import KEPT_EPISODES, RunState
@@ -62,10 +66,10 @@ class Log:
         claim = AttemptStarted(episode_id=episode, attempt=attempt, worker=worker, nonce="n", lane="e0", reason=reason)
         self.add(SUBJECTS.episode(episode), claim, seconds)
 
-    def finish(self, episode: str, reward: float | None, outcome: str = "completed", seconds: float = 0.0) -> None:
+    def finish(self, episode: str, reward: float | None, outcome: str = "completed", seconds: float = 0.0, **more: Any) -> None:
         finished = EpisodeFinished(
             episode_id=episode, group_id="g", attempt=1, outcome=outcome, worker="e", reward=reward, task_key="t-g",  # type: ignore[arg-type]
-            error_class="" if reward is not None else "boom", timings={"verify": 0.5, "close": 0.25},
+            error_class="" if reward is not None else "boom", timings={"verify": 0.5, "close": 0.25}, **more,
         )  # fmt: skip
         self.add(SUBJECTS.episode(episode), finished, seconds)
 
@@ -130,6 +134,26 @@ def test_episodes_wait_run_and_end() -> None:
     numbers = log.state.numbers(now_ns=5 * SECOND)
     assert (numbers["requested"], numbers["waiting"], numbers["running"]) == (3, 1, 1)
     assert (numbers["oldest_open_seconds"], numbers["reward"]) == (4.0, 1.0)
+
+
+def test_how_many_turns_extend_a_context_and_why_others_do_not() -> None:
+    log = Log()
+    log.request("a")
+    log.finish("a", 1.0, turns=2)
+    assert log.state.numbers(now_ns=SECOND)["turns_extending"] is None, "nothing is said where every episode is one segment"
+    log.request("b")
+    origin = SegmentOrigin(parent=NEW_ROOT, kept=0, reason="sub_agent")
+    segments = (
+        EpisodeSegment(origin=None, first_turn=0, turns=6, tokens=60),
+        EpisodeSegment(origin=origin, first_turn=6, turns=2, tokens=9),
+    )
+    log.finish("b", 1.0, turns=8, segments=segments)
+    numbers = log.state.numbers(now_ns=SECOND)
+    assert numbers["segments"] == {"sub_agent": 1}
+    assert numbers["turns_extending"] == pytest.approx(0.7), "seven of ten: each segment has one that does not"
+    samples = {(sample.name, sample.labels): sample.value for sample in _collect_progress(log.state, SECOND)}
+    assert samples["fleetbus_segments_total", ("sub_agent",)] == 1.0
+    assert samples["fleetbus_turns_extending_ratio", ()] == numbers["turns_extending"]
 
 
 def test_a_group_shows_rewards_spread_and_the_step_that_trained_it() -> None:

@@ -73,6 +73,7 @@ def _collect_progress(state: RunState, now_ns: int) -> Iterable[Sample]:
         "fleetbus_episodes_per_second": "episodes_per_second",
         "fleetbus_tokens_per_second": "tokens_per_second",
         "fleetbus_turns_mean": "turns",
+        "fleetbus_turns_extending_ratio": "turns_extending",
         "fleetbus_truncated_ratio": "truncated",
         "fleetbus_tool_error_ratio": "tool_error_rate",
         "fleetbus_takeovers_total": "takeovers",
@@ -83,7 +84,7 @@ def _collect_progress(state: RunState, now_ns: int) -> Iterable[Sample]:
     for name, key in named.items():
         if numbers[key] is not None:
             yield Sample(name, float(numbers[key]))
-    for name, key in (("episodes", "outcomes"), ("errors", "errors"), ("excluded", "excluded")):
+    for name, key in (("episodes", "outcomes"), ("errors", "errors"), ("excluded", "excluded"), ("segments", "segments")):
         yield from (Sample(f"fleetbus_{name}_total", float(count), (label,)) for label, count in numbers[key].items())
     yield from (Sample("fleetbus_episodes_open", float(numbers[key]), (key,)) for key in ("waiting", "running"))
     for evaluation in state.training.evaluations:

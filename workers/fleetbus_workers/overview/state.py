@@ -69,6 +69,10 @@ class RunState:
         self.last_progress_ns = 0
         self.takeovers = 0
         self.errors: Counter[str] = Counter()
+        self.segments: Counter[str] = Counter()
+        """Segments that finished episodes began beside their first, by reason."""
+        self._turns = 0
+        self._prompts = 0
         self.lineage_ns = 0
         """When the newest lineage began."""
         self.last_step_ns = 0
@@ -117,6 +121,9 @@ class RunState:
                 self.groups_since_step.add(message.group_id)
         if message.error_class:
             self.errors[message.error_class] += 1
+        self.segments.update(segment.origin.reason for segment in message.segments if segment.origin is not None)
+        self._turns += message.turns
+        self._prompts += max(len(message.segments), min(message.turns, 1))
 
     def _apply_step(self, message: StepTrained, entry: StreamEntry) -> None:
         self.last_progress_ns = self.last_step_ns = entry.time_ns
@@ -135,8 +142,6 @@ class RunState:
             del rows[episode]
             self.trained_in.pop(episode, None)
             self._claimed.discard(episode)
-
-    # ImageStoringFactory
 
     @property
     def training(self) -> TrainingHistory:
@@ -182,6 +187,8 @@ class RunState:
             "turns": statistics.fmean(row.turns for row in graded) if graded else None,
             "truncated": sum(row.outcome == "truncated" for row in graded) / len(graded) if graded else None,
             "tool_error_rate": sum(row.tool_errors for row in rows) / calls if calls else None,
+            "turns_extending": 1 - self._prompts / self._turns if self.segments else None,
+            "segments": dict(self.segments),
             "outcomes": dict(self.progress.outcomes),
             "excluded": dict(self.training.excluded),
             "errors": dict(self.errors.most_common(12)),

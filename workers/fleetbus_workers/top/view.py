@@ -197,6 +197,9 @@ def format_bytes(count: float) -> str:
 
 def _format_errors(numbers: dict[str, Any]) -> list[str]:
     named = _format_counts("cut short or failed", numbers["errors"]) + _format_counts("not trained", numbers["excluded"])
+    named += _format_counts("segments begun", numbers["segments"])
+    if numbers["turns_extending"] is not None:
+        named.append(f"turns that extend {numbers['turns_extending']:.0%}")
     return named + ([f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else [])
 
 

@@ -34,6 +34,7 @@ function cards(numbers, stalls) {
     ["turns per episode", number(numbers.turns, 1)],
     ["truncated", percent(numbers.truncated)],
     ["tool errors", percent(numbers.tool_error_rate)],
+    ...(numbers.turns_extending === null ? [] : [["turns that extend", percent(numbers.turns_extending)], ...Object.entries(numbers.segments).map(([reason, count]) => [`segments: ${reason.replaceAll("_", " ")}`, number(count)])]),
     ["oldest open episode", seconds(numbers.oldest_open_seconds || null)],
     ["last progress", numbers.since_progress_seconds === null ? "–" : el("span", { class: stalls.length ? "bad" : "" }, `${seconds(numbers.since_progress_seconds)} ago`)],
   ];
