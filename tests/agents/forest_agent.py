@@ -1,4 +1,4 @@
-"""An agent that asks a sub-agent, goes on, asks the same question twice, shortens its history and asks two sub-agents at once."""
+"""An agent that asks a sub-agent, goes on, asks the same question again, cuts its history and asks two sub-agents at once."""
 
 from __future__ import annotations
 
