@@ -80,7 +80,7 @@ LEARNING_RATE = 1e-4
 """A third of the default: a batch is a quarter of the default's, and at 2.5e-4 one of five runs lost its policy to noise."""
 
 SMALL_CONTEXT_TOKENS = 250
-"""With ``--segments``: most episodes drop turns."""
+"""With ``--segments``: most episodes drop turns. None counts as poison, however often its workers are killed."""
 
 STRIKE_PATIENCE_SECONDS = 5.0
 """With ``--segments`` a fault waits so long for a turn of a later segment to be asked for, and strikes while it is out."""
@@ -98,7 +98,7 @@ def configuration(url: str, folder: Path, plan: Plan) -> Configuration:
     """Small batches, frequent checkpoints, no last step: the run is stopped from outside."""
     environment, inference = EnvironmentSettings(), InferenceSettings()
     if plan.segments:
-        environment = EnvironmentSettings(compaction="drop", compaction_turns=1, compaction_share=0.8)
+        environment = EnvironmentSettings(compaction="drop", compaction_turns=1, compaction_share=0.8, max_attempts=9)
         inference = InferenceSettings(max_model_len=SMALL_CONTEXT_TOKENS)
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed),

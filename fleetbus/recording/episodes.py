@@ -9,6 +9,7 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.failure_kinds import FailureKinds
 from fleetbus.core.history import Turn, fold_history
+from fleetbus.core.turn_contexts import TurnContext, describe_turns
 from fleetbus.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
     Action,
@@ -116,6 +117,11 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     result: EpisodeFinished | None
     claims: tuple[AttemptStarted, ...]
     turns: tuple[TranscriptTurn, ...]
+
+    @property
+    def contexts(self) -> list[TurnContext]:
+        """The context of each turn that was answered."""
+        return describe_turns(turn.action for turn in self.turns if turn.action is not None and turn.action.sampled)
 
 
 def build_episode_subjects(subjects: Subjects, episode_id: str) -> list[str]:

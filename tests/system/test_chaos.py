@@ -44,6 +44,7 @@ async def test_segments_of_processes_that_are_killed_are_trained_once(seed: int,
     assert report["audit_findings"] == {}
     assert report["proven"] == report["books"]["trained"] > 0
     assert report["taken_over_between_segments"] > 0
+    assert report["episodes"].keys() <= {"completed", "truncated"}, "an episode was lost"
 
 
 async def test_a_chaos_run_that_is_told_to_stop_takes_all_its_processes_along(tmp_path: Path) -> None:

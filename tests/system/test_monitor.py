@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
@@ -25,6 +26,8 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.episodes import decode_episode_entry
 from fleetbus.errors import UserError
 from fleetbus_schemas import (
+    Action,
+    ContextChange,
     EpisodeFinished,
     EpisodeRequested,
     Heartbeat,
@@ -37,6 +40,7 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.base import Environment, Step
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
@@ -180,7 +184,7 @@ async def test_events_bring_new_points_once_and_workers_as_they_come_and_fall_si
 
 
 @asynccontextmanager
-async def played(episodes: int) -> AsyncIterator[MemoryServer]:
+async def played(episodes: int, make: Callable[[], Environment] = ScriptedEnvironment) -> AsyncIterator[MemoryServer]:
     """A run in which one environment worker and one inference worker have played so many episodes, and are still there."""
     server, drain = MemoryServer(), anyio.Event()
     configuration = build_configuration()
@@ -195,7 +199,7 @@ async def played(episodes: int) -> AsyncIterator[MemoryServer]:
         play = partial(run_environment, first, configuration=configuration, name="environment-0", drain=drain)
         sample = partial(run_inference, second, configuration=configuration, name="inference-0", drain=drain)
         async with anyio.create_task_group() as workers:
-            workers.start_soon(partial(play, make=ScriptedEnvironment))
+            workers.start_soon(partial(play, make=make))
             workers.start_soon(partial(sample, sampler=ScriptedSampler(), template=ScriptedTemplate()))
             for number in range(episodes):
                 request = EpisodeRequested(
@@ -234,6 +238,28 @@ async def test_episodes_are_listed_filtered_and_shown_token_by_token() -> None:
     turns = shown["turns"]
     assert len(turns) == shown["result"]["turns"]
     assert all(len(turn["action"]["ids"]) == len(turn["action"]["logprobs"]) == turn["action"]["tokens"] for turn in turns)
+
+
+class Dropping(ScriptedEnvironment):
+    """All but the last of the first two turns leave the context."""
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        return msgspec.structs.replace(step, context=ContextChange(keep_turns=1) if self._played == 2 else None)
+
+
+async def test_turns_are_shown_with_their_segment_and_what_was_left_out() -> None:
+    with anyio.fail_after(50):
+        async with (
+            played(1, Dropping) as server,
+            server.connect(RUN, worker="monitor") as watching,
+            open_page(watching) as page,
+        ):
+            turns = (await page.get("/api/episodes/e0"))["turns"]
+    assert [turn["segment"] for turn in turns] == [0, 0, 1]
+    assert [turn["begins"] for turn in turns[:2]] == ["", ""]
+    assert turns[2]["begins"].startswith("segment 1 begins (context dropped): keeps ")
+    assert ": keeps " in turns[2]["begins"] and "; 1 turn, " in turns[2]["begins"]
 
 
 async def test_stopping_ends_streams_that_are_still_open() -> None:

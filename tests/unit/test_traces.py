@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from fleetbus_schemas import (
     LineageStarted,
     Message,
     Observation,
+    SegmentOrigin,
     StepTrained,
     Subjects,
     Task,
@@ -35,6 +37,7 @@ from fleetbus_workers.tracing.span import Span
 RECORDINGS = Path(__file__).parents[1] / "replay" / "recordings"
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000
+DROPPED = SegmentOrigin(parent=0, kept=3, reason="context_dropped", repeated=2)
 
 
 class Log:
@@ -70,11 +73,11 @@ class Log:
         )  # fmt: skip
         self.add(SUBJECTS.observation("default", "any", "x"), observation, seconds)
 
-    def act(self, seconds: float, turn: int, attempt: int = 1, tool: str = "") -> None:
+    def act(self, seconds: float, turn: int, attempt: int = 1, tool: str = "", **segment: Any) -> None:
         calls = (ToolCall(name=tool),) if tool else ()
         action = Action(
             episode_id="x", attempt=attempt, turn=turn, text="", tool_calls=calls, sampled=pack_ids([1, 2, 3]), worker="inf",
-            seconds_queued=0.25, seconds_generating=0.5,
+            seconds_queued=0.25, seconds_generating=0.5, **segment,
         )  # fmt: skip
         self.add(SUBJECTS.action("e0", "x"), action, seconds)
 
@@ -115,6 +118,24 @@ def build_one_episode() -> Log:
     log.act(7.0, 1)
     log.finish(9.0)
     return log
+
+
+def test_a_turn_says_which_segment_it_is_of_and_how_that_begins() -> None:
+    log = Log()
+    log.request()
+    log.claim(1.0)
+    played: list[dict[str, Any]] = [{}, {"segment": 1, "origin": DROPPED}, {"segment": 1}]
+    for turn, segment in enumerate(played):
+        log.observe(2.0 + turn, turn)
+        log.act(2.5 + turn, turn, **segment)
+    log.finish(9.0)
+    told = [
+        {name.removeprefix("fleetbus.segment"): value for name, value in span.attributes.items() if "segment" in name}
+        for span in log.spans
+        if span.name == "turn"
+    ]
+    begun = {"": 1, ".reason": "context_dropped", ".parent": 0, ".kept": 3, ".repeated": 2}
+    assert told == [{}, begun, {"": 1}]
 
 
 def test_an_episode_is_one_trace_whose_spans_say_who_had_it_when() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fleetbus.core.turn_contexts import TurnContext
     from fleetbus.recording.episodes import Transcript, TranscriptTurn
     from fleetbus_schemas import Action, ChatMessage
 
@@ -20,8 +22,8 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool) -> N
     for claim in transcript.claims:
         resumed = f", resumed at turn {claim.resumed_at_turn}" if claim.resumed_at_turn else ""
         print(f"attempt {claim.attempt} by {claim.worker} ({claim.reason.replace('_', ' ')}{resumed})")
-    for turn in transcript.turns:
-        _print_turn(turn, tokens=tokens)
+    for turn, context in zip_longest(transcript.turns, transcript.contexts):
+        _print_turn(turn, context, tokens=tokens)
     if result is None:
         print("\nno result yet")
         return
@@ -36,17 +38,17 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool) -> N
         print(result.traceback)
 
 
-def _print_turn(turn: TranscriptTurn, *, tokens: bool) -> None:
+def _print_turn(turn: TranscriptTurn, context: TurnContext | None, *, tokens: bool) -> None:
     print(f"\n── turn {turn.turn} " + "─" * 50)
     if turn.tools:
         print(f"tools: {', '.join(tool.name for tool in turn.tools)}")
     for message in turn.messages:
         print(f"[{message.role}] {_format_content(message)}")
     action = turn.action
-    if action is not None and action.origin is not None:
-        origin = action.origin
-        kept = f"keeps {origin.kept} tokens of segment {origin.parent}, repeats {origin.repeated}"
-        print(f"  begins segment {action.segment}: {origin.reason}, {kept if origin.parent >= 0 else 'a new prompt'}")
+    if context is not None and context.begins:
+        print(f"  {context.begins}")
+    elif context is not None and context.segment:
+        print(f"  in segment {context.segment}, {context.tokens} tokens")
     if action is None:
         print("(no action yet)")
         return

@@ -5,7 +5,7 @@ Everything is JSON or a file of the package; texts of policies and tasks are dat
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fleetbus.core.turn_contexts import TurnContext
 from fleetbus.recording.episodes import build_episode_subjects, read_transcript
 from fleetbus_schemas import Action, Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
@@ -193,6 +194,7 @@ class Site:
         if not entries:
             return PlainTextResponse(f"the log has no episode {episode}", 404)
         transcript = read_transcript(entries)
+        contexts = transcript.contexts
         row = self._watch.state.episodes.rows.get(episode)
         facts = {
             "episode": episode,
@@ -211,8 +213,9 @@ class Site:
                     "messages": turn.messages,
                     "tools": turn.tools,
                     "action": turn.action and self._describe_action(turn.action),
+                    **_describe_context(contexts, number),
                 }
-                for turn in transcript.turns
+                for number, turn in enumerate(transcript.turns)
             ],
         }
         return _build_json_response(msgspec.json.encode(facts))
@@ -251,6 +254,14 @@ class _SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+
+def _describe_context(contexts: Sequence[TurnContext], number: int) -> dict[str, Any]:
+    """The segment of a turn, and how it begins; nothing for episodes of one segment."""
+    if number >= len(contexts) or not any(context.segment for context in contexts):
+        return {}
+    context = contexts[number]
+    return {"segment": context.segment, "held": context.tokens, "begins": context.begins}
 
 
 def _parse_number(text: str | None, otherwise: int) -> int:

@@ -100,6 +100,7 @@ class EpisodeTrace(Trace):
         turn.acted_ns, turn.action_sequence, turn.action = entry.time_ns, entry.sequence, action
         began = min(turn.observed_ns + _to_nanoseconds(action.seconds_queued), entry.time_ns)
         path = build_turn_path(*turn.key)
+        turn.attributes |= _describe_segment(action)
         about = turn.attributes | {"fleetbus.action.sequence": entry.sequence}
         about |= {"gen_ai.operation.name": "chat", "gen_ai.usage.output_tokens": count_tokens(action.sampled)}
         about |= {"gen_ai.response.finish_reasons": (action.finish_reason,)}
@@ -131,6 +132,8 @@ class EpisodeTrace(Trace):
         about |= {"fleetbus.tool_errors": result.tool_errors, "fleetbus.result.sequence": entry.sequence}
         if result.reward is not None:
             about["fleetbus.reward"] = result.reward
+        if result.segments:
+            about["fleetbus.segments"] = len(result.segments)
         self.ended_ns = entry.time_ns
         worker = result.worker
         yield self._span("episode", ROOT, "", self._requested_ns, entry.time_ns, worker=worker, error=error, about=about)
@@ -236,6 +239,15 @@ class _Turn:
         if observation.turn == self.number and self.action is None:
             self.hops = max(self.hops, observation.hop)
             self.attributes["fleetbus.observation.sequence"] = entry.sequence
+
+
+def _describe_segment(action: Action) -> dict[str, Value]:
+    """Of a turn that is not of the first segment, or begins one: which, and how it begins."""
+    about: dict[str, Value] = {"fleetbus.segment": action.segment} if action.segment else {}
+    if (origin := action.origin) is not None:
+        about |= {"fleetbus.segment.reason": origin.reason, "fleetbus.segment.parent": origin.parent}
+        about |= {"fleetbus.segment.kept": origin.kept, "fleetbus.segment.repeated": origin.repeated}
+    return about
 
 
 def _to_nanoseconds(seconds: float) -> int:
