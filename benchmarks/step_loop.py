@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -265,7 +266,8 @@ if __name__ == "__main__":
     parser.add_argument("--report", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        uvloop.run(serve(options.serve, options.url, int(options.sessions), options.report, options.auth))
+        work = partial(serve, options.serve, options.url, int(options.sessions), options.report, options.auth)
+        anyio.run(work, backend_options={"use_uvloop": True})  # as the roles' commands do
     elif options.keys:
         uvloop.run(compare(parse_plan(options.sessions, options.turns), options.keys, options.json))
     else:

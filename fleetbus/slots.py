@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup
 from fleetbus.bus.base import Bus, Delivery, Subscription
 from fleetbus.errors import BusClosed, BusError
 from fleetbus.notifier import Notifier
+from fleetbus.task_pool import TaskPool
 
 log = structlog.get_logger()
 
@@ -25,7 +26,7 @@ class Slots:
         self._pulling = True
         self.in_flight = 0
 
-    async def run(self, sources: dict[str, int], drain: anyio.Event, working: TaskGroup) -> None:
+    async def run(self, sources: dict[str, int], drain: anyio.Event, working: TaskGroup | TaskPool) -> None:
         """Pull from each consumer into its share of slots until ``drain`` is set; what was pulled continues in ``working``."""
         async with anyio.create_task_group() as pulling:
             for consumer, slots in sources.items():
@@ -39,7 +40,7 @@ class Slots:
         while self.in_flight:
             await self._slot_freed.wait()
 
-    async def _pull(self, consumer: str, slots: int, working: TaskGroup) -> None:
+    async def _pull(self, consumer: str, slots: int, working: TaskGroup | TaskPool) -> None:
         async with self._bus.pull(consumer, credits=slots) as subscription:
             while True:
                 delivery = await subscription.receive()
@@ -47,7 +48,7 @@ class Slots:
                 working.start_soon(self._run_delivery, delivery, subscription)
 
     async def _run_delivery(self, delivery: Delivery, subscription: Subscription) -> None:
-        """One delivery, one slot, one task (so log context needs no unbinding); the slot is free again when this returns."""
+        """One delivery, one slot, one task; the slot is free again when this returns."""
         try:
             await self._work(delivery)
         except BusClosed:

@@ -7,6 +7,7 @@ function per subscription. It uses private members of nats-py 2.16, which is why
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.errors import AuthorizationError, Error
 
+from fleetbus.bus.nats.message_parser import MessageParser
 from fleetbus.bus.nats.protocol import subscribe_command, unsubscribe_command
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,13 @@ MAX_BUFFERED_BYTES = 32 << 20
 """Outgoing bytes beyond which acks and core messages are dropped: the peer has stopped reading."""
 
 STALLED_BYTES = 1 << 20
+
+DIRECT_BYTES = 64 << 10
+"""Up to so many bytes are written in one piece; more is left to nats-py's flusher, which waits for the peer to read."""
+
+FLUSH_TURNS = 8
+"""Turns of the loop until what was sent is written: what other tasks send meanwhile, and what arrived answers leads to, goes
+into the same system call, and wakes the server once. A turn takes microseconds; an empty one too."""
 
 
 class _FlushSignal:
@@ -55,6 +64,11 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
     def __init__(self, on_crash: Callable[[Exception], None]) -> None:
         super().__init__()
         self._on_crash = on_crash
+        self._pending: list[bytes] = []
+        self._pending_data_size = 0
+        self._ps = MessageParser(self, self._dispatch)
+        self._loop = asyncio.get_running_loop()
+        self._turns_to_flush = 0
         self._handlers: dict[int, Handler] = {}
         self._ephemeral: set[int] = set()
 
@@ -79,8 +93,25 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         """Queue a command for the socket; call it only while `ready`."""
         self._pending.append(command)
         self._pending_data_size += len(command)
-        if self._flush_queue.empty():
+        if not self._turns_to_flush:
+            self._turns_to_flush = FLUSH_TURNS
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Write what waits here once its turns are over, unless the transport holds earlier bytes: then the flusher does."""
+        self._turns_to_flush -= 1
+        if self._turns_to_flush and self._pending_data_size <= DIRECT_BYTES:
+            self._loop.call_soon(self._flush)
+            return
+        self._turns_to_flush = 0
+        writer = getattr(self._transport, "_io_writer", None)
+        if not self._pending or not self.ready or (writer is not None and writer.transport.is_closing()):
+            return
+        if writer is None or writer.transport.get_write_buffer_size() or self._pending_data_size > DIRECT_BYTES:
             self._flush_queue.put_nowait(_FLUSH_SIGNAL)
+            return
+        commands, self._pending, self._pending_data_size = self._pending, [], 0
+        writer.transport.write(b"".join(commands))
 
     def send_or_drop(self, command: bytes) -> bool:
         """As `send`, for what may get lost: False if the connection is down or the peer has stopped reading."""
@@ -145,6 +176,9 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         self._pending_data_size = 0
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        self._dispatch(sid, subject, reply, data, headers)
+
+    def _dispatch(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         handler = self._handlers.get(sid)
         if handler is None:
             return

@@ -143,6 +143,7 @@ class ObservationHandler:
             del self._busy[turn]
             for lease in waiting:
                 self._leases.take(lease)
+            structlog.contextvars.unbind_contextvars("episode", "attempt", "turn")  # the task is used again
 
     async def _handle_newest(self, waiting: dict[str, Observation]) -> None:
         """One answer serves all observations of a turn. What refuses one says nothing of the newest, which was routed again

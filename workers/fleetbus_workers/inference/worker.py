@@ -22,6 +22,7 @@ from fleetbus.lanes import Lane, claim_lane
 from fleetbus.leases import Leases
 from fleetbus.runtime import Runtime
 from fleetbus.slots import Slots
+from fleetbus.task_pool import TaskPool
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
@@ -162,7 +163,7 @@ class InferenceWorker:
         }
         async with anyio.create_task_group() as answering:
             await run_until_drained(self._drain, self._ready.wait)  # nothing is pulled before a version is loaded
-            await self._slots.run(sources, self._drain, answering)
+            await self._slots.run(sources, self._drain, TaskPool(answering))
             await lifecycle.publish_draining(in_flight=self._slots.in_flight)
             with anyio.move_on_after(self._drain_seconds):
                 await self._slots.wait_until_idle()

@@ -22,6 +22,7 @@ from fleetbus.core.journal import Journal, build_refusal
 from fleetbus.errors import BusClosed, BusError
 from fleetbus.floor import read_floor_after
 from fleetbus.notifier import Notifier
+from fleetbus.task_pool import TaskPool
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.episode.stages import Superseded
@@ -61,7 +62,7 @@ class SessionHost:
         self._admission_locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._calls = 0
         self._draining = False
-        self._group: TaskGroup | None = None
+        self._tasks: TaskPool | None = None
         self.serving = False
         """Whether calls arrive here. A worker that says so earlier is asked, and taken for gone."""
         self._session_removed = Notifier()
@@ -89,7 +90,7 @@ class SessionHost:
             task_status.started()
             try:
                 async with anyio.create_task_group() as group:
-                    self._group = group
+                    self._tasks = TaskPool(group)
                     group.start_soon(self._end_expired, group)
                     group.start_soon(sweep.run)
                     while True:
@@ -98,22 +99,22 @@ class SessionHost:
                             group.start_soon(self._reject, request)
                         else:
                             self._calls += 1
-                            group.start_soon(self._handle, request)
+                            self._tasks.start_soon(self._handle, request)
             finally:
-                self.serving, self._group = False, None
+                self.serving, self._tasks = False, None
                 with anyio.CancelScope(shield=True):  # each close is bounded by its own limit
                     await self._leave_sessions()
 
     async def call(self, call: SessionCall) -> SessionAnswer | None:
         """A call from this process, as one over the bus: it runs to its end even if its caller does not wait for it. None if
         nothing is served here, as where no worker responds."""
-        if self._group is None:
+        if self._tasks is None:
             return None
         if self._is_busy:
             return build_refusal(call, "busy", TOO_MANY_CALLS)
         self._calls += 1
         local_call = _LocalCall()
-        self._group.start_soon(self._handle_local, call, local_call)
+        self._tasks.start_soon(self._handle_local, call, local_call)
         await local_call.done.wait()
         return local_call.answer
 
