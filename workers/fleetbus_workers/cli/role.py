@@ -7,6 +7,7 @@ ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_d
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -24,6 +25,10 @@ from fleetbus_workers.run_access.server_address import generate_worker_name, res
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
+
+
+COLLECTOR_THRESHOLDS = (20_000, 20, 20)
+"""New objects until the youngest are looked at, and so often until the older ones are."""
 
 
 def role_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +55,7 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
     work = import_work(load_work)
+    _tune_collector()
     try:
         return anyio.run(_serve, role, work, configuration, name, url, backend_options={"use_uvloop": os.name != "nt"})
     except Exception as error:
@@ -60,6 +66,12 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
             return FINISHED
         structlog.get_logger().exception("crashed")
         return CRASHED
+
+
+def _tune_collector() -> None:
+    """What was imported stays to the end: the garbage collector need not look at it, nor at every few hundred new objects."""
+    gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
 async def _serve(role: str, work: Work, configuration: Configuration, name: str, url: str) -> int:

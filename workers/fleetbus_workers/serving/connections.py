@@ -22,12 +22,53 @@ OTHER_FILES = 256
 """Descriptors that are kept for what is no connection of a client: the bus, files, libraries."""
 
 
+JOINED_BYTES = 64 << 10
+"""More than this is written at once."""
+
+
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one server; ``connections`` counts WebSockets too."""
 
     head_seconds: float = 20.0
     send_seconds: float = 60.0
     connections: int = 4096
+
+
+class _JoinedWrites:
+    """A transport that writes what a turn of the loop gave it at once: uvicorn writes head and body of an answer one by one,
+    each a system call that wakes the client."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > JOINED_BYTES:  # whether the client takes it has to show while the application writes
+            self.flush()
+
+    def flush(self) -> None:
+        if self._parts and not self._transport.is_closing():
+            self._transport.write(b"".join(self._parts))
+        self._parts.clear()
+        self._size = 0
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def release(self) -> asyncio.Transport:
+        """The transport itself, for a protocol that follows this one."""
+        self.flush()
+        return self._transport
 
 
 class BoundedProtocol(H11Protocol):
@@ -38,6 +79,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = cast("asyncio.Transport", _JoinedWrites(transport, self.loop))
         self._head: asyncio.TimerHandle | None = None
         self._send: asyncio.TimerHandle | None = None
         while len(self.connections) > self.bounds.connections - 1 and self.waiting:
@@ -65,6 +107,7 @@ class BoundedProtocol(H11Protocol):
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._unmark_waiting()
+        self.transport = cast("_JoinedWrites", self.transport).release()
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
