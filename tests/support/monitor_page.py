@@ -82,16 +82,18 @@ async def serve_run_page(
 
 
 @asynccontextmanager
-async def open_page(bus: Bus, nats_http: str | None = None, driver: Driver | None = None) -> AsyncIterator[Page]:
-    async with serve_run_page(bus, Configuration(run=RunSettings(name=RUN)), nats_http, driver) as address:
+async def open_page(
+    bus: Bus, nats_http: str | None = None, driver: Driver | None = None, folder: str = RunSettings().folder
+) -> AsyncIterator[Page]:
+    async with serve_run_page(bus, Configuration(run=RunSettings(name=RUN, folder=folder)), nats_http, driver) as address:
         async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False) as client:
             yield Page(address, client)
 
 
 @asynccontextmanager
-async def open_empty_run() -> AsyncIterator[tuple[Page, Bus]]:
+async def open_empty_run(folder: str = RunSettings().folder) -> AsyncIterator[tuple[Page, Bus]]:
     server = MemoryServer()
     async with server.connect(RUN, worker="test") as bus:
         await bus.declare(plan_run(RUN, lanes=2))
-        async with server.connect(RUN, worker="monitor") as watching, open_page(watching) as page:
+        async with server.connect(RUN, worker="monitor") as watching, open_page(watching, folder=folder) as page:
             yield page, bus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -83,6 +84,21 @@ async def test_a_run_without_anything_is_shown_as_empty() -> None:
             assert (await page.get("/api/groups"))["rows"] == []
             assert (await page.client.get("/api/episodes/none")).status_code == 404
             assert (await page.client.get("/api/episodes/no.name")).status_code == 400
+
+
+async def test_curves_of_other_runs_are_those_of_their_summaries(tmp_path: Path) -> None:
+    curves = {"run": "first", "steps": [1, 2], "reward_by_step": [0.25, None], "success_by_step": [0.0, 0.5]}
+    for run, text in {"first": json.dumps(curves | {"wall_seconds": 1}), "broken": "{", RUN: json.dumps(curves)}.items():
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "summary.json").write_text(text)
+    (tmp_path / "unfinished").mkdir()
+    with anyio.fail_after(50):
+        async with open_empty_run(str(tmp_path)) as (page, _):
+            assert await page.get("/api/runs") == ["broken", "first"]
+            assert await page.get("/api/runs/first") == curves
+            for run, status in {"broken": 404, "unfinished": 404, "no.name": 400, "..": 404, "..%2Ffirst": 404}.items():
+                assert (await page.client.get(f"/api/runs/{run}")).status_code == status, run
+            assert (await page.get("/api/rewards"))["counts"] == []
 
 
 async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

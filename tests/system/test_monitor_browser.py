@@ -5,6 +5,7 @@ Set MONITOR_SCREENSHOTS to a folder to look at what was drawn.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -128,7 +129,9 @@ async def turns(bus: Bus, id: str) -> None:
 
 
 @asynccontextmanager
-async def opened(episodes: int, scheme: str) -> AsyncIterator[tuple[Any, str, list[str], Bus]]:
+async def opened(
+    episodes: int, scheme: str, folder: str = RunSettings().folder
+) -> AsyncIterator[tuple[Any, str, list[str], Bus]]:
     """A browser page on a run with so many episodes; ``errors`` collects what its console complains of."""
     from tests.support.monitor_page import serve_run_page
 
@@ -136,7 +139,7 @@ async def opened(episodes: int, scheme: str) -> AsyncIterator[tuple[Any, str, li
     async with server.connect(RUN, worker="test") as bus, playwright.async_playwright() as started:
         await bus.declare(plan_run(RUN, lanes=2))
         await fill(bus, episodes)
-        configuration = Configuration(run=RunSettings(name=RUN))
+        configuration = Configuration(run=RunSettings(name=RUN, folder=folder))
         async with server.connect(RUN, worker="monitor") as watching, serve_run_page(watching, configuration) as address:
             browser = await started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
             try:
@@ -164,10 +167,10 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
     for episodes in (0, 10, 10_000) if scheme == "light" else (10,):
         async with opened(episodes, scheme) as (page, address, errors, _):
             await page.goto(address)
-            await page.wait_for_function("document.getElementById('live').textContent === 'live'")
-            await page.wait_for_function(f"document.body.innerText.includes('{min(episodes, 999)}'.slice(0, 1))")
+            await page.wait_for_function("() => document.getElementById('live').textContent === 'live'")
+            await page.wait_for_function(f"() => document.body.innerText.includes('{min(episodes, 999)}'.slice(0, 1))")
             await page.wait_for_function(
-                f"fetch('/api/overview').then(r => r.json()).then(o => o.numbers.finished_episodes === {episodes})"
+                f"() => fetch('/api/overview').then(r => r.json()).then(o => o.numbers.finished_episodes === {episodes})"
             )
             for view in ("overview", "curves", "groups", "episodes"):
                 await page.goto(f"{address}#/{'' if view == 'overview' else view}")
@@ -214,7 +217,7 @@ async def test_the_keyboard_reaches_an_episode_and_its_tokens_and_markup_stays_t
     async with opened(300, "dark") as (page, address, errors, _):
         await page.goto(address)
         await page.wait_for_function(
-            "fetch('/api/overview').then(r => r.json()).then(o => o.numbers.finished_episodes === 300)"
+            "() => fetch('/api/overview').then(r => r.json()).then(o => o.numbers.finished_episodes === 300)"
         )
         await page.keyboard.press("4")
         await page.wait_for_selector("tr[tabindex]")
@@ -281,6 +284,31 @@ async def test_an_episode_leads_to_its_neighbours_and_is_compared_with_another_s
         await page.keyboard.press("Escape")
         await page.get_by_role("heading", name="Episode e00014").wait_for()
         assert errors == []
+
+
+async def test_the_reward_is_drawn_beside_another_runs_and_as_a_histogram(tmp_path: Path) -> None:
+    curves = {"run": "first", "steps": [1, 2, 9], "reward_by_step": [0.1, 0.2, 0.9], "success_by_step": [None, 0.2, 0.3]}
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "summary.json").write_text(json.dumps(curves))
+    async with opened(320, "light", str(tmp_path)) as (page, address, errors, _):
+        await page.goto(f"{address}#/curves")
+        await page.wait_for_function("() => fetch('/api/curves').then(r => r.json()).then(c => c.points.length === 20)")
+        cells = page.locator("section[aria-label='Rewards of trained episodes'] rect")
+        await cells.nth(39).wait_for()
+        assert await cells.count() == 40, "twenty steps with two rewards each"
+        assert await cells.first.locator("title").text_content() == (
+            "steps 1 to 1: 10 of 16 episodes have a reward from 0.00 to 0.08"
+        )
+        reward = page.locator("section[aria-label='Reward and success']")
+        assert await reward.locator(".legend li").count() == 4
+        await reward.get_by_label("beside").select_option("first")
+        await reward.get_by_text("reward of first").wait_for()
+        assert "beside=first" in page.url
+        assert await reward.locator("path.line").count() == 4
+        await shot(page, "320-beside-light")
+        await page.goto(f"{address}#/curves?beside=gone")
+        await page.get_by_text("run gone has no summary that can be read").wait_for()
+        assert len(errors) == 1 and "404" in errors.pop()
 
 
 @pytest.mark.parametrize("view", ["", "curves", "groups", "episodes", "episode/e00015"])

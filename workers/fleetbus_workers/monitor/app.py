@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -25,6 +26,8 @@ from fleetbus_schemas import Action, Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
 from fleetbus_workers.monitor.episode_table import build_csv, choose_rows, find_neighbours
+from fleetbus_workers.monitor.other_runs import list_other_runs, read_other_run
+from fleetbus_workers.monitor.reward_histogram import build_reward_histogram
 from fleetbus_workers.monitor.timeline import timeline
 from fleetbus_workers.monitor.token_decoder import TokenDecoder
 from fleetbus_workers.overview.run_observer import RunObserver
@@ -49,11 +52,20 @@ _HEADERS = {
 
 
 class Site:
-    """One watched run as a web application. Set ``stopping`` to end the streams of events."""
+    """One watched run as a web application; ``runs`` is the folder of this machine's runs. Set ``stopping`` to end the streams
+    of events."""
 
     def __init__(
-        self, watch: RunObserver, subjects: Subjects, words: TokenDecoder, *, guard: GuardSettings, admission: float
+        self,
+        watch: RunObserver,
+        subjects: Subjects,
+        words: TokenDecoder,
+        *,
+        guard: GuardSettings,
+        admission: float,
+        runs: Path,
     ) -> None:
+        self._runs = runs
         self._watch = watch
         self._subjects = subjects
         self._words = words
@@ -70,6 +82,9 @@ class Site:
                 Route("/api/episodes", self.episodes),
                 Route("/api/episodes/{episode}", self.episode),
                 Route("/api/groups", self.groups),
+                Route("/api/rewards", self.rewards),
+                Route("/api/runs", self.other_runs),
+                Route("/api/runs/{run}", self.other_run),
                 Mount("/page", StaticFiles(directory=PAGE)),
             ],
             middleware=middleware,
@@ -142,6 +157,26 @@ class Site:
         """Points from number ``start`` on; all evaluations, which are few."""
         training = self._watch.state.training
         return msgspec.json.encode({"start": start, "points": training.steps[start:], "evaluations": training.evaluations})
+
+    async def rewards(self, _request: Request) -> Response:
+        """Rewards by step, of the episodes that are remembered."""
+        state = self._watch.state
+        return _build_json_response(msgspec.json.encode(build_reward_histogram(state.episodes.rows.values(), state.trained_in)))
+
+    async def other_runs(self, _request: Request) -> Response:
+        """Names of the runs whose curves can be drawn beside."""
+        names = await anyio.to_thread.run_sync(list_other_runs, self._runs, self._subjects.run)
+        return _build_json_response(msgspec.json.encode(names))
+
+    async def other_run(self, request: Request) -> Response:
+        try:
+            run = check_name("run", request.path_params["run"])
+        except InvalidName as error:
+            return PlainTextResponse(str(error), 400)
+        found = await anyio.to_thread.run_sync(read_other_run, self._runs, run)
+        if found is None:
+            return PlainTextResponse(f"run {run} has no summary that can be read", 404)
+        return _build_json_response(msgspec.json.encode(found))
 
     # Tables
 

@@ -9,6 +9,7 @@ import anyio
 import uvicorn
 
 from fleetbus.bus.base import Bus
+from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Subjects
 from fleetbus_workers.assembly.model import find_model_folder
@@ -38,13 +39,13 @@ async def serve(
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
-    is who
-    drives the run, as far as it is known."""
+    is who drives the run, as far as it is known."""
     subjects = Subjects(configuration.run.name)
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
-    site = Site(watch, subjects, words, guard=guard, admission=configuration.nats.admission)
+    runs = run_folder(configuration.run).path.parent
+    site = Site(watch, subjects, words, guard=guard, admission=configuration.nats.admission, runs=runs)
     protocol = build_bounded_protocol(Bounds())
     settings = uvicorn.Config(
         site.app,

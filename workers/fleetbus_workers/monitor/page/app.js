@@ -21,7 +21,7 @@ function go(query, view = route().view, { replace = false } = {}) {
 
 async function content({ view, rest, query }) {
   switch (view) {
-    case "curves": return curves(seen.points, seen.evaluations);
+    case "curves": return curves(seen.points, seen.evaluations, query, go);
     case "groups": return groups(query, go);
     case "episodes": return episodes(query, go);
     case "episode": return episode(decodeURIComponent(rest));
@@ -80,7 +80,7 @@ function listen() {
     seen.points = [...seen.points.slice(0, start), ...points];
     seen.evaluations = evaluations;
     const { view, query } = route();
-    if (view === "curves" && !pointing()) draw();
+    if (view === "curves" && !pointing() && !typing()) draw();
     else if (["groups", "episodes"].includes(view) && !query.get("offset") && !typing()) draw();
   });
   source.addEventListener("error", () => say("connection lost; reconnecting", "lost"));

@@ -35,6 +35,23 @@ export function chart(title, series, { stacked = false, floor = 0, ceiling = nul
   return el("div", {}, svg, legend);
 }
 
+/** Columns of steps by bins of rewards, as `RewardHistogram` says: the stronger a cell, the larger its share of the column. */
+export function heatmap(title, { first, last, width, low, high, counts }) {
+  if (!counts.length) return el("p", { class: "empty" }, "no steps yet");
+  const bins = counts[0].length;
+  const across = (WIDTH - LEFT - RIGHT) / counts.length, up = (HEIGHT - BOTTOM - TOP) / bins;
+  const edge = (bin) => number(low + ((high - low) * bin) / bins, 2);
+  const svg = el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: steps ${first} to ${last}, rewards from ${edge(0)} to ${edge(bins)}` });
+  counts.forEach((column, index) => {
+    const all = column.reduce((sum, count) => sum + count, 0), from = first + index * width;
+    column.forEach((count, bin) => count && svg.append(el("rect", { class: "fill c0", x: (LEFT + index * across).toFixed(2), y: (HEIGHT - BOTTOM - (bin + 1) * up).toFixed(2), width: Math.max(across - 0.3, 0.8).toFixed(2), height: (up - 0.3).toFixed(2), "fill-opacity": (0.12 + (0.88 * count) / all).toFixed(2) },
+      el("title", {}, `steps ${from} to ${Math.min(from + width - 1, last)}: ${count} of ${all} episodes have a reward from ${edge(bin)} to ${edge(bin + 1)}`))));
+  });
+  for (const bin of [0, bins / 2, bins]) svg.append(el("text", { x: LEFT - 6, y: HEIGHT - BOTTOM - bin * up + 4, "text-anchor": "end" }, edge(bin)));
+  svg.append(el("text", { x: LEFT, y: HEIGHT - 6 }, first), el("text", { x: WIDTH - RIGHT, y: HEIGHT - 6, "text-anchor": "end" }, last));
+  return el("div", {}, svg, el("p", { class: "legend dim" }, "rewards by step; the stronger a cell, the larger its share of the step's episodes"));
+}
+
 const compact = (value) => value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
 
 /** Means of neighbours where there are more points than can be told apart; the legend and the cursor still read single steps. */

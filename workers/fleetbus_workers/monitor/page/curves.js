@@ -1,17 +1,33 @@
-// Reward, success, staleness, throughput, and where the learner's time goes, over the steps of the lineage that counts.
-import { chart, colored } from "./charts.js";
-import { el, section } from "./dom.js";
+// Reward (beside another run's, and its histogram), success, staleness, throughput, and where the learner's time goes, over the steps of the lineage that counts.
+import { chart, colored, heatmap } from "./charts.js";
+import { changed, el, section } from "./dom.js";
 
 const metricOf = (points) => (name, label = name) => ({ name: label, values: points.filter((point) => name in point.metrics).map((point) => [point.step, point.metrics[name]]) });
 
-/** Reward and success per step, and of held-out tasks. */
-export function rewardChart(points, evaluations) {
+/** Reward and success per step, of held-out tasks, and of another run. */
+export function rewardChart(points, evaluations, other = null) {
   const metric = metricOf(points);
   const held = (greedy) => ({ name: greedy ? "held out, greedy" : "held out, sampled", marks: true, values: evaluations.filter((each) => (each.temperature === 0) === greedy).map((each) => [each.step, each.success]) });
-  return chart("Reward and success", colored([metric("reward"), metric("success"), held(false), held(true)]), { ceiling: 1 });
+  const beside = (name) => ({ name: `${name} of ${other.run}`, values: other.steps.map((step, index) => [step, other[`${name}_by_step`][index]]).filter(([, value]) => value !== null && value !== undefined) });
+  return chart("Reward and success", colored([metric("reward"), metric("success"), held(false), held(true), ...(other ? [beside("reward"), beside("success")] : [])]), { ceiling: 1 });
 }
 
-export function curves(points, evaluations) {
+async function load(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+/** A choice of the run whose curves are drawn beside; nothing where there is no other one. */
+function chooser(runs, chosen, query, go) {
+  if (!runs.length) return null;
+  const options = ["", ...runs].map((name) => el("option", { value: name, selected: name === chosen }, name || "no other run"));
+  return el("form", { submit: (event) => event.preventDefault() }, el("label", {}, "beside ", el("select", { name: "beside", change: (event) => go(changed(query, { beside: event.target.value })) }, options)));
+}
+
+export async function curves(points, evaluations, query, go) {
+  const chosen = query.get("beside") ?? "";
+  const [rewards, runs, other] = await Promise.all([load("/api/rewards"), load("/api/runs"), chosen ? load(`/api/runs/${encodeURIComponent(chosen)}`) : null]);
   const metric = metricOf(points);
   const rates = points.slice(1).map((point, index) => { const spent = (point.time_ns - points[index].time_ns) / 1e9; return [point, spent > 0 ? spent : null]; }).filter(([, spent]) => spent);
   const per = (name, label, count) => ({ name: label, values: rates.filter(([point]) => count(point) !== undefined).map(([point, spent]) => [point.step, count(point) / spent]) });
@@ -26,5 +42,5 @@ export function curves(points, evaluations) {
     ["Gradient norm, loss", colored([metric("grad_norm", "gradient norm"), metric("loss")]), { floor: null, digits: 3 }],
     ["Turns per episode, tool errors", colored([metric("turns"), metric("tool_errors", "tool errors")]), { digits: 1 }],
   ];
-  return [el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), boxes.map(([title, series, options]) => section(title, chart(title, series, options))))];
+  return [el("div", { class: "grid" }, section("Reward and success", chooser(runs, chosen, query, go), rewardChart(points, evaluations, other)), section("Rewards of trained episodes", heatmap("Rewards of trained episodes", rewards)), boxes.map(([title, series, options]) => section(title, chart(title, series, options))))];
 }

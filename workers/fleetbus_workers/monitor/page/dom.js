@@ -57,3 +57,10 @@ function sorter(title, kind, field, { by, go }) {
 }
 
 export const section = (title, ...content) => el("section", { "aria-label": title }, el("h2", {}, title), ...content);
+
+/** URL parameters with some of them set, or left out if they are empty. */
+export function changed(query, changes) {
+  const next = new URLSearchParams(query);
+  for (const [name, value] of Object.entries(changes)) value || value === 0 ? next.set(name, value) : next.delete(name);
+  return next;
+}

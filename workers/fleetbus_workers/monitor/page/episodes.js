@@ -1,5 +1,5 @@
 // Tables of episodes and groups, in pages.
-import { el, number, seconds, section, table } from "./dom.js";
+import { changed, el, number, seconds, section, table } from "./dom.js";
 
 const ROWS = 100, MOST_ROWS = 1000, TYPED_MS = 150;
 const link = (name, query) => el("a", { href: `/api/episodes?${query}`, download: `episodes.${name.toLowerCase()}`, title: `What is filtered, as ${name}` }, name);
@@ -60,10 +60,4 @@ function pager(offset, total, go) {
   const last = Math.max(0, Math.floor((total - 1) / ROWS) * ROWS);
   const button = (name, key, to, enabled) => el("button", { type: "button", "data-key": key, disabled: !enabled, click: () => go(to) }, name);
   return el("span", {}, button("newer", "[", Math.max(0, offset - ROWS), offset > 0), ` ${total ? offset + 1 : 0}–${Math.min(offset + ROWS, total)} of ${number(total)} `, button("older", "]", offset + ROWS, offset < last));
-}
-
-function changed(query, changes) {
-  const next = new URLSearchParams(query);
-  for (const [name, value] of Object.entries(changes)) value || value === 0 ? next.set(name, value) : next.delete(name);
-  return next;
 }
