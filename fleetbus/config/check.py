@@ -23,6 +23,7 @@ def check_configuration(configuration: Configuration) -> None:
             "algorithm.credit_assignment = turn does not support "
             f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo or dr_grpo"
         )
+    _check_torch_only(configuration)
     check_training(configuration.algorithm, configuration.trainer)
     store = configuration.weights.store
     if store not in ("folder", "nats") and "://" not in store:
@@ -46,6 +47,19 @@ def check_configuration(configuration: Configuration) -> None:
             f"{inference.max_model_len}: raise inference.max_model_len, lower the episode's limit, or let episodes drop turns "
             "(environment.compaction)"
         )
+
+
+def _check_torch_only(configuration: Configuration) -> None:
+    """What the torch trainer alone computes."""
+    learner, algorithm = configuration.learner, configuration.algorithm
+    asked = [name for name in ("entropy_coefficient", "teacher", "loss") if getattr(algorithm, name)]
+    names = [f"algorithm.{name}" for name in asked]
+    if learner.advantage_estimator == "reinforce_plus_plus":
+        names.append("learner.advantage_estimator = reinforce_plus_plus")
+    if names and learner.trainer != "torch":
+        raise UserError(f"{names[0]} needs learner.trainer = torch")
+    if algorithm.advantage and algorithm.credit_assignment == "turn":
+        raise UserError("algorithm.advantage gives one advantage per episode: leave out algorithm.credit_assignment = turn")
 
 
 def _check_names(configuration: Configuration) -> None:

@@ -21,7 +21,8 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
     min_group_size: Annotated[int, Meta(ge=2, description="Minimum number of graded episodes for a group to be trained")] = 2
     advantage_estimator: Annotated[
-        Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch"], Meta(description="Advantage estimator")
+        Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch", "reinforce_plus_plus", "none"],
+        Meta(description="Advantage estimator; none: 0 for all, as for distillation alone"),
     ] = "grpo"
     max_staleness: Annotated[int, Meta(ge=0, description="Maximum number of versions between sampling and training")] = 1
     stale_groups: Annotated[
@@ -120,6 +121,17 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
             "SkyRL's rule)"
         ),
     ] = "outcome"
+    entropy_coefficient: Annotated[float, Meta(ge=0, description="Weight of the entropy bonus; 0: none")] = 0.0
+    teacher: Annotated[
+        str, Meta(description="Model folder whose log-probabilities are distilled, on the policy's own samples; empty: none")
+    ] = ""
+    teacher_coefficient: Annotated[float, Meta(gt=0, description="Weight of the distillation beside the rewards")] = 1.0
+    loss: Annotated[
+        str, Meta(description="Your own objective in place of algorithm.objective, as MODULE:FUNCTION; see docs/algorithms.md")
+    ] = ""
+    advantage: Annotated[
+        str, Meta(description="Your own estimator in place of learner.advantage_estimator, as MODULE:FUNCTION")
+    ] = ""
     overlong_buffer: Annotated[int, Meta(ge=0, description="Tokens before the limit with a soft overlong penalty; 0: none")] = 0
     overlong_penalty_factor: Annotated[float, Meta(ge=0, description="Largest soft overlong penalty")] = 1.0
 

@@ -58,12 +58,34 @@ def grpo_batch(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     return centred / (xp.sqrt(variance) + EPSILON)
 
 
+def reinforce_plus_plus(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
+    """``R`` as it is: there is no baseline of a group. The trainer takes the KL out of it token by token and then normalises
+    over all tokens of the batch, `normalise_tokens` (REINFORCE++, arXiv 2501.03262)."""
+    return rewards
+
+
+def none(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
+    """0 for all: what is learned comes from elsewhere, such as a teacher."""
+    return find_namespace(rewards).zeros_like(rewards)
+
+
+def normalise_tokens(advantages: Array, mask: Array) -> Array:
+    """``(A - mean) / (std + 1e-8)`` over the tokens of a batch where ``mask`` is 1, with the deviation of a population; 0
+    elsewhere. Both arrays have one shape."""
+    xp = find_namespace(advantages)
+    count = xp.clip(xp.sum(mask), 1.0, float("inf"))
+    centred = (advantages - xp.sum(advantages * mask) / count) * mask
+    return centred / (xp.sqrt(xp.sum(centred * centred) / count) + 1e-8)
+
+
 ADVANTAGES: dict[str, Callable[..., Array]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "maxrl": maxrl,
     "grpo_batch": grpo_batch,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "none": none,
 }
 """Advantage estimators by the name that a configuration gives."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fleetbus.config.settings import AlgorithmSettings
 from fleetbus.core.arrays import Array
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS
-from fleetbus.core.objectives import OBJECTIVES, Clip, constant_mean, sequence_mean, sequence_sum, token_mean
+from fleetbus.core.objectives import OBJECTIVES, Clip, Objective, constant_mean, sequence_mean, sequence_sum, token_mean
 
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
 
@@ -36,6 +36,8 @@ def select_old_logprobs(plan: LossPlan, sampler: Array, proximal: Array) -> Arra
 
 def compute_token_losses(
     plan: LossPlan,
+    objective: Objective | None = None,
+    /,
     *,
     logprobs: Array,
     sampler: Array,
@@ -43,19 +45,24 @@ def compute_token_losses(
     advantages: Array,
     mask: Array,
     reference: Array | None = None,
+    entropies: Array | None = None,
 ) -> Array:
-    """The loss of every token: ``weight * objective + coefficient * KL(pi || reference)``.
+    """The loss of every token: ``weight * objective + coefficient * KL(pi || reference) - coefficient * entropy``.
 
+    ``entropies`` are those of the policy at each token, with gradient; ``objective`` takes the place of the plan's.
     ``sampler`` is log mu, ``proximal`` log pi_old, ``reference`` what the KL pulls to (None: mu). A KL in the reward is the
     caller's to take out of ``advantages`` (`fleetbus.core.corrections.kl_penalty`).
     """
-    losses = OBJECTIVES[plan.objective](logprobs, select_old_logprobs(plan, sampler, proximal), advantages, mask, plan.clip)
+    compute = objective or OBJECTIVES[plan.objective]
+    losses = compute(logprobs, select_old_logprobs(plan, sampler, proximal), advantages, mask, plan.clip)
     if plan.rollout_correction != "none":
         weigh = CORRECTIONS[plan.rollout_correction]
         losses = losses * weigh(proximal - sampler, mask, low=plan.rollout_correction_low, high=plan.rollout_correction_high)
     if plan.kl_coefficient and plan.kl_place == "loss":
         target = sampler if reference is None else reference
         losses = losses + plan.kl_coefficient * KL_ESTIMATORS[plan.kl_estimator](logprobs, target)
+    if plan.entropy_coefficient and entropies is not None:
+        losses = losses - plan.entropy_coefficient * entropies
     return losses
 
 

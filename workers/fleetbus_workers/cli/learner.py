@@ -26,6 +26,7 @@ def _load_work() -> Work:
     from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.assembly.vision import check_vision
+    from fleetbus_workers.learner.hooks import check_hooks
     from fleetbus_workers.learner.worker import run_learner
 
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
@@ -35,6 +36,7 @@ def _load_work() -> Work:
             await _train_on_tinker(bus, configuration, name, drain, curriculum)
             return
         check_packages("torch")
+        await anyio.to_thread.run_sync(check_hooks, configuration.algorithm)
         from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
         from fleetbus_workers.learner.torch.trainer import TorchTrainer
 

@@ -26,6 +26,7 @@ from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
 from fleetbus_workers.images.reader import ImageReader
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.hooks import load_advantage
 from fleetbus_workers.learner.images import read_images
 from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
 
@@ -33,9 +34,11 @@ log = structlog.get_logger()
 
 
 class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How rewards become advantages. ``overlong_limit`` and ``overlong_buffer`` are tokens of a whole episode."""
+    """How rewards become advantages. ``advantage`` names a function of the user's that takes the place of the
+    estimator. ``overlong_limit`` and ``overlong_buffer`` are tokens of a whole episode."""
 
     advantage_estimator: str = "grpo"
+    advantage: str = ""
     minimum: int = 2
     credit_assignment: Literal["episode", "turn"] = "episode"
     turn_discount: float = 1.0
@@ -52,6 +55,7 @@ class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
     def from_settings(cls, algorithm: AlgorithmSettings, learner: LearnerSettings, episode: EpisodeSettings) -> CreditPlan:
         return cls(
             advantage_estimator=learner.advantage_estimator,
+            advantage=algorithm.advantage,
             minimum=learner.min_group_size,
             credit_assignment=algorithm.credit_assignment,
             turn_discount=algorithm.turn_discount,
@@ -124,7 +128,7 @@ def compute_episode_advantages(groups: Sequence[Group], plan: CreditPlan) -> lis
             for result, reward, count in zip(results, rewards, turns, strict=True)
         ]
         return compute_turn_advantages(returns, numbers, minimum=plan.minimum, normalise=plan.advantage_estimator == "grpo")
-    estimate = ADVANTAGES[plan.advantage_estimator]
+    estimate = load_advantage(plan.advantage) if plan.advantage else ADVANTAGES[plan.advantage_estimator]
     advantages = estimate(np.array(rewards, dtype=np.float64), np.array(numbers), minimum=plan.minimum)
     return [[float(value)] * count for value, count in zip(advantages, turns, strict=True)]
 

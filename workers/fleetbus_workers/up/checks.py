@@ -47,6 +47,7 @@ def check_everything(
     check_trained_distribution(configuration.episode)
     check_installed(configuration)
     check_engine(configuration)
+    check_algorithm(configuration)
     place_roles(configuration, find_gpus(os.environ))
     check_writable(Path(run.folder))
     if run.model:
@@ -78,6 +79,17 @@ def check_installed(configuration: Configuration) -> None:
     if missing:
         extra = "local" if trainer == "torch" else "server,environment,tinker"
         raise UserError(f"{', '.join(missing)} not installed: pip install 'fleetbus[{extra}]'")
+
+
+def check_algorithm(configuration: Configuration) -> None:
+    """Functions and a teacher that the algorithm names."""
+    algorithm = configuration.algorithm
+    if algorithm.loss or algorithm.advantage:
+        from fleetbus_workers.learner.hooks import check_hooks
+
+        check_hooks(algorithm)
+    if algorithm.teacher and not (Path(algorithm.teacher) / "config.json").is_file():
+        raise UserError(f"algorithm.teacher = {algorithm.teacher}: no model folder is there")
 
 
 def check_engine(configuration: Configuration) -> None:

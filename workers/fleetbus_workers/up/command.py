@@ -121,10 +121,12 @@ def resolve_paths(configuration: Configuration) -> Configuration:
     paths = {key: _make_absolute(path) for key, path in named.items() if path and not is_remote(path)}
     if run.tasks.startswith(HARBOR) and run.environment == RunSettings().environment:
         paths["environment"] = paths["tasks"]
+    teacher = configuration.algorithm.teacher
     auth = str(Path(configuration.nats.auth).expanduser().absolute()) if configuration.nats.auth else ""
     return msgspec.structs.replace(
         configuration,
         run=msgspec.structs.replace(run, **paths),
+        algorithm=msgspec.structs.replace(configuration.algorithm, teacher=_make_absolute(teacher) if teacher else ""),
         nats=msgspec.structs.replace(configuration.nats, auth=auth),
     )
 

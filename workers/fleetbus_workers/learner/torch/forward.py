@@ -87,6 +87,13 @@ def has_plain_logits(model: PreTrainedModel) -> bool:
     return torch.equal(made[-1].float(), found.float())
 
 
+def find_head(model: PreTrainedModel, processes: int) -> tuple[bool, bool]:
+    """Whether a model's head can be called alone, and whether something else is made of its logits; every process of a sharded
+    model, which has to be entered at its top, has to ask."""
+    plain = processes == 1 and has_plain_head(model)
+    return plain, not plain and not has_plain_logits(model)
+
+
 def can_pack(model: PreTrainedModel) -> bool:
     """True if sequences that are packed into one row do not see each other: tried on two short ones."""
     vocabulary = model.get_input_embeddings().weight.shape[0]

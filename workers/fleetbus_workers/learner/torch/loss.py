@@ -12,7 +12,7 @@ import torch
 
 from fleetbus.core.corrections import kl_k3
 from fleetbus.core.losses import LossPlan, compute_token_losses, reduce_losses, select_old_logprobs
-from fleetbus.core.objectives import find_clipped, token_ratio
+from fleetbus.core.objectives import Objective, find_clipped, token_ratio
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch
 from fleetbus_workers.learner.torch.sharding import Shards
@@ -118,20 +118,24 @@ def compute_loss(
     reference: torch.Tensor | None,
     totals: Totals,
     measured: LossMetrics,
+    objective: Objective | None = None,
 ) -> torch.Tensor:
     """This micro-batch's share of the loss of its optimizer step. ``proximal`` [N]: the trainer's log-probabilities before the
-    first update, None: now is before. ``reference`` [N]: those of the model that the KL pulls to, None: the sampler's."""
+    first update, None: now is before. ``reference`` [N]: those of the model that the KL pulls to, None: the sampler's.
+    ``objective`` takes the place of the plan's; what it clips is not known."""
     if proximal is None:
         proximal = scores.logprobs.detach()
     mask = batch.to_rows(torch.ones_like(tokens.logprobs))
     losses = compute_token_losses(
         plan,
+        objective,
         logprobs=batch.to_rows(scores.logprobs),
         sampler=batch.to_rows(tokens.logprobs),
         proximal=batch.to_rows(proximal),
         advantages=batch.to_rows(tokens.advantages),
         mask=mask,
         reference=None if reference is None else batch.to_rows(reference),
+        entropies=batch.to_rows(scores.entropies) if plan.entropy_coefficient else None,
     )
     shares = torch.tensor([totals.shares[index] for index in batch.indices], dtype=mask.dtype, device=mask.device)
     loss: torch.Tensor = reduce_losses(plan, losses, mask, tokens=totals.tokens, sequences=totals.sequences, shares=shares)
@@ -140,7 +144,9 @@ def compute_loss(
         old = select_old_logprobs(plan, tokens.logprobs, proximal)
         ratio = token_ratio(scores.logprobs, old)
         now, before, advantages = (batch.to_rows(values) for values in (scores.logprobs, old, tokens.advantages))
-        clipped = find_clipped(plan.objective, now, before, advantages, mask, plan.clip).flatten()[batch.places]
+        clipped = torch.zeros_like(ratio)
+        if objective is None:
+            clipped = find_clipped(plan.objective, now, before, advantages, mask, plan.clip).flatten()[batch.places]
         measured.add_tokens(
             entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)
         )

@@ -5,6 +5,7 @@ Engines know nothing of adapters or shards: what leaves here are whole tensors u
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from fleetbus_workers.learner.torch.sharding import Shards
 from fleetbus_workers.weights.file import stream_weights
 
 _ADAPTER = "default"
+_COMPANIONS = (".json", ".jinja", ".txt", ".model")
+"""Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
 
 
 def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.device, shards: Shards) -> PreTrainedModel:
@@ -47,6 +50,28 @@ def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.devic
         raise UserError(f"{folder} contains no model that transformers can load: {error}") from error
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
+
+
+def load_teacher(
+    policy: PreTrainedModel, settings: TorchTrainerSettings, device: torch.device, shards: Shards
+) -> PreTrainedModel | None:
+    """The model that is distilled, None if there is none. Raises `UserError` unless it takes the policy's tokens."""
+    if not settings.algorithm.teacher:
+        return None
+    folder = Path(settings.algorithm.teacher)
+    teacher = load_model(folder, settings, device, shards).requires_grad_(False)
+    own, its = (model.get_input_embeddings().weight.shape[0] for model in (policy, teacher))
+    if own > its:
+        raise UserError(f"algorithm.teacher = {folder}: it has {its} tokens, the policy {own}: they have to share a tokenizer")
+    return teacher
+
+
+def copy_companions(model: PreTrainedModel, source: Path, folder: Path) -> None:
+    """Write the model's configuration into ``folder``, with copies of what lies beside the weights in ``source``."""
+    for file in source.iterdir():
+        if file.suffix in _COMPANIONS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+    model.config.save_pretrained(folder)
 
 
 def add_adapters(model: PreTrainedModel, settings: TrainerSettings) -> None:

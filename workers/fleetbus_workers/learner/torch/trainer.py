@@ -8,14 +8,12 @@ keeps dropout off, so that a batch, weights and `state` decide the next weights.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 import structlog
 import torch
@@ -23,12 +21,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from fleetbus.core.corrections import KL_ESTIMATORS, kl_penalty
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
+from fleetbus_workers.learner.hooks import load_loss
 from fleetbus_workers.learner.minibatches import drop_non_finite, split_minibatches
 from fleetbus_workers.learner.torch import model as models
+from fleetbus_workers.learner.torch.advantages import add_teacher, apply_kl_penalty, normalise
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches, truncate_sequence
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.forward import (
@@ -38,21 +37,19 @@ from fleetbus_workers.learner.torch.forward import (
     can_pack,
     can_share_prefix,
     compute_scores,
-    has_plain_head,
-    has_plain_logits,
+    find_head,
 )
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
+from fleetbus_workers.learner.torch.schedule import compute_learning_rate
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.token_scores import Scores
 
 if TYPE_CHECKING:
+    from fleetbus.core.objectives import Objective
     from fleetbus_workers.learner.torch.images import TrainingImages
 
 log = structlog.get_logger()
-
-_COMPANIONS = (".json", ".jinja", ".txt", ".model")
-"""Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
 
 
 class InitialLogprobs(NamedTuple):
@@ -77,9 +74,13 @@ class TorchTrainer:
     """A model with its AdamW, as `fleetbus_workers.learner.base.Trainer`. Raises `UserError` when the folder or a setting is
     wrong."""
 
-    def __init__(self, folder: Path, *, settings: TorchTrainerSettings | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, settings: TorchTrainerSettings | None = None, objective: Objective | None = None
+    ) -> None:
         self.settings = settings or TorchTrainerSettings()
         self.settings.check()
+        named = self.settings.algorithm.loss
+        self._objective = objective or (load_loss(named) if named else None)
         torch.set_num_threads(self.settings.learner.threads)
         device = resolve_device(self.settings.trainer.device)
         precision: torch.dtype = getattr(torch, self.settings.trainer.precision)
@@ -95,6 +96,7 @@ class TorchTrainer:
         self._detect_capabilities()
         self._images = self._open_images()
         self._reference = self._load_reference(device)
+        self._teacher = models.load_teacher(self._model, self.settings, device, self.shards)
         if self.settings.trainer.lora_rank:
             models.add_adapters(self._model, self.settings.trainer)
         if self.settings.trainer.gradient_checkpointing:
@@ -125,23 +127,28 @@ class TorchTrainer:
         measured = LossMetrics()
         norms: list[float] = []
         initial = self._compute_initial_logprobs(batch)
-        if self.settings.algorithm.kl_coefficient and self.settings.algorithm.kl_place == "reward":
-            batch = self._apply_kl_penalty(batch, initial)
+        batch, shaped = self._shape_advantages(batch, initial)
         rate = 0.0
         for _ in range(self.settings.trainer.epochs):
             for chosen in split_minibatches(len(batch), self.settings.learner.minibatches):
-                rate = self._set_learning_rate(progress)
+                rate = compute_learning_rate(self.settings, progress, self._updates)
+                for group in self._optimizer.param_groups:
+                    group["lr"] = rate
                 fresh = version if not norms else None
                 norms.append(self._update(batch, chosen, initial, measured, fresh))
         measured.gather(self.shards)
-        return measured.metrics(len(norms), self.settings.trainer.epochs) | {
-            "grad_norm": sum(norms) / len(norms),
-            "skipped_updates": float(sum(not math.isfinite(norm) for norm in norms)),
-            "learning_rate": rate,
-            "sequences_excluded": float(given - len(batch)),
-            "tokens_cut": float(longest - sum(len(sequence.ids) for sequence in batch)),
-            "seconds": time.perf_counter() - started,
-        }
+        return (
+            measured.metrics(len(norms), self.settings.trainer.epochs)
+            | shaped
+            | {
+                "grad_norm": sum(norms) / len(norms),
+                "skipped_updates": float(sum(not math.isfinite(norm) for norm in norms)),
+                "learning_rate": rate,
+                "sequences_excluded": float(given - len(batch)),
+                "tokens_cut": float(longest - sum(len(sequence.ids) for sequence in batch)),
+                "seconds": time.perf_counter() - started,
+            }
+        )
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `Trainer.save_weights`. Raises `OSError`."""
@@ -155,10 +162,7 @@ class TorchTrainer:
         # First what takes all processes: an error before it would leave the others waiting for the leader's part.
         models.write_model_weights(self._model, folder / SAFE_WEIGHTS_NAME, self.shards)
         if self.shards.rank == 0:
-            for file in self._folder.iterdir():
-                if file.suffix in _COMPANIONS and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, folder / file.name)
-            self._model.config.save_pretrained(folder)
+            models.copy_companions(self._model, self._folder, folder)
 
     def start_checkpoint(self, folder: Path) -> FinishWriting:
         """See `Trainer.start_checkpoint`: the weights as they are trained (with adapters: those alone), the optimizer's state
@@ -234,9 +238,8 @@ class TorchTrainer:
     def _detect_capabilities(self) -> None:
         """Detect what the model supports (packing, prefix sharing, plain head) before it is sharded or wrapped."""
         settings = self.settings
+        self._head = find_head(self._model, self.shards.world)
         # A sharded model has to be entered at its top, and checkpointed layers drop their cache.
-        self._plain_head = self.shards.world == 1 and has_plain_head(self._model)
-        self._whole_logits = not self._plain_head and not has_plain_logits(self._model)
         separate = self.shards.world > 1 or settings.trainer.packing or settings.trainer.gradient_checkpointing
         self._share = settings.share_prefix and not separate and can_share_prefix(self._model)
         if settings.trainer.packing and not can_pack(self._model):
@@ -256,16 +259,6 @@ class TorchTrainer:
         if self.settings.trainer.lora_rank:
             return self._model
         return models.load_model(self._folder, self.settings, device, self.shards).requires_grad_(False)
-
-    def _set_learning_rate(self, progress: float) -> float:
-        passed = min(max(progress, 0.0), 1.0)
-        share = {"linear": 1.0 - passed, "cosine": 0.5 * (1.0 + math.cos(math.pi * passed)), "constant": 1.0}
-        decayed = 1.0 - (1.0 - self.settings.learner.min_lr_ratio) * (1.0 - share[self.settings.trainer.lr_scheduler_type])
-        warmed = min(1.0, (self._updates + 1) / max(self.settings.learner.warmup_steps, 1))
-        rate = self.settings.learner.learning_rate * decayed * warmed
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     def _compute_initial_logprobs(self, batch: Sequence[TrainingSequence]) -> InitialLogprobs:
         """Log-probabilities before the first update, as later updates and the KL term need them."""
@@ -287,25 +280,20 @@ class TorchTrainer:
         found = self.shards.merge_across(found)
         return [found[index].to(self._model.device) for index in range(len(batch))]
 
-    def _apply_kl_penalty(self, batch: Sequence[TrainingSequence], initial: InitialLogprobs) -> list[TrainingSequence]:
-        """The batch with the KL taken out of its advantages."""
-        assert initial.proximal is not None
-        policy = [logprobs.cpu().numpy() for logprobs in initial.proximal]
-        target = [sequence.logprobs[sequence.loss_mask] for sequence in batch]
-        if initial.reference is not None:
-            target = [logprobs.cpu().numpy() for logprobs in initial.reference]
-        width = max(map(len, policy))
-        rows = [np.stack([np.pad(row, (0, width - len(row))) for row in found]) for found in (policy, target)]
-        mask = np.stack([np.arange(width) < len(row) for row in policy]).astype(np.float32)
-        penalty = self.settings.algorithm.kl_coefficient * kl_penalty(
-            KL_ESTIMATORS[self.settings.algorithm.kl_estimator](*rows), mask
-        )
-        penalised = []
-        for sequence, row, found in zip(batch, penalty, policy, strict=True):
-            advantages = sequence.advantages.copy()
-            advantages[sequence.loss_mask] += row[: len(found)].astype(np.float32)
-            penalised.append(msgspec.structs.replace(sequence, advantages=advantages))
-        return penalised
+    def _shape_advantages(
+        self, batch: Sequence[TrainingSequence], initial: InitialLogprobs
+    ) -> tuple[Sequence[TrainingSequence], dict[str, float]]:
+        """The batch with what settings add to its advantages token by token, and what was measured of that."""
+        algorithm, measured = self.settings.algorithm, {}
+        if algorithm.kl_coefficient and algorithm.kl_place == "reward":
+            assert initial.proximal is not None
+            batch = apply_kl_penalty(batch, algorithm, initial.proximal, initial.reference)
+        if self.settings.learner.advantage_estimator == "reinforce_plus_plus":
+            batch = normalise(batch)
+        if self._teacher is not None:
+            found = self._compute_logprobs(batch, self._teacher)
+            batch, measured["teacher_kl"] = add_teacher(batch, algorithm.teacher_coefficient, found)
+        return batch, measured
 
     def _update(
         self,
@@ -333,6 +321,7 @@ class TorchTrainer:
                 reference=_concatenate(reference, micro_batch),
                 totals=totals,
                 measured=measured if counts else LossMetrics(),
+                objective=self._objective,
             )
             if counts and fresh is not None:
                 measured.add_differences((scores.logprobs.detach() - tokens.logprobs)[tokens.versions == fresh])
@@ -355,7 +344,9 @@ class TorchTrainer:
         inputs: Inputs = build_text_inputs
         if self._images is not None:
             ids, inputs = self._images.encode_images(batch)
-        length = find_shared_prefix(ids, masks) if self._share else 0
+        teaches = model is self._teacher
+        plain_head, whole_logits = find_head(model, self.shards.world) if teaches else self._head
+        length = find_shared_prefix(ids, masks) if self._share and not teaches else 0
         precision = self._autocast
         prefix = None
         if length:
@@ -381,10 +372,11 @@ class TorchTrainer:
                         micro_batch,
                         prefix=prefix,
                         temperature=tokens.temperature,
-                        plain_head=self._plain_head,
-                        whole_logits=self._whole_logits,
+                        plain_head=plain_head,
+                        whole_logits=whole_logits,
                         precision=precision,
                         inputs=inputs,
+                        entropy_gradient=self.settings.algorithm.entropy_coefficient > 0,
                     )
                 yield ScoredBatch(micro_batch, tokens, scores, counts)
         if prefix is not None:
@@ -394,8 +386,10 @@ class TorchTrainer:
         self, batch: Sequence[TrainingSequence]
     ) -> tuple[tuple[bool, list[int]], tuple[bool, list[int]]]:
         """Indices of sequences that have a gradient, and of those that are only measured: their advantage is zero."""
-        has_kl_loss = self.settings.algorithm.kl_coefficient and self.settings.algorithm.kl_place == "loss"
-        idle = [not sequence.advantages.any() and not has_kl_loss for sequence in batch]
+        algorithm = self.settings.algorithm
+        has_kl_loss = algorithm.kl_coefficient and algorithm.kl_place == "loss"
+        always = bool(has_kl_loss or algorithm.entropy_coefficient or self._objective is not None)
+        idle = [not sequence.advantages.any() and not always for sequence in batch]
         return (
             (True, [index for index, still in enumerate(idle) if not still]),
             (False, [index for index, still in enumerate(idle) if still]),
