@@ -85,6 +85,10 @@ test-agents *arguments:
     .venv-agents/bin/pip install -q -e . openai anthropic litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]'
     AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m 'slow or not slow' tests/agents {{arguments}}
 
+# 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes
+agent-kills *arguments:
+    LONG=1 .venv/bin/pytest -n0 -q -s -m slow tests/agents/test_agents_under_kills.py {{arguments}}
+
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
     .venv/bin/pytest -q -m browser {{arguments}}

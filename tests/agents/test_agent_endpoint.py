@@ -230,6 +230,16 @@ async def test_a_marked_repetition_joins_its_call_and_gets_the_same_answer() -> 
         assert len(texts) == 3 and len(set(texts)) == 1 and session.repeated == 2
 
 
+async def test_a_request_that_its_repetition_overtook_is_the_same_call() -> None:
+    async with serving() as (client, session):
+        async with anyio.create_task_group() as group:
+            group.start_soon(answer_next, session)
+            marked = await client.post(CHAT, json=BODIES[CHAT], headers={"x-stainless-retry-count": "1"})
+        assert (await client.post(CHAT, json=BODIES[CHAT])).text == marked.text and session.repeated == 1
+        await ask(client, session, CHAT)  # the next one is another sample
+        assert session.repeated == 1
+
+
 async def test_the_same_body_without_a_mark_is_another_sample() -> None:
     async with serving() as (client, session):
         await ask(client, session, CHAT)

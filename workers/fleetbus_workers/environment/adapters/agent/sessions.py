@@ -29,6 +29,9 @@ MAX_REMEMBERED = 256
 DISCONNECTED_SECONDS = 5.0
 """How long a call is kept in its queue for the repetition of a client that went away."""
 
+OVERTAKEN_SECONDS = 5.0
+"""How long a request may be on its way after its own repetition came."""
+
 SESSION_OVER = "The session is over: no further turns. Stop now."
 
 
@@ -44,6 +47,8 @@ class PendingCall:
         self.digest = digest
         self.answer: Answer | InvalidCall | None = None
         self.waiters = 0
+        self.first_request_until = -math.inf
+        """Until when the request that this one repeats may still come, overtaken on its way."""
         self._answered = anyio.Event()
 
     async def wait(self) -> Answer:
@@ -53,6 +58,11 @@ class PendingCall:
         if isinstance(self.answer, InvalidCall):
             raise InvalidCall(str(self.answer))
         return self.answer
+
+    def takes_first_request(self) -> bool:
+        """Whether an unmarked request is the one that was repeated before it came; once."""
+        is_due, self.first_request_until = anyio.current_time() < self.first_request_until, -math.inf
+        return is_due
 
     @asynccontextmanager
     async def wanted(self) -> AsyncIterator[None]:
@@ -95,10 +105,12 @@ class AgentSession:
     def enter(self, call: AgentCall, digest: str, *, repetition: bool) -> PendingCall:
         """The call in its queue, or the one that it repeats; played while it is `PendingCall.wanted`. Raises `TooManyCalls`."""
         known = self._remembered.get(digest)
-        if repetition and known is not None:
+        if known is not None and (repetition or known.takes_first_request()):
             self.repeated += 1
             return known
         pending = PendingCall(call, digest)
+        if repetition:
+            pending.first_request_until = anyio.current_time() + OVERTAKEN_SECONDS
         if self.over:
             pending.set_answer(build_last_answer())
             return pending

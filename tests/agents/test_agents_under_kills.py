@@ -1,0 +1,191 @@
+"""64 agents at once while the workers that serve them are killed: ``just agent-kills``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.audit import audit_run
+from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.bus.streams import plan_run
+from fleetbus.episodes import decode_episode_entry
+from fleetbus_schemas import (
+    Action,
+    EpisodeFinished,
+    EpisodeRequested,
+    Observation,
+    PolicyPublished,
+    Subjects,
+    Task,
+    decode,
+    encode,
+)
+from tests.support.processes import children
+
+RUN, AT_ONCE, KILL_SECONDS = "kills", 64, 5.0
+AGENT = Path(__file__).with_name("impatient_agent.py")
+SUBJECTS = Subjects(RUN)
+
+WORKER = """
+import sys, anyio, structlog
+from fleetbus.bus.nats import connect
+from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, LimitSettings, RunSettings
+from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.environment.worker import run_environment
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+
+role, name, url, agent = sys.argv[1:]
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+configuration = Configuration(
+    run=RunSettings(name="kills"),
+    environment=EnvironmentSettings(slots=32, max_attempts=1000),
+    inference=InferenceSettings(slots=64, max_model_len=1 << 16),
+    limits=LimitSettings(reset=120, step=120, episode=600),
+)
+
+async def main():
+    async with connect(url, run="kills", role=role, worker=name) as bus:
+        drain = anyio.Event()
+        if role == "inference":
+            sampler = ScriptedSampler(delay=lambda request: 0.05)
+            engine = {"sampler": sampler, "template": ScriptedTemplate()}
+            await run_inference(bus, configuration=configuration, name=name, drain=drain, **engine)
+        else:
+            factory = build_environment_factory(agent, verifier=None, configuration=configuration)
+            async with factory.run():
+                await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
+
+anyio.run(main)
+"""
+
+
+@contextmanager
+def worker(role: str, name: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    spec = f"agent:{sys.executable} -I -S {AGENT}"
+    with subprocess.Popen([sys.executable, "-c", WORKER, role, name, url, spec]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def kill_in_turn(url: str, seconds: float) -> int:
+    """Two environment workers, one of them killed every few seconds and another started for it; then both are let be until
+    cancelled."""
+    names = (f"e{number}" for number in range(1000))
+    places = [worker("environment", next(names), url) for _ in range(2)]
+    running = [place.__enter__() for place in places]
+    kills, until = 0, time.monotonic() + seconds
+    try:
+        while time.monotonic() < until:
+            await anyio.sleep(KILL_SECONDS)
+            place = kills % 2
+            running[place].send_signal(signal.SIGKILL)
+            await anyio.to_thread.run_sync(running[place].wait)
+            places[place] = worker("environment", next(names), url)
+            running[place] = places[place].__enter__()
+            kills += 1
+        await anyio.sleep_forever()
+    finally:
+        for each in places:
+            each.__exit__(None, None, None)
+    return kills
+
+
+async def ask_for_episodes(bus: Bus, seconds: float) -> int:
+    """Keep so many out until time is up; how many there were, when all have ended."""
+    asked, until = 0, time.monotonic() + seconds
+    out: set[str] = set()
+    async with bus.read([SUBJECTS.episodes]) as reader:
+        while out or time.monotonic() < until:
+            while len(out) < AT_ONCE and time.monotonic() < until:
+                episode = f"a{asked}"
+                await bus.publish(SUBJECTS.task("default", episode), encode(build_request(bus, episode)), expected_last=0)
+                out.add(episode)
+                asked += 1
+            entry = decode_episode_entry(await reader.receive())
+            if isinstance(entry, EpisodeFinished):
+                out.discard(entry.episode_id)
+    return asked
+
+
+def build_request(bus: Bus, episode: str) -> EpisodeRequested:
+    return EpisodeRequested(
+        episode_id=episode,
+        group_id=episode,
+        sample_index=0,
+        split="eval",
+        task=Task(key="t", prompt="p"),
+        policy="default",
+        max_turns=50,
+        max_tokens=1 << 15,
+        deadline_ns=bus.now_ns() + 900 * 10**9,
+    )
+
+
+@asynccontextmanager
+async def fleet(store: Path) -> AsyncIterator[tuple[str, Bus]]:
+    async with run_server(store) as server, connect(server.url, run=RUN, role="up", worker="driver") as bus:
+        await bus.declare(plan_run(RUN, lanes=16, max_bytes=2 << 30))
+        policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
+        await bus.publish(SUBJECTS.policy("default"), encode(policy))
+        with worker("inference", "i0", server.url):
+            yield server.url, bus
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seconds", [20, pytest.param(120, marks=pytest.mark.skipif(not os.environ.get("LONG"), reason="LONG"))]
+)
+@pytest.mark.timeout(600)
+async def test_no_call_is_played_twice_while_workers_are_killed(seconds: float, tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (url, bus):
+        async with anyio.create_task_group() as group:
+            group.start_soon(kill_in_turn, url, seconds)
+            asked = await ask_for_episodes(bus, seconds)
+            group.cancel_scope.cancel()
+        report = await audit_run(bus, SUBJECTS)
+        assert report.balanced, report.findings
+        entries = [decode_episode_entry(entry) async for entry in bus.scan([SUBJECTS.episodes])]
+        seen = await count_calls(bus)
+    results = [entry for entry in entries if isinstance(entry, EpisodeFinished)]
+    assert len(results) == len({result.episode_id for result in results}) == asked
+    wrong = [result for result in results if (result.outcome, result.reward, result.turns) != ("completed", 1.0, 4)]
+    assert not wrong, "what an agent saw was covered by its own repetitions"
+    assert not any(result.segments for result in results), "a repetition that is sampled again would begin a segment"
+    taken_over = sum(result.attempt > 1 for result in results)
+    print(f"{asked} episodes, {taken_over} of them taken over, {sum(seen.values())} calls played")
+    assert max(seen.values()) == 1 and taken_over
+    assert not children()
+
+
+async def count_calls(bus: Bus) -> Counter[tuple[str, int, str]]:
+    """How often a call was played, by episode, attempt and what it says; an observation that is sent again is the same turn."""
+    said: dict[tuple[str, int, int], str] = {}
+    seen: Counter[tuple[str, int, str]] = Counter()
+    answered: defaultdict[tuple[str, int, int], int] = defaultdict(int)
+    async for entry in bus.scan([SUBJECTS.observations(), SUBJECTS.actions()]):
+        if entry.subject.split(".", 3)[2] == "obs":
+            observation = decode(Observation, entry.payload)
+            turn = (observation.episode_id, observation.attempt, observation.turn)
+            if turn not in said:
+                said[turn] = str(observation.messages[-1].content)
+                seen[(*turn[:2], said[turn])] += 1
+        else:
+            action = decode(Action, entry.payload)
+            answered[action.episode_id, action.attempt, action.turn] += 1
+    assert max(answered.values()) == 1, "no turn was sampled twice"
+    return seen
