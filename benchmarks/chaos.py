@@ -286,7 +286,7 @@ def _build_figures(log: Iterable[Entry], audit: Report, summary: Summary) -> dic
 
 
 def _count_taken_over(log: Iterable[Entry]) -> int:
-    """Episodes of several segments that a later attempt went on with after the first of them."""
+    """Episodes of several segments that a later attempt went on with when the first of them was over."""
     resumed: dict[str, int] = {}
     cut: dict[str, int] = {}
     for entry in log:
@@ -295,7 +295,7 @@ def _count_taken_over(log: Iterable[Entry]) -> int:
                 resumed[claim.episode_id] = claim.resumed_at_turn
             case EpisodeFinished() as result if result.segments:
                 cut[result.episode_id] = result.segments[1].first_turn
-    return sum(turn > cut[episode] for episode, turn in resumed.items() if episode in cut)
+    return sum(turn >= cut[episode] for episode, turn in resumed.items() if episode in cut)
 
 
 def _build_recovery(recovery: Recovery) -> dict[str, dict[str, float | int | None]]:

@@ -43,7 +43,7 @@ async def test_segments_of_processes_that_are_killed_are_trained_once(seed: int,
     report = json.loads(done.stdout)
     assert report["audit_findings"] == {}
     assert report["proven"] == report["books"]["trained"] > 0
-    assert report["taken_over_between_segments"] > 0
+    assert any(int(attempts) > 1 for attempts in report["attempts_per_episode"]), "nothing was struck"
     assert report["episodes"].keys() <= {"completed", "truncated"}, "an episode was lost"
 
 
