@@ -5,8 +5,9 @@
 Random models of three sizes, 2 and 4 processes over gloo on the CPU. Measured is anonymous memory of the process above what it
 held after the imports and a step of a tiny model, sampled every millisecond; every tensor is mapped alone, so that what is
 freed leaves the process. ``holds`` is what a part cannot be done without: at load the shards, and what a first pass gathers of
-them; in a step (the second, for the optimizer's numbers exist after the first) what `fleetbus plan` says; at publish the shards
-with the optimizer's and the largest tensor; at checkpoint the shards with the optimizer's and the copy of both.
+embedding, head and a layer, which FSDP receives in a buffer of its own; in a step (the second: the optimizer's numbers exist
+after the first) what `fleetbus plan` says; at publish the shards with the optimizer's and the largest tensor; at checkpoint
+the shards with the optimizer's and the copy of both.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SIZES = {
     "medium": {"hidden_size": 768, "num_hidden_layers": 10, "intermediate_size": 2304, "vocab_size": 32768},
 }
 TOKENS = 256
-SEQUENCES = 8
+SEQUENCES = 16
 MICRO_BATCH = 2
 PARTS = ("load", "step", "publish", "checkpoint")
 ALONE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -64,7 +65,7 @@ def make_model(folder: Path, sizes: dict[str, int]) -> Path:
         eos_token_id=2,
         bos_token_id=None,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -164,7 +165,7 @@ def compare(folder: Path, processes: int, found: list[dict[str, int]]) -> dict[s
     shard = shape.parameters * MASTER_BYTES / processes
     peaks = {name: max(each[name] for each in found) for name in PARTS}
     holds = {
-        "load": shard + MASTER_BYTES * (shape.embedding + 2 * shape.layer),
+        "load": shard + MASTER_BYTES * 2 * (shape.embedding + shape.layer),
         "step": float(plan.total),
         "publish": 3 * shard + shape.largest * MASTER_BYTES,
         "checkpoint": 6 * shard,

@@ -104,9 +104,14 @@ class Shards:
             padded = own.new_zeros((rows, *own.shape[1:]), dtype=dtype or own.dtype)
             padded[: len(own)] = own
             own = padded
-        whole = own.new_empty((rows * self.world, *own.shape[1:])) if self.rank == 0 else None
-        dist.gather(own.contiguous(), None if whole is None else list(whole.chunk(self.world)), dst=0)
-        return torch.empty(0) if whole is None else whole[: tensor.shape[0]].cpu()
+        if self.rank:
+            dist.send(own.contiguous(), dst=0)
+            return torch.empty(0)
+        whole = own.new_empty((rows * self.world, *own.shape[1:]))
+        whole[:rows] = own
+        for source, part in enumerate(whole.chunk(self.world)[1:], start=1):
+            dist.recv(part, src=source)  # one by one: gloo's own gather makes the whole a second time
+        return whole[: tensor.shape[0]].cpu()
 
     def copy_to_cpu(self, tensor: Any) -> torch.Tensor:
         """A copy in the CPU's memory of what this process holds; sharded as ``tensor`` is."""
