@@ -35,6 +35,7 @@ class Entry(NamedTuple):
 COMMANDS: dict[str, Entry] = {
     "up": Entry("Train", "fleetbus_workers.cli.up", "Everything on this machine: train the default task, or yours"),
     "plan": Entry("Train", "fleetbus_workers.cli.plan", "What a model needs of each GPU, before anything starts"),
+    "learn": Entry("Train", "fleetbus_workers.cli.learn", "Fine-tune a model on the rewarded episodes of recordings"),
     "environment": Entry("One role", "fleetbus_workers.cli.environment", "An environment worker: plays episodes"),
     "inference": Entry("One role", "fleetbus_workers.cli.inference", "An inference worker: samples the policy"),
     "learner": Entry("One role", "fleetbus_workers.cli.learner", "The learner: requests episodes and trains"),
