@@ -49,7 +49,7 @@ def operations(run: str) -> tuple[Operation, ...]:
         yield "write a session's journal", PUBLISH, subjects.session(EPISODE)
         yield "write into another run", PUBLISH, Subjects(OTHER_RUN).episode(EPISODE)
         yield "publish a policy", PUBLISH, subjects.policy("default")
-        yield "write into the book of training", PUBLISH, subjects.train("default")
+        yield "write into the training journal", PUBLISH, subjects.train("default")
         for role in ("environment", "inference", "learner", "recorder", "gateway"):
             yield f"say hello as {role}", PUBLISH, subjects.life(role, "w")
         for role in ("environment", "inference", "recorder"):

@@ -181,12 +181,12 @@ class MemoryBus:
 
     @asynccontextmanager
     async def serve(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[RequestServer]:
-        inlet = MemoryRequestServer(self._link, limit)
-        self._server.subscriptions.subscribe(inlet, subject, self._link, inlet.on_message)
+        requests = MemoryRequestServer(self._link, limit)
+        self._server.subscriptions.subscribe(requests, subject, self._link, requests.on_message)
         try:
-            yield inlet
+            yield requests
         finally:
-            self._server.subscriptions.unsubscribe(inlet, subject)
+            self._server.subscriptions.unsubscribe(requests, subject)
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
         if self._link.up and await self._delay_core_message(subject):

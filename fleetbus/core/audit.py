@@ -124,7 +124,7 @@ class Audit:
             actions=self._counts["actions"],
             versions=sum(map(len, self._versions.values())),
             steps=self._counts["steps"],
-            lineages=tuple(lineage for book in self._training.values() for lineage in book.lineages),
+            lineages=tuple(lineage for training in self._training.values() for lineage in training.lineages),
             findings=findings.list_found(),
             refused=self._counts["refused"],
         )
@@ -146,8 +146,8 @@ class Audit:
             self._closed.add(episode, is_settled=is_settled)
             del self._episodes[episode.episode_id]
         closed = {episode.episode_id for episode in passed}
-        for book in self._training.values():
-            book.close(closed, self._findings)
+        for training in self._training.values():
+            training.close(closed, self._findings)
         for versions in self._versions.values():
             versions.forget_old()
 
@@ -160,8 +160,8 @@ class Audit:
 
     def _collect_settled(self, findings: Findings) -> Settled:
         settled = Settled()
-        for book in self._training.values():
-            for settlement in book.list_settlements(findings):
+        for training in self._training.values():
+            for settlement in training.list_settlements(findings):
                 settled.add(settlement, findings)
         return settled
 
@@ -241,8 +241,8 @@ class Audit:
 
     def _build_books(self, settled: Settled) -> Books:
         void = abandoned = 0
-        for book in self._training.values():
-            trained, gone = book.count_void(book.list_settlements(self._findings))
+        for training in self._training.values():
+            trained, gone = training.count_void(training.list_settlements(self._findings))
             void, abandoned = void + trained, abandoned + gone
         closed = self._closed
         requested = [episode for episode in self._episodes.values() if episode.requested]

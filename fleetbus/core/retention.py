@@ -51,7 +51,7 @@ class _Training:
         """No learner asks for a group below it, except of those that the log holds unsettled."""
 
     def find_first_needed(self) -> int:
-        """Where a learner has to read its book from; 0: all of it."""
+        """Where a learner has to read its journal from; 0: all of it."""
         return self._checkpoints[0][0] if len(self._checkpoints) == KEPT_CHECKPOINTS else 0
 
     def on_lineage(self, started: LineageStarted) -> None:

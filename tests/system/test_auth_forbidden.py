@@ -75,7 +75,7 @@ async def direct_history(bus: Bus) -> None:
 SPY = {"stream_name": LOG, "config": {"name": "spy", "filter_subject": SUBJECTS.tasks(), "ack_policy": "none"}}
 FORBIDDEN: list[tuple[str, str, Operation]] = [
     ("environment", "publishes a policy", publish(SUBJECTS.policy("default"))),
-    ("environment", "writes into the book of training", publish(SUBJECTS.train("default"))),
+    ("environment", "writes into the training journal", publish(SUBJECTS.train("default"))),
     ("environment", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
     ("environment", "acts for the policy", publish(SUBJECTS.action("e0", "e1"))),
     ("environment", "takes observations", pull("obs_default_any")),

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
+from fleetbus_workers.weights.companions import copy_companions
 from fleetbus_workers.weights.file import WeightsRejected, read_weights
 
 WEIGHTS_NAME = "model.safetensors"
@@ -26,7 +27,6 @@ HEAD_FILE = "lm_head.safetensors"
 EMBEDDING = "embed_tokens.weight"
 BASE = "base"
 NESTINGS = frozenset({"model", "language_model", "vision_model"})
-COMPANIONS = (".json", ".jinja", ".txt", ".model")
 
 
 class WeightFolders:
@@ -86,9 +86,7 @@ class WeightFolders:
         """A folder with everything of the model but its weights."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for file in self._model.iterdir():
-            if file.suffix in COMPANIONS and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
+        copy_companions(self._model, folder)
         if self._untie:
             _set_untied(folder / CONFIGURATION)
 

@@ -9,7 +9,6 @@ learner, which resumes from the last checkpoint.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,14 +25,13 @@ from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
 from fleetbus_workers.learner.minibatches import split_minibatches
 from fleetbus_workers.learner.tinker_batches import TinkerMetrics, build_datum_arrays
 from fleetbus_workers.tinker_service import SamplerPath, format_error
+from fleetbus_workers.weights.companions import copy_companions
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import LearnerSettings, TinkerSettings
 
 CALL_SECONDS = 1800.0
 """For one call of the service: a batch of a large model waits its turn there."""
-
-_COMPANIONS = (".json", ".jinja", ".txt", ".model")
 
 
 class StatePath(msgspec.Struct, frozen=True, kw_only=True, tag="tinker"):
@@ -91,9 +89,7 @@ class TinkerTrainer:
         """See `Trainer.save_model`: tokenizer and configuration of the base model, and the path of the trained
         adapter on the service, in ``tinker.json``; the weights themselves stay there."""
         folder.mkdir(parents=True, exist_ok=True)
-        for file in self._folder.iterdir():
-            if file.suffix in _COMPANIONS and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
+        copy_companions(self._folder, folder)
         self.save_weights(folder / "tinker.json")
 
     def start_checkpoint(self, folder: Path) -> None:

@@ -7,7 +7,6 @@ beginning of others, leave a third of a default run's tokens to be scored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -28,13 +27,6 @@ class ExpectedTurn(msgspec.Struct, frozen=True, kw_only=True):
     request: GenerationRequest
     ids: Ids
     sampled: Ids
-
-
-class Scorer(Protocol):
-    """Checks the tokens of many turns together."""
-
-    async def prepare(self, turns: Sequence[ExpectedTurn]) -> None:
-        """Score these turns under the loaded version, before the worker is asked for them."""
 
 
 def find_expected_turns(turns: Sequence[RecordedTurn]) -> Iterator[tuple[RecordedTurn, ExpectedTurn]]:

@@ -5,7 +5,6 @@ Engines know nothing of adapters or shards: what leaves here are whole tensors u
 
 from __future__ import annotations
 
-import shutil
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +27,6 @@ from fleetbus_workers.learner.torch.sharding import Shards
 from fleetbus_workers.weights.file import stream_weights
 
 _ADAPTER = "default"
-_COMPANIONS = (".json", ".jinja", ".txt", ".model")
-"""Suffixes of what lies beside the weights in a model folder: tokenizer, template, vocabulary."""
 
 
 def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.device, shards: Shards) -> PreTrainedModel:
@@ -64,14 +61,6 @@ def load_teacher(
     if own > its:
         raise UserError(f"algorithm.teacher = {folder}: it has {its} tokens, the policy {own}: they have to share a tokenizer")
     return teacher
-
-
-def copy_companions(model: PreTrainedModel, source: Path, folder: Path) -> None:
-    """Write the model's configuration into ``folder``, with copies of what lies beside the weights in ``source``."""
-    for file in source.iterdir():
-        if file.suffix in _COMPANIONS and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, folder / file.name)
-    model.config.save_pretrained(folder)
 
 
 def add_adapters(model: PreTrainedModel, settings: TrainerSettings) -> None:

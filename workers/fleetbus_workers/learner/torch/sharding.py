@@ -177,15 +177,3 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a sharded tensor, on every process; every process has to ask. For small ones: see `Shards.gather_to_leader`."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
-
-
-def copy_into(parameter: Any, tensor: torch.Tensor) -> None:
-    """Copy a whole tensor into ``parameter``, of which every process takes its own rows; nothing is sent."""
-    if not hasattr(parameter, "full_tensor"):
-        parameter.copy_(tensor)
-        return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    own = tensor[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
-    parameter.to_local().copy_(own)

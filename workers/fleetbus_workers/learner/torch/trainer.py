@@ -44,6 +44,7 @@ from fleetbus_workers.learner.torch.schedule import compute_learning_rate
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.token_scores import Scores
+from fleetbus_workers.weights.companions import copy_companions
 
 if TYPE_CHECKING:
     from fleetbus.core.objectives import Objective
@@ -137,18 +138,15 @@ class TorchTrainer:
                 fresh = version if not norms else None
                 norms.append(self._update(batch, chosen, initial, measured, fresh))
         measured.gather(self.shards)
-        return (
-            measured.metrics(len(norms), self.settings.trainer.epochs)
-            | shaped
-            | {
-                "grad_norm": sum(norms) / len(norms),
-                "skipped_updates": float(sum(not math.isfinite(norm) for norm in norms)),
-                "learning_rate": rate,
-                "sequences_excluded": float(given - len(batch)),
-                "tokens_cut": float(longest - sum(len(sequence.ids) for sequence in batch)),
-                "seconds": time.perf_counter() - started,
-            }
-        )
+        metrics = measured.metrics(len(norms), self.settings.trainer.epochs) | shaped
+        return metrics | {
+            "grad_norm": sum(norms) / len(norms),
+            "skipped_updates": float(sum(not math.isfinite(norm) for norm in norms)),
+            "learning_rate": rate,
+            "sequences_excluded": float(given - len(batch)),
+            "tokens_cut": float(longest - sum(len(sequence.ids) for sequence in batch)),
+            "seconds": time.perf_counter() - started,
+        }
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `Trainer.save_weights`. Raises `OSError`."""
@@ -162,7 +160,8 @@ class TorchTrainer:
         # First what takes all processes: an error before it would leave the others waiting for the leader's part.
         models.write_model_weights(self._model, folder / SAFE_WEIGHTS_NAME, self.shards)
         if self.shards.rank == 0:
-            models.copy_companions(self._model, self._folder, folder)
+            copy_companions(self._folder, folder)
+            self._model.config.save_pretrained(folder)
 
     def start_checkpoint(self, folder: Path) -> FinishWriting:
         """See `Trainer.start_checkpoint`: the weights as they are trained (with adapters: those alone), the optimizer's state
