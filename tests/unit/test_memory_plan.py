@@ -163,6 +163,18 @@ def test_up_refuses_a_learner_whose_numbers_alone_do_not_fit(folder: Path, capsy
         up.fit_gpus(mine, {"inference.workers": "--inference-workers"})
 
 
+@pytest.mark.parametrize("given", [{}, {"trainer.device": "cpu"}])
+def test_a_single_gpu_goes_to_the_learner_unless_that_stays_on_the_cpu(folder: Path, given: dict[str, str]) -> None:
+    mine = Configuration(run=RunSettings(model=str(folder)))
+    fitted, chosen = fit_machine(mine, given, ("0",), GB80, None, starts=False)
+    placement = place_roles(fitted, ("0",))
+    if given:
+        assert placement.inference == (("0",),) and not placement.learner and fitted.trainer.precision == "float32"
+    else:
+        assert placement.learner == ("0",) and fitted.inference.engine == "torch"
+        assert chosen.endswith("; engine torch computes on the CPU")
+
+
 def test_lines_name_what_does_not_fit(folder: Path) -> None:
     mine = Configuration(run=RunSettings(model=str(folder)))
     shape = read_shape(MODELS["Qwen/Qwen3-30B-A3B"])

@@ -56,9 +56,11 @@ def fit_machine(
     wanted = {name: value for name, value in (PROFILE | {"learner.learning_rate": rate}).items() if name not in given}
     if "trainer.device" in given and configuration.trainer.device == "cpu":
         wanted = {name: value for name, value in wanted.items() if name.partition(".")[0] not in ("trainer", "learner")}
+    if len(gpus) == 1 and "trainer.device" in wanted:  # two roles share no GPU, and training gains more from it
+        wanted.pop("inference.engine", None)
     if starts and wanted.get("inference.engine") == "vllm":
         _check_engine(configuration)
-    if configuration.inference.engine == "torch" and "inference.engine" in given:
+    if configuration.inference.engine == "torch" and "inference.engine" not in wanted:
         wanted = {name: value for name, value in wanted.items() if name not in ("inference.dtype", "inference.max_num_seqs")}
     fitted = _replace(configuration, wanted)
     if "inference.workers" not in given and fitted.inference.engine == "vllm" and len(gpus) > 1:
