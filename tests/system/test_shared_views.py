@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import psutil
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from fleetbus.config.settings import Configuration
+from fleetbus_workers.cli import up_page
 from tests.support.processes import until
 
 ROLES = [sys.executable, str(Path(__file__).with_name("scripted_roles.py"))]
@@ -120,3 +123,19 @@ async def test_up_serves_no_page_where_none_is_wanted_and_another_one_has_the_po
         assert "page: http://127.0.0.1:" in (served := await run(tmp_path, *ROLES, "up", "--steps", "2"))
         assert ":8450/" not in served
     assert "page: " not in await run(tmp_path, *ROLES, "up", "--steps", "2", "--fresh", "--no-monitor")
+
+
+async def test_a_page_that_fails_is_named_and_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("no page")
+
+    monkeypatch.setattr(up_page, "_serve", fail)
+    shown: list[str] = []
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(up_page.serve_page, Configuration(), shown.append, anyio.Event())
+            await until(lambda: bool(shown))
+            address = urllib.parse.urlsplit(shown[0].split()[1])
+            async with await anyio.connect_tcp(str(address.hostname), int(str(address.port))):
+                await until(lambda: len(shown) == 2)
+    assert shown[1] == "page stopped: ValueError: no page; `fleetbus monitor default` serves it"

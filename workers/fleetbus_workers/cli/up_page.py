@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 import anyio
+import structlog
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import FleetbusError
@@ -14,6 +15,8 @@ from fleetbus_workers.run_access.log_access import build_driver, open_run
 
 HOST = "127.0.0.1"
 PORT = 8450
+
+log = structlog.get_logger()
 
 
 async def serve_page(configuration: Configuration, show: Callable[[str], None], stop: anyio.Event) -> None:
@@ -28,9 +31,9 @@ async def serve_page(configuration: Configuration, show: Callable[[str], None], 
         try:
             if await _is_visited(bound, stop):
                 await _serve(configuration, bound, stop)
-        except* (FleetbusError, OSError) as errors:
-            again = f"`fleetbus monitor {configuration.run.name}` serves it"
-            show(f"page stopped: {_find_first(errors)}; {again}")
+        except* Exception as errors:  # what is wrong with the page is no reason to end the training
+            log.warning("page failed; the run goes on without it", exc_info=errors)
+            show(f"page stopped: {_describe(errors)}; `fleetbus monitor {configuration.run.name}` serves it")
 
 
 def _listen() -> socket.socket:
@@ -72,7 +75,7 @@ async def _serve(configuration: Configuration, bound: socket.socket, stop: anyio
         )
 
 
-def _find_first(error: BaseException) -> BaseException:
+def _describe(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    return str(error) if isinstance(error, FleetbusError) else f"{type(error).__name__}: {error}"
