@@ -10,6 +10,7 @@ import pytest
 import fleetbus_workers.environment.episode.attempts as attempts
 import fleetbus_workers.recorder.log_trimmer as log_trimmer
 from fleetbus.core.retention import Retention
+from fleetbus.log_room import LogRoom
 
 
 def floor_not_read(patch: pytest.MonkeyPatch) -> None:
@@ -37,3 +38,8 @@ def floor_above_open_groups(patch: pytest.MonkeyPatch) -> None:
         return msgspec.structs.replace(raised, groups={policy: number + 1 for policy, number in raised.groups.items()})
 
     patch.setattr(Retention, "compute_floor", faulty)
+
+
+def room_not_estimated(patch: pytest.MonkeyPatch) -> None:
+    """Admission counts what is stored, and not what the admitted episodes will still store."""
+    patch.setattr(LogRoom, "bytes_per_episode", 0.0)

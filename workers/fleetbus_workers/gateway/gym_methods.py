@@ -190,7 +190,9 @@ class GymCalls:
     async def _reset_in_new_environment(self, session: str, failed: str, key: str, seed: int | None) -> SessionAnswer:
         """The reset of a session whose environment failed: in an environment of its own, under the next name on the bus."""
         journal = await self._journal(session)
-        assert journal.claim is not None, "what was never opened has not failed"
+        if journal.claim is None:  # it failed so long ago that it has left the log
+            self.sessions.pop(session, None)
+            raise CallRefused(404, f"Session {session} not found")
         self._leave_failed(session, failed, journal)
         opened = await self._execute(session, "open", f"{key}o", task=journal.claim.task)
         return opened if opened.end is not None else await self._execute(session, "reset", key, seed=seed)
@@ -252,6 +254,8 @@ class GymCalls:
                 return answer
             self._failed_journals.pop(session, None)
             self._numbers.pop(call.session, None)
+            if kind == "open" and answer.end is None:  # it took longer than settled entries stay in the log
+                raise CallRefused(409, answer.error)
             raise CallRefused(404, f"Session {session} not found")
         if answer.refusal and not (answer.refusal == "conflict" and kind == "step"):
             raise CallRefused(400, answer.error)

@@ -75,9 +75,10 @@ class SessionCaller:
         return answer.terminated
 
     def _check_failure(self, answer: SessionAnswer) -> None:
-        """The session is over, and the log says so too."""
+        """The session is over, and the log says so too, or it was called for too late."""
         pages = self._checker.pages.get(answer.session)
         right = pages is not None and bool(pages.end) and pages.end == answer.end
+        right = right or (answer.refusal == "closed" and self._checker.is_refused(answer.session))
         detail = f"{answer.session}: {answer.refusal or answer.end} {answer.error_class} {answer.error}"
         self._observer.require(right, "a session fails by its end in the log only", detail)
 
@@ -107,7 +108,12 @@ class GatewayCaller:
     async def _play(self, calls: GymCalls) -> None:
         turns = self._draw.randint(2, 5)
         key = self._next_key()
-        connected = await self._make(calls.connect, key, {"env_config": {"key": key, "turns": turns}, "seed": None})
+        try:
+            connected = await self._make(calls.connect, key, {"env_config": {"key": key, "turns": turns}, "seed": None})
+        except CallRefused as refused:
+            right = refused.status == 409 and self._checker.is_refused(key)
+            self._observer.require(right, "a gateway refuses for what the log says", f"{key} connect: {refused}")
+            return
         session = str(connected.fields["session_id"])
         for _ in range(self._draw.choice((1, 2))):
             await self._call(calls, session, "reset", {"seed": None})

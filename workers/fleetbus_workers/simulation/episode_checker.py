@@ -81,22 +81,22 @@ class EpisodeChecker:
         self.open: dict[str, EpisodeRecord] = {}
         self._one_finished = Notifier()
         self.is_trimmed = False
-        self._floor = NO_FLOOR
+        self.floor = NO_FLOOR
 
     def raise_floor(self, entry: StreamEntry) -> None:
         """From here on what is below it changes nothing, and nobody may act upon it."""
         raised = decode(FloorRaised, entry.payload, subject=entry.subject)
-        rises = raised.sequence >= self._floor.sequence and all(
-            raised.groups.get(policy, 0) >= number for policy, number in self._floor.groups.items()
+        rises = raised.sequence >= self.floor.sequence and all(
+            raised.groups.get(policy, 0) >= number for policy, number in self.floor.groups.items()
         )
         self._observer.require(rises, "the floor never sinks", str(raised))
-        self._floor = raised
+        self.floor = raised
         passed = [record.request.episode_id for record in self.open.values() if not record.refused and self.is_passed(record)]
         self._observer.require(not passed, "nothing open lies below the floor", ", ".join(passed[:4]))
 
     def is_passed(self, record: EpisodeRecord) -> bool:
         """Whether the floor has passed it: it stays settled, whatever lineage is cut afterwards."""
-        return refuses_delivery(self._floor, record.request, record.request_sequence)
+        return refuses_delivery(self.floor, record.request, record.request_sequence)
 
     async def all_finished(self) -> None:
         """Return once every request has its result."""
@@ -105,7 +105,7 @@ class EpisodeChecker:
 
     def apply_request(self, entry: StreamEntry, at: float) -> EpisodeRecord | None:
         request = decode(EpisodeRequested, entry.payload, subject=entry.subject)
-        refused = refuses_request(self._floor, request)
+        refused = refuses_request(self.floor, request)
         if refused and request.episode_id in self.record:
             return None
         if request.episode_id in self.record:
@@ -140,7 +140,7 @@ class EpisodeChecker:
         """An entry on a subject that everything has left, or a claim on a request that came too late."""
         if isinstance(message, EpisodeFinished) and record.refused and record.result is None:
             return False  # its requester ends it
-        return record.refused or record.request_sequence < self._floor.sequence
+        return record.refused or record.request_sequence < self.floor.sequence
 
     def apply_observation(self, entry: StreamEntry, at: float) -> None:
         observation = decode(Observation, entry.payload, subject=entry.subject)

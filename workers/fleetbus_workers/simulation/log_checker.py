@@ -55,6 +55,7 @@ class LogChecker:
                 self.sessions.on_session(entry)
             case "floor":
                 self.episodes.raise_floor(entry)
+                self.sessions.raise_floor(self.episodes.floor.sessions)
             case "policy":
                 self.training.apply_publication(entry)
                 self._oracle.newest_version = self.training.newest_version

@@ -20,8 +20,11 @@ GIVEN_UP_CAUSES = frozenset({"closed", "idle", "total", "orphaned"})
 
 
 class SessionPages(msgspec.Struct, kw_only=True):
-    """One session as the log has it."""
+    """One session as the log has it. ``was_removed``: one of its name ended and may have left the log; nobody may act upon a
+    claim that comes after it."""
 
+    was_removed: bool = False
+    last: int = 0
     claims: list[SessionClaimed] = msgspec.field(default_factory=list)
     records: list[SessionRecorded] = msgspec.field(default_factory=list)
     end: str = ""
@@ -36,6 +39,16 @@ class SessionChecker:
         self.pages: dict[str, SessionPages] = {}
         self.environments: dict[str, list[EnvironmentRecord]] = {}
         self.answered = 0
+        self._floor = 0
+
+    def raise_floor(self, sequence: int) -> None:
+        """Sessions that ended below it may have left the log."""
+        self._floor = max(self._floor, sequence)
+
+    def is_refused(self, session: str) -> bool:
+        """Whether it was claimed by a call that was on its way for longer than settled entries stay: nothing came of it."""
+        pages = self.pages.get(session)
+        return pages is not None and not pages.records and self._floor > 0
 
     def register_environment(self, record: EnvironmentRecord) -> None:
         self.environments.setdefault(record.episode, []).append(record)
@@ -45,6 +58,9 @@ class SessionChecker:
         message = decode_any(STORED["session"], entry.payload, subject=entry.subject)
         assert isinstance(message, (SessionClaimed, SessionRecorded, SessionEnded))
         pages = self.pages.setdefault(message.session, SessionPages())
+        if pages.end and pages.last < self._floor and isinstance(message, SessionClaimed):
+            pages = self.pages[message.session] = SessionPages(was_removed=True)
+        pages.last = entry.sequence
         require, name = self._observer.require, f"{message.session}: {type(message).__name__}"
         require(not pages.end, "nothing follows the end of a session", f"{name} after {pages.end}")
         if isinstance(message, SessionClaimed):
@@ -78,6 +94,7 @@ class SessionChecker:
     def _apply_record(self, pages: SessionPages, recorded: SessionRecorded) -> None:
         require, answer = self._observer.require, recorded.answer
         name = f"{recorded.session} call {answer.number} {recorded.call.call} by {answer.worker}"
+        require(not pages.was_removed, "what the floor refuses is not played", name)
         require(answer.number == len(pages.records), "a session's calls are numbered without gaps", name)
         require(answer.worker == pages.claims[-1].worker, "only the newest claim's worker answers", name)
         known = {record.call.key for record in pages.records}
