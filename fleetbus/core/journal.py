@@ -53,12 +53,13 @@ class Journal(msgspec.Struct, kw_only=True):
             return record.answer if is_same_call(record.call, call) else build_refusal(call, "conflict", _CONFLICT)
         if self.ended is not None:
             return self._answer_after_end(call, self.ended)
+        if self.claim is None and call.call != "open":
+            error = f"session {call.session} is not in the log: it was never opened, or it ended and has left"
+            return build_refusal(call, "unknown", error)
         if 0 <= call.number != self.next_number:
             return build_refusal(call, "gap", f"call {call.number} is not the next one, which is {self.next_number}")
         if self.records and call.call == "open":
             return build_refusal(call, "conflict", "the session is open already: name another")
-        if self.claim is None and call.call != "open":
-            return build_refusal(call, "unknown", f"session {call.session} was never opened")
         return None
 
     def _answer_after_end(self, call: SessionCall, ended: SessionEnded) -> SessionAnswer:

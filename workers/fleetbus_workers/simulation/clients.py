@@ -79,6 +79,7 @@ class SessionCaller:
         pages = self._checker.pages.get(answer.session)
         right = pages is not None and bool(pages.end) and pages.end == answer.end
         right = right or (answer.refusal == "closed" and self._checker.is_refused(answer.session))
+        right = right or (answer.refusal == "unknown" and self._checker.has_left(answer.session))
         detail = f"{answer.session}: {answer.refusal or answer.end} {answer.error_class} {answer.error}"
         self._observer.require(right, "a session fails by its end in the log only", detail)
 

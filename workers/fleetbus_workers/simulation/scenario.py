@@ -56,6 +56,8 @@ SMALL_LOG_SHARE = 0.4
 SMALL_LOG_STEPS = (3, 4, 6)
 """How many steps a small log holds; beside a recorder it has to do, for what is settled leaves."""
 
+SMALLEST_LOG_BYTES = 400_000
+
 TURN_BYTES = 1700
 EPISODE_BYTES = 1200
 """What a turn stores, and an episode beside its turns, about."""
@@ -366,9 +368,13 @@ def _vary_configuration(scenario: Scenario, draw: random.Random) -> Scenario:
 
 
 def _limit_log(scenario: Scenario, draw: random.Random) -> Scenario:
-    """A log of a few steps in some seeds with a recorder, so that what is asked for competes for its room."""
-    if not scenario.recorder or draw.random() > SMALL_LOG_SHARE:
+    """A log of a few steps in some seeds with a recorder, so that what is asked for competes for its room.
+
+    Where most groups are discarded, a step may take more than that: then the learner says that the log is too small.
+    """
+    discards = scenario.dynamic_sampling or scenario.min_group_size > 2
+    if not scenario.recorder or discards or draw.random() > SMALL_LOG_SHARE:
         return scenario
     turns = sum(min(each, scenario.max_turns) for each in scenario.turns) / len(scenario.turns)
     step_bytes = scenario.groups * scenario.group_size * int(EPISODE_BYTES + TURN_BYTES * turns)
-    return msgspec.structs.replace(scenario, log_bytes=draw.choice(SMALL_LOG_STEPS) * step_bytes)
+    return msgspec.structs.replace(scenario, log_bytes=max(draw.choice(SMALL_LOG_STEPS) * step_bytes, SMALLEST_LOG_BYTES))

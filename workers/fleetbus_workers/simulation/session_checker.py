@@ -50,6 +50,11 @@ class SessionChecker:
         pages = self.pages.get(session)
         return pages is not None and not pages.records and self._floor > 0
 
+    def has_left(self, session: str) -> bool:
+        """Whether it ended so long ago that its journal may have left the log."""
+        pages = self.pages.get(session)
+        return pages is not None and bool(pages.end) and pages.last < self._floor
+
     def register_environment(self, record: EnvironmentRecord) -> None:
         self.environments.setdefault(record.episode, []).append(record)
 
