@@ -58,6 +58,9 @@ def _check_torch_only(configuration: Configuration) -> None:
         names.append("learner.advantage_estimator = reinforce_plus_plus")
     if names and learner.trainer != "torch":
         raise UserError(f"{names[0]} needs learner.trainer = torch")
+    teaches = algorithm.teacher or algorithm.loss or algorithm.advantage or algorithm.entropy_coefficient
+    if learner.advantage_estimator == "none" and not teaches:
+        raise UserError("learner.advantage_estimator = none: nothing would be learned; name a teacher (algorithm.teacher)")
     if algorithm.advantage and algorithm.credit_assignment == "turn":
         raise UserError("algorithm.advantage gives one advantage per episode: leave out algorithm.credit_assignment = turn")
 

@@ -287,3 +287,10 @@ def test_a_module_that_is_not_there_is_named() -> None:
 def test_what_the_torch_trainer_alone_computes_is_refused_for_another(algorithm: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"needs learner\.trainer = torch"):
         check_configuration(Configuration(learner=LearnerSettings(trainer="tinker"), algorithm=AlgorithmSettings(**algorithm)))
+
+
+def test_advantages_of_nothing_are_refused_without_a_teacher() -> None:
+    learner = LearnerSettings(advantage_estimator="none")
+    with pytest.raises(UserError, match="nothing would be learned"):
+        check_configuration(Configuration(learner=learner))
+    check_configuration(Configuration(learner=learner, algorithm=AlgorithmSettings(teacher="t")))

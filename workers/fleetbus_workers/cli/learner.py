@@ -32,11 +32,11 @@ def _load_work() -> Work:
     async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
         curriculum = await anyio.to_thread.run_sync(build_curriculum, configuration)
         check_vision(configuration, curriculum.tasks if configuration.run.tasks else (), role="learner")
+        await anyio.to_thread.run_sync(check_hooks, configuration.algorithm)
         if configuration.learner.trainer == "tinker":
             await _train_on_tinker(bus, configuration, name, drain, curriculum)
             return
         check_packages("torch")
-        await anyio.to_thread.run_sync(check_hooks, configuration.algorithm)
         from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
         from fleetbus_workers.learner.torch.trainer import TorchTrainer
 

@@ -34,14 +34,14 @@ class Entry(NamedTuple):
 
 COMMANDS: dict[str, Entry] = {
     "up": Entry("Train", "fleetbus_workers.cli.up", "Everything on this machine: train the default task, or yours"),
-    "plan": Entry("Train", "fleetbus_workers.cli.plan", "What a model needs of each GPU, before anything starts"),
-    "learn": Entry("Train", "fleetbus_workers.cli.learn", "Fine-tune a model on the rewarded episodes of recordings"),
     "environment": Entry("One role", "fleetbus_workers.cli.environment", "An environment worker: plays episodes"),
     "inference": Entry("One role", "fleetbus_workers.cli.inference", "An inference worker: samples the policy"),
     "learner": Entry("One role", "fleetbus_workers.cli.learner", "The learner: requests episodes and trains"),
     "evaluate": Entry(
         "Train", "fleetbus_workers.cli.evaluate", "Play held-out tasks with a run's policy: pass@k, per environment"
     ),
+    "learn": Entry("Train", "fleetbus_workers.cli.learn", "Fine-tune a model on the rewarded episodes of recordings"),
+    "plan": Entry("Train", "fleetbus_workers.cli.plan", "What a model needs of each GPU, before anything starts"),
     "recorder": Entry(
         "One role", "fleetbus_workers.cli.recorder", "The recorder: archives the log and keeps it below its limit"
     ),
