@@ -52,6 +52,8 @@ class Segment(msgspec.Struct, kw_only=True):
 class SegmentTree:
     """The segments of an episode, turn by turn. ``tokens`` is how many the turns so far have added."""
 
+    __slots__ = ("segments", "tokens", "turns")
+
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.tokens = 0

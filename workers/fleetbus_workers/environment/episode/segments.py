@@ -45,6 +45,8 @@ FIRST = Placement()
 class EpisodeContext:
     """The segments of one attempt. ``max_tokens`` is what a segment may hold."""
 
+    __slots__ = ("_current", "_estimate", "_settings", "_tree", "max_tokens")
+
     def __init__(self, settings: EnvironmentSettings, *, max_tokens: int) -> None:
         self._settings = settings
         self._tree = SegmentTree()

@@ -17,6 +17,8 @@ SHORT_CHARACTERS = 200
 class TokenEstimate:
     """Tokens per character of short and of long messages, and per image; of a kind that was never seen, the other's."""
 
+    __slots__ = ("_image", "_long", "_short")
+
     def __init__(self) -> None:
         self._short = 0.0
         self._long = 0.0
