@@ -180,6 +180,6 @@ AGENTS: dict[str, Callable[[], str]] = {
 
 if __name__ == "__main__":
     answer = AGENTS[sys.argv[1]]()
-    body = json.dumps({"reward": float(answer.strip() == "30" and called == [1, 2])}).encode()
+    body = json.dumps({"reward": float(answer.strip() == "30" and sorted(called) == [1, 2])}).encode()
     request = urllib.request.Request(os.environ["FLEETBUS_REWARD_URL"], body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request).close()
