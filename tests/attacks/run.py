@@ -20,7 +20,13 @@ from fleetbus_workers.environment.isolation.sandbox.inside.jail import BIND, PRI
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 NEW_MOUNTS = 0x20000
-BY_ISOLATION = ("test_forged_rewards", "test_siblings_of_verifiers", "test_uncounted_memory", "test_without_isolation")
+BY_ISOLATION = (
+    "test_agents",
+    "test_forged_rewards",
+    "test_siblings_of_verifiers",
+    "test_uncounted_memory",
+    "test_without_isolation",
+)
 """What depends on the isolation; everything else depends at most on the user."""
 
 NAMESPACES = {"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "pivot_root": (155, 41)}
