@@ -78,7 +78,7 @@ PLANTS: dict[Plant, Found] = {
     retention.floor_not_read: Found(5, "one environment per attempt", "usual"),
     retention.removed_before_the_floor_is_raised: Found(5, "a request is stored once", "usual"),
     retention.floor_above_open_groups: Found(18, "nothing open lies below the floor", "usual"),
-    retention.room_not_estimated: Found(81, "an attempt goes on"),
+    retention.room_not_estimated: Found(81, "an observation is answered"),
     segments.token_trained_twice: Found(1, "a sampled token is trained once", "usual"),
     segments.leaf_lost_in_a_takeover: Found(2, "every sampled token is trained", "usual"),
     segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
