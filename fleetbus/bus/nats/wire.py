@@ -41,8 +41,11 @@ DIRECT_BYTES = 64 << 10
 """Up to so many bytes are written in one piece; more is left to nats-py's flusher, which waits for the peer to read."""
 
 FLUSH_TURNS = 8
-"""Turns of the loop until what was sent is written: what other tasks send meanwhile, and what arrived answers leads to, goes
-into the same system call, and wakes the server once. A turn takes microseconds; an empty one too."""
+"""Turns of the loop until what was sent is written, at most: what other tasks send meanwhile, and what arrived answers leads
+to, goes into the same system call, and wakes the server once."""
+
+QUIET_TURNS = 2
+"""It is written after so many turns in which nothing more was sent: a single session need not wait for others."""
 
 
 class _FlushSignal:
@@ -68,7 +71,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         self._pending_data_size = 0
         self._ps = MessageParser(self, self._dispatch)
         self._loop = asyncio.get_running_loop()
-        self._turns_to_flush = 0
+        self._turns_to_flush = self._quiet_turns = self._size_seen = 0
         self._handlers: dict[int, Handler] = {}
         self._ephemeral: set[int] = set()
 
@@ -100,10 +103,12 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
     def _flush(self) -> None:
         """Write what waits here once its turns are over, unless the transport holds earlier bytes: then the flusher does."""
         self._turns_to_flush -= 1
-        if self._turns_to_flush and self._pending_data_size <= DIRECT_BYTES:
+        self._quiet_turns = self._quiet_turns + 1 if self._pending_data_size == self._size_seen else 0
+        self._size_seen = self._pending_data_size
+        if self._turns_to_flush and self._quiet_turns < QUIET_TURNS and self._pending_data_size <= DIRECT_BYTES:
             self._loop.call_soon(self._flush)
             return
-        self._turns_to_flush = 0
+        self._turns_to_flush = self._quiet_turns = self._size_seen = 0
         writer = getattr(self._transport, "_io_writer", None)
         if not self._pending or not self.ready or (writer is not None and writer.transport.is_closing()):
             return
