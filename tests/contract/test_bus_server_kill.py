@@ -34,7 +34,7 @@ async def test_two_who_declare_at_once_agree(world: Any) -> None:
 async def test_what_exists_differently_is_named_and_left_alone(world: Any) -> None:
     async with world.ready(max_bytes=1 << 20) as bus:
         with pytest.raises(BusError, match="max_bytes"):
-            await bus.declare(world.plan(max_bytes=2 << 20))
+            await bus.declare(world.plan(max_bytes=1 << 19))
         assert (await bus.usage())[1] == 1 << 20
         plan = world.plan(max_bytes=1 << 20)
         slower = msgspec.structs.replace(plan.consumers[0], ack_wait_seconds=9.0)
