@@ -23,7 +23,7 @@ from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.agent import host as agent_host
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
 from fleetbus_workers.environment.adapters.agent.host import PREFIX, sweep
-from fleetbus_workers.environment.adapters.agent.process import AgentLimits
+from fleetbus_workers.environment.adapters.agent.process import AgentLimits, AgentProcess
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
@@ -159,6 +159,20 @@ async def test_a_successor_finds_nothing_left_of_a_killed_worker(isolation: str,
     await anyio.to_thread.run_sync(sweep)
     assert not find_folders() - before
     await until(lambda: len(left_behind()) == (0 if isolation == "required" else 1))
+
+
+@pytest.mark.usefixtures("isolated")
+async def test_a_sandbox_that_nobody_told_of_its_workers_death_ends_with_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lifelines: list[int] = []
+    monkeypatch.setattr(AgentProcess, "tie", lambda agent, lifeline: lifelines.append(lifeline))
+    factory = build_factory(agent_isolation="required")
+    async with factory.run(), opened(factory, "leave_grandchildren", MARK) as environment:
+        await environment.reset()
+        assert len(left_behind()) == 2
+        os.close(lifelines.pop())
+        await until(lambda: not left_behind())
 
 
 @pytest.mark.parametrize(("attack", "given", "named"), [("fill_folder", [96], "working folder"), ("fill_memory", [], "memory")])

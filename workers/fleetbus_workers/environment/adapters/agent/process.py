@@ -52,6 +52,7 @@ class AgentProcess(ProcessGroup):
         self._watch: MemoryWatch | None = None
         self._labels: Labels | None = None
         self._had_too_much = ""
+        self._lifeline: int | None = None
         self.busy = True
         self.memory_limit = AgentLimits().memory_bytes
         self.scratch: Sequence[int] = ()
@@ -60,6 +61,10 @@ class AgentProcess(ProcessGroup):
         """Have it ended when it holds too much memory."""
         self._watch, self.memory_limit = watch, limits.memory_bytes
         watch.add(self)
+
+    def tie(self, lifeline: int) -> None:
+        """Close this with it: a sandbox ends when its worker's side of a pipe is closed, by whatever."""
+        self._lifeline = lifeline
 
     def find_by(self, labels: Labels) -> None:
         """End with it whatever carries these labels."""
@@ -82,6 +87,9 @@ class AgentProcess(ProcessGroup):
         if self._watch is not None:
             self._watch.discard(self)
         await super().end_all()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
         if self._labels is not None:
             wanted = self._labels.episode
             with anyio.CancelScope(shield=True):
@@ -105,9 +113,10 @@ async def start_in_sandbox(
 ) -> AgentProcess:
     """Raises `EnvironmentFailed`."""
     told = _write_settings(command, folder, variables, limits, confinement)
+    inside, lifeline = os.pipe()
     try:
         sandbox = confinement.isolation.command(
-            build_python_command(INSIDE / "agent.py", str(told)),
+            build_python_command(INSIDE / "agent.py", str(told), str(inside)),
             visible=[INSIDE, *confinement.visible],
             tools=True,
             scratch_bytes=limits.scratch_bytes,
@@ -115,11 +124,17 @@ async def start_in_sandbox(
             hidden=confinement.hidden,
             loopback=True,
         )
-        return await AgentProcess.start(
-            sandbox, called="the agent", variables={}, folder=Path("/"), file_bytes=limits.file_bytes, pass_fds=(told,)
+        agent = await AgentProcess.start(
+            sandbox, called="the agent", variables={}, folder=Path("/"), file_bytes=limits.file_bytes, pass_fds=(told, inside)
         )
+    except BaseException:
+        os.close(lifeline)
+        raise
     finally:
         os.close(told)
+        os.close(inside)
+    agent.tie(lifeline)
+    return agent
 
 
 def _write_settings(

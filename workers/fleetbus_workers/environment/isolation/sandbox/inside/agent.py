@@ -1,8 +1,8 @@
 """An agent in isolation, and its only way out: a port on the loopback inside, forwarded to a socket of the worker.
 
-Started inside as ``agent.py FD``; FD has JSON: ``command``, ``variables``, ``folder``, ``port``, ``socket`` (the path of the
-worker's), ``users`` (of the agent and of what forwards, where this is root) and ``limits``. Ends as the agent does, with all
-that it started. Standard library alone.
+Started inside as ``agent.py FD PIPE``. FD has JSON: ``command``, ``variables``, ``folder``, ``port``, ``socket`` (the path of
+the worker's), ``users`` (of the agent and of what forwards, where this is root) and ``limits``. Ends as the agent does, or once
+the other side of PIPE is closed, with all that it started. Standard library alone.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ CANNOT_EXECUTE = 127
 
 def main() -> NoReturn:
     """Start the agent below this process, forward until it ends."""
+    pipe = int(sys.argv[2])
+    os.set_inheritable(pipe, False)
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         settings = json.load(file)
     listener = socket.create_server(("127.0.0.1", settings["port"]), backlog=CONNECTIONS)
@@ -42,6 +44,7 @@ def main() -> NoReturn:
         listener.close()
         execute(settings)
     confine.confine({"NOFILE": 4 * CONNECTIONS, "CORE": 0}, user=settings["users"][1], loopback=True)
+    threading.Thread(target=end_with, args=(pipe,), daemon=True).start()
     threading.Thread(target=exit_like, args=(agent,), daemon=True).start()
     asyncio.run(forward(listener, settings["socket"]))
     raise AssertionError("forwarding has no end of its own")
@@ -61,6 +64,12 @@ def execute(settings: dict[str, Any]) -> NoReturn:
         sys.stderr.write(f"{command[0]} cannot be executed: {error}\n")
         sys.stderr.flush()
     os._exit(CANNOT_EXECUTE)
+
+
+def end_with(pipe: int) -> NoReturn:
+    """End everything once the other side is closed: nothing else tells a sandbox in whose making the worker died."""
+    os.read(pipe, 1)
+    os._exit(128 + signal.SIGKILL)
 
 
 def exit_like(agent: int) -> NoReturn:
