@@ -8,5 +8,5 @@ import sys
 def build_module_command(module: str, *arguments: str) -> list[str]:
     """This interpreter running ``module``. ``-P`` keeps the working folder off the import path: a user's ``random.py`` or
     ``mcp/`` there must not replace the real one. Modules that a user names are looked up in that folder by
-    `fleetbus_workers.environment.python_class.load_callable`, after everything that is installed."""
+    `fleetbus.user_code.load_callable`, after everything that is installed."""
     return [sys.executable, "-P", "-m", module, *arguments]

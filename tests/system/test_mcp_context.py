@@ -23,6 +23,10 @@ from tests.support.tool_calls import ConstantGrader
 
 ROWS = "\n".join(f"row {number}" for number in range(1, 2001))
 TASK = Task(key="t", prompt="Find row 1234.", verifier="graded")
+WITH_STATUS = build_configuration(
+    environment=EnvironmentSettings(slots=2, context_status=True),
+    inference=InferenceSettings(slots=4, max_model_len=1 << 20),
+)
 
 
 def serve(*names: str) -> Server[Any]:
@@ -61,12 +65,8 @@ async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budg
         calling("search_history", '{"pattern": "find row"}'),
         "It is there. <done>",
     )
-    configuration = build_configuration(
-        environment=EnvironmentSettings(slots=2, context_status=True),
-        inference=InferenceSettings(slots=4, max_model_len=1 << 20),
-    )
     with anyio.fail_after(50):
-        async with small_deployment(configuration) as fleet:
+        async with small_deployment(WITH_STATUS) as fleet:
             fleet.environment("environment", make=make())
             fleet.inference("inference", template=script)
             await fleet.request("e", task=TASK, max_turns=9)
@@ -89,12 +89,8 @@ async def test_a_cut_output_is_searched_and_every_observation_ends_with_the_budg
 
 async def test_after_dropped_turns_the_budget_is_that_of_the_context_that_is_left() -> None:
     script = Script(calling("rows"), calling("rows"), calling("manage_context", '{"keep_recent_turns": 1}'), "<done>")
-    configuration = build_configuration(
-        environment=EnvironmentSettings(slots=2, context_status=True),
-        inference=InferenceSettings(slots=4, max_model_len=1 << 20),
-    )
     with anyio.fail_after(50):
-        async with small_deployment(configuration) as fleet:
+        async with small_deployment(WITH_STATUS) as fleet:
             fleet.environment("environment", make=make())
             fleet.inference("inference", template=script)
             await fleet.request("e", task=TASK, max_turns=9)

@@ -111,9 +111,9 @@ def _build_policy(name: str, actions: tuple[str, ...], task: Task, seed: int) ->
             raise UserError(f"task {task.key} has no oracle: put the actions that solve it into its config as `oracle`")
         return build_scripted_policy(texts)
     if ":" in name:
-        from fleetbus_workers.environment.adapters.python_class.environment import load_callable
+        from fleetbus.user_code import load_callable
 
-        return load_callable(name, name)
+        return load_callable(f"--policy {name}", name)
     raise UserError(f"--policy {name}: choose random, {NO_OPERATION}, {ORACLE} or MODULE:FUNCTION")
 
 

@@ -5,9 +5,6 @@ Whatever is wrong with one is a `UserError` of one line that names the setting.
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetbus.errors import UserError
+from fleetbus.user_code import describe_error, load_callable
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import AlgorithmSettings
@@ -41,7 +39,7 @@ def load_loss(spec: str) -> Objective:
     from fleetbus.core.objectives import Clip
 
     setting = f"algorithm.loss = {spec}"
-    function: Objective = _load(setting, spec)
+    function: Objective = load_callable(setting, spec)
     draw = torch.Generator().manual_seed(0)
     logprobs = (-torch.rand(ROWS, WIDTH, generator=draw)).requires_grad_()
     old = logprobs.detach() + 0.01 * torch.randn(ROWS, WIDTH, generator=draw)
@@ -68,7 +66,7 @@ def load_advantage(spec: str) -> Callable[..., Any]:
     """``f(rewards, groups, *, minimum)``: advantages [N] of NumPy arrays [N], as `fleetbus.core.advantages` has them. Raises
     `UserError` unless it gives finite numbers of that shape, for one episode too."""
     setting = f"algorithm.advantage = {spec}"
-    function: Callable[..., Any] = _load(setting, spec)
+    function: Callable[..., Any] = load_callable(setting, spec)
     for rewards, groups in (([0.0, 1.0, 0.5, 0.5], [0, 0, 1, 1]), ([1.0], [0])):
         given = np.array(rewards)
         found = _call(setting, function, given.copy(), np.array(groups), minimum=2)
@@ -79,33 +77,13 @@ def load_advantage(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _load(setting: str, spec: str) -> Any:
-    module_name, _, name = spec.partition(":")
-    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UserError(f"{setting}: name a module and a function in it, as in my_package.my_module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
-        raise UserError(f"{setting}: cannot import {module_name}: {_shorten(error)}") from error
-    if not callable(function := getattr(module, name, None)):
-        raise UserError(f"{setting}: {module_name} has no function {name}")
-    return function
-
-
 def _call(setting: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     try:
         return function(*arguments, **named)
     except Exception as error:  # it is the user's code
-        raise UserError(f"{setting}: it fails on a few numbers: {_shorten(error)}") from error
+        raise UserError(f"{setting}: it fails on a few numbers: {describe_error(error)}") from error
 
 
 def _describe(value: Any) -> str:
     shape = getattr(value, "shape", None)
     return f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else type(value).__name__
-
-
-def _shorten(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

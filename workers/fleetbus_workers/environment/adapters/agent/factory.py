@@ -13,9 +13,9 @@ from pathlib import Path
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
+from fleetbus.user_code import load_callable
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
-from fleetbus_workers.environment.adapters.python_class.environment import load_callable
 from fleetbus_workers.environment.specs import AdapterContext, Factory
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -50,7 +50,7 @@ def split_names(text: str) -> set[str]:
 def build_command(spec: str, rest: str) -> Sequence[str]:
     """The command line of an agent, whose working folder is another: files are named by their whole paths."""
     if FUNCTION.fullmatch(rest):
-        load_callable(spec, rest)
+        load_callable(f"environment {spec!r}", rest)
         return build_module_command(RUNNER, rest, os.getcwd())
     try:
         command = shlex.split(rest)

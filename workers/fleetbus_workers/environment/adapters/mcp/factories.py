@@ -15,6 +15,7 @@ from typing import Any
 
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
+from fleetbus.user_code import load_callable
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.common.addresses import check_http_address
 from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command, open_server
@@ -23,7 +24,6 @@ from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.adapters.mcp.http_connection import http_connection
 from fleetbus_workers.environment.adapters.mcp.merged_connection import MergedConnection
 from fleetbus_workers.environment.adapters.mcp.server_pool import PooledConnection, WarmPool
-from fleetbus_workers.environment.adapters.python_class.environment import load_callable
 from fleetbus_workers.environment.specs import AdapterContext, Factory
 
 TOKEN_VARIABLE = "MCP_BEARER_TOKEN"
@@ -39,7 +39,7 @@ def build_warehouse_factory(context: AdapterContext) -> Factory:
 
 def build_object_factory(context: AdapterContext) -> Factory:
     """Environments over the server object that a user's function makes for each task."""
-    serve = load_callable(context.spec, context.rest)
+    serve = load_callable(f"environment {context.spec!r}", context.rest)
     return _build_in_process_factory(context, serve, "fleet", replayable=bool(getattr(serve, "replayable", False)))
 
 

@@ -6,11 +6,8 @@ runs on in its thread, and the next call of that episode waits until it has ende
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
-import os
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,6 +19,7 @@ import msgspec
 
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.errors import UserError
+from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.validation import validate_return
@@ -29,25 +27,6 @@ from fleetbus_workers.environment.validation import validate_return
 CALLS = ("open", "reset", "step", "state", "verify", "close")
 SPARE_THREADS = 8
 """Threads beyond one per episode: calls that were given up keep theirs until they end."""
-
-
-def load_callable(spec: str, path: str) -> Callable[..., Any]:
-    """The callable that ``package.module:name`` names, also from the current folder. Raises `UserError` naming ``spec``."""
-    module_name, _, name = path.partition(":")
-    if not name or not all(part.isidentifier() for part in module_name.split(".")) or not name.isidentifier():
-        raise UserError(f"environment {spec!r} must name a module and a name in it, as in my_package.my_module:name")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
-        raise UserError(f"environment {spec!r}: cannot import {module_name}: {_get_first_line(error)}") from error
-    loaded = getattr(module, name, None)
-    if loaded is None:
-        raise UserError(f"environment {spec!r}: module {module_name} has no {name!r}")
-    if not callable(loaded):
-        raise UserError(f"environment {spec!r}: {name!r} in {module_name} cannot be called")
-    return loaded  # type: ignore[no-any-return]
 
 
 def check_class(spec: str, kind: Any) -> None:
@@ -97,7 +76,7 @@ def build_named_class_factory(
     spec: str, settings: EnvironmentSettings
 ) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
     """The same for the class that ``spec``, MODULE:CLASS, names. Raises `UserError`."""
-    kind = load_callable(spec, spec)
+    kind = load_callable(f"environment {spec!r}", spec)
     check_class(spec, kind)
     return build_class_factory(kind, devices=parse_device_names(settings.devices), threads=settings.slots)
 
@@ -155,8 +134,3 @@ class ClassEnvironment:
                 return function(*arguments)
 
         return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
-
-
-def _get_first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

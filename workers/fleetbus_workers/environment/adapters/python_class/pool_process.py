@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
+from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.adapters.python_class.environment import CALLS, load_callable
+from fleetbus_workers.environment.adapters.python_class.environment import CALLS
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error
 from fleetbus_workers.environment.validation import validate_return
@@ -98,7 +99,7 @@ def main() -> None:
     os.dup2(2, 1)  # what the class prints belongs to the worker's log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker drains first
     channel = socket.socket(fileno=int(sys.argv[1]))
-    server = EnvironmentProcess(load_callable(sys.argv[3], sys.argv[3]))
+    server = EnvironmentProcess(load_callable(f"environment {sys.argv[3]!r}", sys.argv[3]))
 
     async def serve() -> None:
         send(channel, {"ready": True})

@@ -21,11 +21,11 @@ from anyio.abc import Process
 
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.python_process import build_module_command
+from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.python_class.environment import (
     assign_device,
     check_class,
-    load_callable,
     parse_device_names,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
@@ -42,7 +42,7 @@ MAX_ANSWER_BYTES = 16 << 20
 
 def build_process_pool(spec: str, path: str, settings: EnvironmentSettings) -> ProcessPool:
     """The pool for the class at ``path``, MODULE:CLASS. Raises `UserError`."""
-    kind = load_callable(spec, path)
+    kind = load_callable(f"environment {spec!r}", path)
     check_class(spec, kind)
     return ProcessPool(
         path,

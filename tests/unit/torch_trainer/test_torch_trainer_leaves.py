@@ -3,7 +3,6 @@ after, however the leaves are cut into micro-batches, packed, or run upon one pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from tests.support.trainable_model import (
     compute_distance,
     compute_gradient,
     compute_logprobs,
-    limit_to_one_thread,
-    make_model,
 )
 from tests.support.trainer_settings import trainer_settings
 
@@ -43,12 +40,6 @@ ORIGINS: tuple[tuple[int, SegmentOrigin | None], ...] = (
     (4, None),
 )
 """The segment of each turn: turns dropped, a cut in mid-answer, the first gone on with, a new prompt, one kept whole."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with limit_to_one_thread():
-        yield make_model(tmp_path_factory.mktemp("model"))
 
 
 def play(model: Any, seed: int) -> list[Turn]:

@@ -23,19 +23,12 @@ from tests.support.trainable_model import (
     compute_distance,
     compute_gradient,
     compute_logprobs,
-    limit_to_one_thread,
     make_model,
     make_sequence,
 )
 from tests.support.trainer_settings import trainer_settings
 
 PREFIX = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    with limit_to_one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

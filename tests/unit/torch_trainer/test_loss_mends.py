@@ -14,7 +14,7 @@ from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS
 from fleetbus.core.objectives import OBJECTIVES, Clip, find_clipped
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
-from tests.support.trainable_model import VOCABULARY, limit_to_one_thread, make_model, make_sequence
+from tests.support.trainable_model import VOCABULARY, make_sequence
 from tests.support.trainer_settings import trainer_settings
 
 CLIP = Clip(low=0.2, high=0.28)
@@ -57,11 +57,6 @@ def test_what_each_objective_limits_is_counted_as_it_limits_it() -> None:
     assert clipped("dppo_tv", Clip(low=0.2, high=0.04)) == [[True, False], [False, True]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
 def sequences(count: int) -> list[TrainingSequence]:
     draw = np.random.default_rng(0)
     found = []
@@ -78,13 +73,12 @@ def test_one_sequence_with_a_nan_leaves_the_update_of_the_others_as_it_is(folder
     values = getattr(batch[2], field).copy()
     values[10] = math.nan
     spoilt = [*batch[:2], msgspec.structs.replace(batch[2], **{field: values}), *batch[3:]]
-    with limit_to_one_thread():
-        one, other = (TorchTrainer(folder, settings=trainer_settings()) for _ in range(2))
-        measured = one.train(spoilt, version=0, progress=0.0)
-        other.train([*batch[:2], *batch[3:]], version=0, progress=0.0)
-        one.save_weights(tmp_path / "one")
-        other.save_weights(tmp_path / "other")
-        assert measured["sequences_excluded"] == 1 and measured["skipped_updates"] == 0
-        assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
-        with pytest.raises(ValueError, match="e2"):
-            one.train([spoilt[2]], version=0, progress=0.0)
+    one, other = (TorchTrainer(folder, settings=trainer_settings()) for _ in range(2))
+    measured = one.train(spoilt, version=0, progress=0.0)
+    other.train([*batch[:2], *batch[3:]], version=0, progress=0.0)
+    one.save_weights(tmp_path / "one")
+    other.save_weights(tmp_path / "other")
+    assert measured["sequences_excluded"] == 1 and measured["skipped_updates"] == 0
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    with pytest.raises(ValueError, match="e2"):
+        one.train([spoilt[2]], version=0, progress=0.0)

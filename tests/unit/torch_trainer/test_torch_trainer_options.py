@@ -30,24 +30,12 @@ from tests.support.trainable_model import (
     compute_distance,
     compute_gradient,
     compute_logprobs,
-    limit_to_one_thread,
     make_model,
     make_sequence,
 )
 from tests.support.trainer_settings import trainer_settings
 
 PROMPT = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Any:
-    with limit_to_one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def make_batch(

@@ -20,19 +20,8 @@ from fleetbus_workers.learner.fine_tuning import fine_tune, negative_log_likelih
 from fleetbus_workers.learner.rejection_sampling import select_rewarded
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.log_builder import PROMPT, SAMPLED, SUBJECTS, LogBuilder
-from tests.support.trainable_model import compute_distance, compute_gradient, limit_to_one_thread, make_model
+from tests.support.trainable_model import compute_distance, compute_gradient
 from tests.support.trainer_settings import trainer_settings
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Any:
-    with limit_to_one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def record(file: Path, log: LogBuilder, configuration: dict[str, Any] | None = None) -> Path:

@@ -24,7 +24,6 @@ from tests.support.trainable_model import (
     compute_distance,
     compute_gradient,
     compute_logprobs,
-    limit_to_one_thread,
     make_model,
     make_sequence,
 )
@@ -38,17 +37,6 @@ NOTHING_CLIPPED = {
     "max_grad_norm": 1e9,
     "micro_batch_size": 2,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Any:
-    with limit_to_one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +251,7 @@ def test_an_own_estimator_takes_the_place_of_the_configured_one(hooks: str) -> N
         ("loss", "flat", "is 0 everywhere"),
         ("loss", "infinite", "are not finite"),
         ("loss", "short", "fails on a few numbers: TypeError"),
-        ("loss", "missing", "has no function missing"),
+        ("loss", "missing", "has no 'missing'"),
         ("advantage", "divided", "are not finite"),
         ("advantage", "one", "one number per episode"),
     ],
@@ -279,7 +267,7 @@ def test_what_is_wrong_with_a_function_is_said_in_one_line_before_training(
 def test_a_module_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match="cannot import no_such_module"):
         check_hooks(AlgorithmSettings(loss="no_such_module:f"))
-    with pytest.raises(UserError, match="name a module and a function"):
+    with pytest.raises(UserError, match="must name a module and a name"):
         check_hooks(AlgorithmSettings(advantage="nothing"))
 
 
