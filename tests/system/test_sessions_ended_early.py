@@ -5,8 +5,12 @@ from __future__ import annotations
 import anyio
 import pytest
 
+import fleetbus_workers.environment.episode.attempts as attempts
+from fleetbus.bus.base import Bus
 from fleetbus.config.settings import LimitSettings
-from fleetbus_schemas import Task
+from fleetbus.core.claims import EpisodeState
+from fleetbus.episodes import read_episode_state
+from fleetbus_schemas import Subjects, Task
 from tests.support.faulty_sessions import (
     BEFORE_THE_VERDICT,
     FaultyStages,
@@ -99,6 +103,26 @@ async def test_an_order_to_cancel_is_kept_while_the_log_is_away() -> None:
         result = await fleet.result()
         assert_not_graded(result, "cancelled", "cancelled")
         assert result.attempts == 1
+
+
+async def test_an_order_to_cancel_is_kept_where_the_replica_that_answers_does_not_show_the_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result that it expects to be the first entry is refused; the episode would be played on at its next delivery."""
+    at, before = FaultyStages(step=make_sleeping(4)), iter((EpisodeState(), EpisodeState()))
+
+    async def read_lagging(bus: Bus, subjects: Subjects, episode_id: str) -> EpisodeState:
+        return next(before, None) or await read_episode_state(bus, subjects, episode_id)
+
+    async with start_deployment(at) as fleet:
+        await fleet.request()
+        await at.begun.wait()
+        monkeypatch.setattr(attempts, "read_episode_state", read_lagging)
+        await fleet.control(fleet.members["environment-0"], "cancel", "e")
+        result = await fleet.result()
+        assert_not_graded(result, "cancelled", "cancelled")
+        assert result.attempts == 1
+        assert next(before, None) is None
 
 
 async def test_cancelling_an_episode_that_does_not_run_here_says_so() -> None:

@@ -334,26 +334,28 @@ class Attempts:
     async def _handle_cancellation(self, running: RunningAttempt) -> None:
         """After a cancellation: store ``cancelled`` if it was requested, release the attempt if the worker drains."""
         if running.cancelled:
-            episode_state = await self._wait_for_state(running.request)
-            if episode_state.result is None:
-                await self._conclude(running, episode_state, "cancelled", "cancelled")
-            else:
-                await self._ack(running.request.episode_id)
+            await self._store_cancelled(running)
         elif running.handed_back:
             await self._release_attempt(running)
 
-    async def _wait_for_state(self, request: EpisodeRequested) -> EpisodeState:
-        """How the episode stands, however long the log is away: an order to cancel would be forgotten otherwise.
+    async def _store_cancelled(self, running: RunningAttempt) -> None:
+        """However long the log is away, and whatever claim a replica did not show: an order was promised to be followed.
 
-        Raises `RequestUnanswered` when this worker is leaving, or the deadline has passed and the requester closes it.
+        Raises what went wrong when this worker is leaving, or the deadline has passed and the requester closes the episode.
         """
+        request = running.request
         while True:
             try:
-                return await read_episode_state(self._bus, self._subjects, request.episode_id)
-            except RequestUnanswered as unanswered:
+                episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
+                if episode_state.result is None:
+                    await self._conclude(running, episode_state, "cancelled", "cancelled")
+                else:
+                    await self._ack(request.episode_id)
+                return
+            except (Superseded, RequestUnanswered) as error:
                 if self._closed or self._bus.now_ns() >= request.deadline_ns:
                     raise
-                log.warning("log read failed; retrying", reason=str(unanswered))
+                log.warning("cancelled result not stored; retrying", episode=request.episode_id, reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
 
     async def _release_attempt(self, running: RunningAttempt) -> None:
