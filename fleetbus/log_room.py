@@ -1,5 +1,7 @@
 """Whether the log has room for more work: what is stored now, and what the work that was admitted will still store.
 
+What others asked for counts, too, whoever it was: a learner, evaluations and rollouts fill one log together.
+
 An episode's share of the log is measured, not set: by how much the log grew while how many episodes ended. The measure is low
 where entries were removed meanwhile. Until the first episode has ended it is what the log holds per episode, or a guess.
 """
@@ -39,17 +41,19 @@ class LogRoom:
         """An episode has its result."""
         self._ended += 1
 
-    def is_short(self, used: int, limit: int, *, admitted: int, wanted: int = 0) -> bool:
-        """Whether ``wanted`` more episodes have to wait, with ``used`` of ``limit`` bytes stored (0: no limit) and ``admitted``
-        episodes without a result. Without any of those nothing may leave before more is played: they wait only where neither
-        the share for admission nor the estimate leaves room.
+    def is_short(self, used: int, limit: int, *, admitted: int, others: int = 0, wanted: int = 0) -> bool:
+        """Whether ``wanted`` more episodes have to wait, with ``used`` of ``limit`` bytes stored (0: no limit), and without a
+        result ``admitted`` episodes of one's own and ``others`` of others. Without any of them nothing may leave before more is
+        played: they wait only where neither the share for admission nor the estimate leaves room.
         """
         self._measure(used)
         if not limit:
             return False
         is_over = used >= limit * self._admission
-        may_fill = used + (admitted + wanted) * self.bytes_per_episode >= limit * FILL_SHARE
-        return is_over or may_fill if admitted else is_over and may_fill
+        may_fill = used + (admitted + others + wanted) * self.bytes_per_episode >= limit * FILL_SHARE
+        if admitted:
+            return is_over or may_fill
+        return may_fill and (is_over or others > 0)
 
     def _measure(self, used: int) -> None:
         before, self._used = self._used, used

@@ -16,7 +16,8 @@ import msgspec
 import structlog
 
 from fleetbus.archive import find_archived_result
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Backlog, Bus
+from fleetbus.bus.streams import tasks_consumer
 from fleetbus.config.settings import Configuration
 from fleetbus.core.claims import EpisodeState, build_result_without_attempt
 from fleetbus.episodes import RETRY_SECONDS, read_episode_state, store_result
@@ -54,6 +55,7 @@ class Requests:
         self._next_sequence = 0
         """The first log position at which what is made now can stand, as far as is known."""
         self._room = LogRoom(configuration.nats.admission)
+        self._consumer = tasks_consumer(configuration.run.pool)
         self.full = False
         """True while new work waits for room in the log."""
 
@@ -62,17 +64,18 @@ class Requests:
         since = anyio.current_time()
         while True:
             try:
-                used, limit = await self._bus.usage()
+                backlog = await self._bus.backlog(self._consumer)
                 self._next_sequence = await self._bus.last_sequence() + 1
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", reason=str(unanswered))
             else:
-                was_full, self.full = self.full, self._room.is_short(used, limit, admitted=len(self._open), wanted=episodes)
+                was_full, self.full = self.full, self._is_short(backlog, len(self._open), wanted=episodes)
+                used, limit = backlog.used_bytes, backlog.limit_bytes
                 if not self.full:
                     return
                 if not was_full:
                     log.warning("log is full; admission waits for room", used_bytes=used, limit_bytes=limit)
-                if not self._open and anyio.current_time() - since > STUCK_SECONDS:
+                if not self._open and not backlog.unacked and anyio.current_time() - since > STUCK_SECONDS:
                     log.error("log is full, nothing is played and nothing leaves it; raise its limit with "
                               "`fleetbus init --nats-max-bytes`", used_bytes=used, limit_bytes=limit)  # fmt: skip
                     since = anyio.current_time()
@@ -86,9 +89,13 @@ class Requests:
     async def is_short_of_room(self) -> bool:
         """Whether new work would wait for room now; False if the server does not say."""
         try:
-            return self._room.is_short(*await self._bus.usage(), admitted=max(len(self._open), 1))
+            return self._is_short(await self._bus.backlog(self._consumer), max(len(self._open), 1))
         except RequestUnanswered:
             return False
+
+    def _is_short(self, backlog: Backlog, admitted: int, *, wanted: int = 0) -> bool:
+        others = max(backlog.unacked - admitted, 0)
+        return self._room.is_short(backlog.used_bytes, backlog.limit_bytes, admitted=admitted, others=others, wanted=wanted)
 
     def build_request(
         self,

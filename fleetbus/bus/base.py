@@ -109,6 +109,15 @@ class ConsumerFloor(msgspec.Struct, frozen=True, kw_only=True):
     ack_floor: int
 
 
+class Backlog(msgspec.Struct, frozen=True, kw_only=True):
+    """What the log holds and may hold (``limit_bytes`` 0: no limit), and how many messages of a durable consumer, delivered or
+    not, nobody has acked: 0 where this user may not ask for that."""
+
+    used_bytes: int
+    limit_bytes: int
+    unacked: int
+
+
 class Bus(Protocol):
     """One connection of one worker to the streams of one run."""
 
@@ -161,6 +170,9 @@ class Bus(Protocol):
 
     async def usage(self) -> tuple[int, int]:
         """Bytes stored in the log and the limit (0: none)."""
+
+    async def backlog(self, consumer: str) -> Backlog:
+        """`usage`, and what the durable consumer of that name has before it."""
 
     async def duplicate_window_seconds(self) -> float:
         """How long the log remembers message ids."""

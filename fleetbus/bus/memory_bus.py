@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import anyio
 import anyio.lowlevel
 
-from fleetbus.bus.base import ConsumerFloor, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
+from fleetbus.bus.base import Backlog, ConsumerFloor, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.memory_calls import MemoryListener, MemoryRequestServer, PendingAnswer
 from fleetbus.bus.memory_connection import MemoryConnection
+from fleetbus.bus.memory_consumer import MemoryConsumer
 from fleetbus.bus.memory_pull import MemoryReader, MemoryScan, MemorySubscription
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import any_matcher, matcher
@@ -138,6 +139,10 @@ class MemoryBus:
         stream = self._server.stream(self._log)
         return stream.size_bytes, stream.plan.max_bytes
 
+    async def backlog(self, consumer: str) -> Backlog:
+        used, limit = await self.usage()
+        return Backlog(used_bytes=used, limit_bytes=limit, unacked=self._find_consumer(consumer).unacked)
+
     async def duplicate_window_seconds(self) -> float:
         await self._wait_for_leader("duplicate window")
         return self._server.stream(self._log).plan.duplicate_window_seconds
@@ -151,10 +156,7 @@ class MemoryBus:
 
     async def ack_floor(self, consumer: str) -> int:
         await self._wait_for_leader("ack floor")
-        found = self._server.consumer(self._log, consumer)
-        if found is None:
-            raise BusError(f"consumer {consumer} does not exist: create the run first")
-        return found.ack_floor
+        return self._find_consumer(consumer).ack_floor
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         await self._wait_for_server(subject)
@@ -254,6 +256,12 @@ class MemoryBus:
             await anyio.sleep(ELECTION_SECONDS)
             if not self._server.faults.has_leader:
                 raise RequestUnanswered(f"the server did not answer {what}: the stream has no leader")
+
+    def _find_consumer(self, name: str) -> MemoryConsumer:
+        found = self._server.consumer(self._log, name)
+        if found is None:
+            raise BusError(f"consumer {name} does not exist: create the run first")
+        return found
 
     def _read_subject(self, stream: MemoryStream, subject: str) -> list[StreamEntry]:
         """What the replica that answers has on a literal subject."""

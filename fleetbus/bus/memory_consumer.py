@@ -60,6 +60,11 @@ class MemoryConsumer:
         pending = [*self._leases, *self._due_again]
         return min(pending) - 1 if pending else self._delivered
 
+    @property
+    def unacked(self) -> int:
+        """How many messages that the stream still holds are not acked, delivered or not."""
+        return sum(self._stream.get(sequence) is not None for sequence in (*self._new, *self._leases, *self._due_again))
+
     def add(self, sequence: int) -> None:
         """Take note of a new entry whose subject matches the filter."""
         self._new.append(sequence)

@@ -58,6 +58,24 @@ async def test_the_floor_of_a_consumer_stands_before_what_is_held_and_stands_sti
         assert floors == {"short": 0, "long": 1}
 
 
+async def test_the_backlog_of_a_consumer_counts_what_nobody_acked_delivered_or_not(world: Any) -> None:
+    s = world.subjects
+    async with world.ready() as bus:
+        for number in range(4):
+            await bus.publish(s.task("long", f"e{number}"), b"x")
+        await bus.publish(s.task("short", "e"), b"x")
+        async with bus.pull("long", credits=3) as subscription:
+            with anyio.fail_after(30):
+                deliveries = [await subscription.receive() for _ in range(3)]
+                assert (await bus.backlog("long")).unacked == 4
+                await deliveries[1].ack()
+                await deliveries[2].nak(60.0)
+                while (found := await bus.backlog("long")).unacked == 4:  # acks are not confirmed
+                    pass
+        assert found.unacked == 3
+        assert (found.used_bytes, found.limit_bytes) == await bus.usage()
+
+
 async def test_the_duplicate_window_is_the_one_that_was_declared(world: Any) -> None:
     async with world.ready(duplicate_window_seconds=7.0) as bus:
         assert await bus.duplicate_window_seconds() == 7.0

@@ -49,6 +49,20 @@ def test_a_group_larger_than_the_room_is_admitted_once_nothing_else_is_on_its_wa
     assert not room.is_short(used, LIMIT, admitted=0, wanted=64)
 
 
+def test_work_waits_for_what_others_asked_for_and_may_still_store() -> None:
+    room = LogRoom(0.7)
+    used = measure(room, used=0, bytes_per_episode=20_000, episodes=16)
+    assert not room.is_short(used, LIMIT, admitted=4, others=16, wanted=4)
+    assert room.is_short(used, LIMIT, admitted=4, others=24, wanted=4)
+    assert room.is_short(used, LIMIT, admitted=0, others=28, wanted=4), "they end, and then it is admitted"
+
+
+def test_above_the_share_for_admission_who_has_nothing_out_is_not_held_up_by_others_as_long_as_all_of_it_fits() -> None:
+    room = LogRoom(0.7)
+    measure(room, used=0, bytes_per_episode=20_000, episodes=16)
+    assert not room.is_short(750_000, LIMIT, admitted=0, others=2, wanted=3)
+
+
 def test_what_was_removed_meanwhile_measures_nothing() -> None:
     room = LogRoom(0.7)
     used = measure(room, used=500_000, bytes_per_episode=20_000, episodes=4)

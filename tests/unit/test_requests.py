@@ -149,6 +149,22 @@ async def test_a_server_that_is_away_while_the_log_is_full_ends_nobody_and_one_l
         assert [line["event"] for line in lines].count("log is full; admission waits for room") == 1
 
 
+async def test_what_others_asked_for_and_may_still_store_is_waited_for() -> None:
+    """An evaluation by command and a learner fill one log together: each counted what it asked for itself only."""
+    async with world(max_bytes=1 << 20) as here, here.server.connect("r", worker="other") as bus:
+        other = World(here.server, bus)
+        for number in range(12):  # 64 KiB each until one is measured
+            await other.requests.publish(other.request(f"e{number}"))
+        with anyio.move_on_after(30) as waiting:
+            await here.requests.wait_for_room(4)
+        assert waiting.cancelled_caught
+        async with bus.pull("task_default", credits=12) as pulled:
+            for _ in range(4):
+                await (await pulled.receive()).ack()
+            with anyio.fail_after(5):
+                await here.requests.wait_for_room(4)
+
+
 async def test_a_server_that_is_away_when_a_request_was_there_before_ends_nobody() -> None:
     async with world() as here:
         request, publish = here.request(), here.bus.publish

@@ -12,7 +12,17 @@ from typing import Any
 
 import anyio
 
-from fleetbus.bus.base import Bus, ConsumerFloor, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
+from fleetbus.bus.base import (
+    Backlog,
+    Bus,
+    ConsumerFloor,
+    Listener,
+    PublishAck,
+    Reader,
+    RequestServer,
+    StreamEntry,
+    Subscription,
+)
 from fleetbus.bus.nats import calls
 from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
@@ -26,7 +36,7 @@ from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import open_reader, scan_histories
-from fleetbus.bus.nats.retention_api import list_floors, list_subjects, purge, read_floor
+from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, lane_stream, log_stream, work_alias
@@ -149,6 +159,12 @@ class NatsBus:
     async def usage(self) -> tuple[int, int]:
         info = await self._stream_info(self._log)
         return int(info["state"]["bytes"]), max(int(info["config"]["max_bytes"]), 0)
+
+    async def backlog(self, consumer: str) -> Backlog:
+        used, limit = await self.usage()
+        may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
+        unacked = await count_unacked(self._connection.api, self._log, consumer) if may_ask else 0
+        return Backlog(used_bytes=used, limit_bytes=limit, unacked=unacked)
 
     async def runs(self) -> list[RunOnServer]:
         """All runs that the server keeps, this one and others; not part of the `Bus` protocol."""

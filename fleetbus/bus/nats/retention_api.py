@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetbus.bus.base import ConsumerFloor
-from fleetbus.bus.nats.api import JetStreamApi
+from fleetbus.bus.nats.api import ApiRefused, JetStreamApi
 from fleetbus.bus.nats.protocol import check_subject
 
 
@@ -33,6 +33,15 @@ async def list_floors(api: JetStreamApi, stream: str) -> list[ConsumerFloor]:
 async def read_floor(api: JetStreamApi, stream: str, consumer: str) -> int:
     """The ack floor of one consumer; raises `ApiRefused` when there is none of that name."""
     return int((await api.ask(f"CONSUMER.INFO.{stream}.{consumer}"))["ack_floor"]["stream_seq"])
+
+
+async def count_unacked(api: JetStreamApi, stream: str, consumer: str) -> int:
+    """How many messages of one consumer are not delivered, or delivered and not acked; 0 while there is no such consumer."""
+    try:
+        info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
+    except ApiRefused:
+        return 0
+    return int(info["num_pending"]) + int(info["num_ack_pending"])
 
 
 async def list_subjects(api: JetStreamApi, stream: str, subject: str) -> list[str]:

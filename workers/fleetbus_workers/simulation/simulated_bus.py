@@ -12,7 +12,17 @@ from typing import Generic, Protocol, TypeVar
 
 import anyio
 
-from fleetbus.bus.base import ConsumerFloor, Delivery, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
+from fleetbus.bus.base import (
+    Backlog,
+    ConsumerFloor,
+    Delivery,
+    Listener,
+    PublishAck,
+    Reader,
+    RequestServer,
+    StreamEntry,
+    Subscription,
+)
 from fleetbus.bus.memory import MemoryBus
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
@@ -238,6 +248,10 @@ class SimulatedBus:
     async def usage(self) -> tuple[int, int]:
         await self._delay_one_way()
         return await self._inner.usage()
+
+    async def backlog(self, consumer: str) -> Backlog:
+        await self._delay_one_way()
+        return await self._inner.backlog(consumer)
 
     async def duplicate_window_seconds(self) -> float:
         return await self._inner.duplicate_window_seconds()
