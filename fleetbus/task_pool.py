@@ -9,6 +9,8 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from fleetbus.loop_clock import renew_event
+
 KEPT_TASKS = 64
 """Tasks without work that wait for some; more end."""
 
@@ -48,11 +50,13 @@ class TaskPool:
         place.called.set()
 
     async def _run(self, function: Function | None, arguments: tuple[Any, ...]) -> None:
+        place = _Place()
         while function is not None:
             await function(*arguments)
             if len(self._waiting) >= KEPT_TASKS:
                 return
-            place = _Place()
+            arguments, place.arguments = (), ()  # nothing of the last call is kept
+            place.called = renew_event(place.called)
             self._waiting.append(place)
             await place.called.wait()
             function, arguments = place.function, place.arguments

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
 import anyio
 import pytest
 
+from fleetbus.deadlines import Deadlines
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded, find_root_cause, to_printable
 from tests.support.virtual_time import virtual_time
 
@@ -89,3 +93,104 @@ async def test_an_error_that_has_no_bytes_is_made_printable() -> None:
     ended = EpisodeEnded("env_failed", "OSError", "no file \udcff" + "x" * 2000)
     assert ended.error.encode() == b"no file ?" + b"x" * 991
     assert to_printable("plain ß") == "plain ß"
+
+
+@asynccontextmanager
+async def open_stages(*, end: float = 100.0) -> AsyncIterator[Stages]:
+    """Stages under one deadline, which ends after that many seconds."""
+    deadlines, stages = Deadlines(), Stages()
+    async with AsyncExitStack() as stack:
+        group = await stack.enter_async_context(anyio.create_task_group())
+        group.start_soon(deadlines.run)
+        with deadlines.open(stages.now() + end) as stages.deadline:
+            yield stages
+        group.cancel_scope.cancel()
+
+
+async def hang() -> None:
+    await anyio.sleep_forever()
+
+
+async def hang_in_a_group() -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.sleep_forever)
+
+
+async def fail_when_interrupted() -> None:
+    try:
+        await anyio.sleep_forever()
+    finally:
+        raise RuntimeError("interrupted in mid-sentence")
+
+
+async def fail_beside_others_when_interrupted() -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.sleep_forever)
+        await fail_when_interrupted()
+
+
+async def return_although_interrupted() -> None:
+    with anyio.CancelScope(shield=True):
+        await anyio.sleep(8)
+
+
+LATE = [hang, hang_in_a_group, fail_when_interrupted, fail_beside_others_when_interrupted, return_although_interrupted]
+
+
+@pytest.mark.parametrize("late", LATE)
+async def test_under_one_deadline_each_stage_has_its_own_limit(late: Callable[[], object]) -> None:
+    async with open_stages() as stages:
+        for _ in range(30):
+            with stages.time_limit("step", 5):
+                await anyio.sleep(1)
+        with pytest.raises(EpisodeEnded) as ended, stages.time_limit("reset", 5):
+            await late()  # type: ignore[misc]
+    assert (ended.value.outcome, ended.value.error_class) == ("timeout", "reset_timeout")
+    assert stages.timings == {
+        "step": pytest.approx(30),
+        "reset": pytest.approx(8 if late is return_although_interrupted else 5),
+    }
+
+
+@pytest.mark.parametrize("late", LATE)
+async def test_a_stage_that_lasts_beyond_the_whole_is_ended_with_it(late: Callable[[], object]) -> None:
+    async with open_stages(end=3) as stages:
+        with pytest.raises(EpisodeEnded) as ended, stages.time_limit("reset", 5):
+            await late()  # type: ignore[misc]
+    assert (ended.value.outcome, ended.value.error_class) == ("timeout", "episode_timeout")
+
+
+async def test_between_two_stages_the_limit_of_the_whole_holds_and_no_other() -> None:
+    reached = 0.0
+    async with open_stages(end=10) as stages:
+        with stages.time_limit("step", 5):
+            await anyio.sleep(1)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            reached = stages.now()
+            assert stages.deadline is not None
+            assert stages.deadline.is_whole_over
+    assert reached == pytest.approx(10)
+
+
+async def test_an_earlier_limit_is_kept_by_a_timer_that_waits_for_a_later_one() -> None:
+    async with open_stages(end=1000) as stages:
+        await anyio.sleep(1)
+        for seconds in (50, 5, 0.5):
+            with stages.time_limit("step", seconds):
+                await anyio.sleep(seconds / 2)
+        with pytest.raises(EpisodeEnded, match=r"step took longer than 0\.5 s"), stages.time_limit("step", 0.5):
+            await anyio.sleep_forever()
+
+
+async def test_under_one_deadline_a_failure_and_a_cancellation_from_outside_stay_what_they_are() -> None:
+    async with open_stages() as stages:
+        with pytest.raises(EpisodeEnded) as ended, stages.time_limit("step", 5):
+            raise ZeroDivisionError("nothing there")
+        with pytest.raises(Superseded), stages.time_limit("action", 5):
+            raise Superseded("attempt 1 is over")
+        with anyio.move_on_after(1) as scope, stages.time_limit("open", 5):
+            await anyio.sleep_forever()
+    assert ended.value.error_class == "ZeroDivisionError"
+    assert scope.cancelled_caught

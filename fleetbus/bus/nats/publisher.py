@@ -6,6 +6,7 @@ id until it is answered. Above it is the bus; below it the exchange.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 
@@ -65,6 +66,7 @@ class Publisher:
         self._known: set[str] = set()
         self._own_id = secrets.token_hex(6)
         self._count = 0
+        self._now = asyncio.get_running_loop().time
 
     def mark_stream_known(self, subject: str) -> None:
         """The stream of this subject was heard of: if there is no leader now, it is electing its leader."""
@@ -102,15 +104,17 @@ class Publisher:
     async def _send(self, subject: str, headers: bytes, payload: bytes, timeout: float) -> Answer:
         reply = self._request_mux.new_reply()
         command = publish_with_headers_command(subject, reply, headers, payload)
-        give_up_at = anyio.current_time() + timeout
+        give_up_at = self._now() + timeout
         tries = 0
         try:
             while True:
-                left = give_up_at - anyio.current_time()
-                answer = await self._request_mux.ask(reply, command, timeout=left, resend_seconds=RESEND_SECONDS)
+                answer = await self._request_mux.ask(
+                    reply, command, timeout=give_up_at - self._now(), resend_seconds=RESEND_SECONDS
+                )
+                if status_of(answer[1]) != NO_RESPONDERS:
+                    return answer
                 tries += 1
-                known = _parse_prefix(subject) in self._known
-                if status_of(answer[1]) != NO_RESPONDERS or (not known and tries == _UNKNOWN_TRIES):
+                if tries == _UNKNOWN_TRIES and _parse_prefix(subject) not in self._known:
                     return answer
                 await anyio.sleep(_PAUSE_SECONDS)
         except TimeoutError:

@@ -75,6 +75,7 @@ class EnvironmentWorker:
         )
         async with run_lifecycle(lifecycle, bus, self._lane, slots=self._slot_count), anyio.create_task_group() as group:
             group.start_soon(self._leases.run)
+            group.start_soon(self._attempts.deadlines.run)
             group.start_soon(self._attempts.watch_late_answers)
             group.start_soon(self._attempts.lane_status.run)
             group.start_soon(control.run)

@@ -18,6 +18,7 @@ from fleetbus.bus.base import Delivery
 from fleetbus.core.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.floor import NO_FLOOR, refuses_delivery
 from fleetbus.core.history import Turn
+from fleetbus.deadlines import Deadlines
 from fleetbus.episodes import RETRY_SECONDS, read_answered_observations, read_episode_state, read_turns, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.floor import read_floor_after
@@ -67,6 +68,7 @@ class Attempts:
         self._running: dict[str, RunningAttempt] = {}
         self._final_attempts = 0
         self._first_failures = FirstFailures()
+        self.deadlines = Deadlines()
         self._closed = False
         self._floor = NO_FLOOR
         """As it was when it was read last; it only rises."""
@@ -235,6 +237,7 @@ class Attempts:
             recorded=recorded,
             observed=await self._read_observations(request, recorded),
             remaining_seconds=remaining_seconds,
+            deadlines=self.deadlines,
             settings=context.settings,
             limits=context.limits,
             context_tokens=context.context_tokens,

@@ -19,6 +19,7 @@ from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.history import Turn
 from fleetbus.episodes import decode_entries, read_episode_state, store_message
 from fleetbus.errors import RequestUnanswered
+from fleetbus.loop_clock import get_clock, renew_event
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, Subjects, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
@@ -67,6 +68,7 @@ class PolicyClient:
         self._wakeup = anyio.Event()
         self._check_at = math.inf
         self._observation_sequence = 0
+        self._now = get_clock()
         self.lane_in_use = ANY_LANE
 
     def deliver(self, sequence: int, action: Action) -> None:
@@ -130,12 +132,12 @@ class PolicyClient:
         checks = 0
         while True:
             pause = min(self._limits.late * 2**checks, MAX_CHECK_INTERVAL_SECONDS)
-            self._check_at = anyio.current_time() + pause
+            self._check_at = self._now() + pause
             await self._wakeup.wait()
             if self._answer is not None:
                 self._check_at = math.inf
                 return self._answer
-            self._wakeup = anyio.Event()
+            self._wakeup = renew_event(self._wakeup)
             checks += 1
             try:
                 await self._check_log(observation)
@@ -148,7 +150,8 @@ class PolicyClient:
 
     async def _send(self, observation: Observation, lane: str) -> None:
         self.lane_in_use = lane
-        self._wakeup = anyio.Event() if self._answer is None else self._wakeup
+        if self._answer is None and self._wakeup.is_set():
+            self._wakeup = renew_event(self._wakeup)
         subject = self._subjects.observation(observation.policy, lane, observation.episode_id)
         name = f"obs.{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
         self._observation_sequence = await store_message(self._bus, subject, observation, message_id=name)

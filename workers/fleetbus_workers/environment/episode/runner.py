@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, MutableMapping
 
-import anyio
 import msgspec
 import structlog
 
@@ -19,6 +18,7 @@ from fleetbus.core.history import Turn, loss_mask
 from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.segments import SegmentError
 from fleetbus.core.success import success_in
+from fleetbus.deadlines import Deadlines
 from fleetbus_schemas import (
     GRADED,
     AttemptStarted,
@@ -48,7 +48,7 @@ from fleetbus_workers.environment.episode.segments import (
     append_line,
     find_context_tokens,
 )
-from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
+from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED, EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.validation import validate_return
 
@@ -86,6 +86,7 @@ class EpisodeRunner:
         recorded: tuple[Turn, ...],
         observed: Mapping[int, Observation],
         remaining_seconds: float,
+        deadlines: Deadlines,
         settings: EnvironmentSettings,
         limits: LimitSettings,
         context_tokens: int = 0,
@@ -99,6 +100,7 @@ class EpisodeRunner:
         self._recorded = recorded
         self._observed = observed
         self._remaining_seconds = remaining_seconds
+        self._deadlines = deadlines
         self._settings = settings
         self._limits = limits
         self._stages = Stages(counters)
@@ -134,8 +136,9 @@ class EpisodeRunner:
 
     async def _run_to_end(self) -> Conclusion:
         """Open to last step within the episode's deadline; failures become conclusions here."""
+        stages = self._stages
         try:
-            with anyio.move_on_after(self._remaining_seconds):
+            with self._deadlines.open(stages.now() + self._remaining_seconds) as stages.deadline:
                 return await self._run_turns()
         except EpisodeEnded as ended:
             return Conclusion(
@@ -145,7 +148,9 @@ class EpisodeRunner:
                 location=ended.location,
                 traceback=self._first_failures.describe(ended),
             )
-        return Conclusion(outcome="timeout", error_class="episode_timeout", error="the episode's deadline passed")
+        finally:
+            stages.deadline = None
+        return Conclusion(outcome="timeout", error_class="episode_timeout", error=DEADLINE_PASSED)
 
     async def _run_turns(self) -> Conclusion:
         with self._stages.time_limit("open", self._limits.open):
@@ -252,7 +257,7 @@ class EpisodeRunner:
         self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], tokens_left: int, placement: Placement
     ) -> Turn:
         """The policy's answer, within the limit of waiting for it and the environment's patience, whichever ends first."""
-        idle_seconds = self._limits.idle - (anyio.current_time() - self._stages.ended_at)
+        idle_seconds = self._limits.idle - (self._stages.now() - self._stages.ended_at)
         limit, seconds = min(("action", self._limits.action), ("idle", idle_seconds), key=lambda named: named[1])
         with self._stages.time_limit("action", seconds, limit=limit):
             return await self._policy_client.ask(self.turn, messages, tools, tokens_left=tokens_left, placement=placement)

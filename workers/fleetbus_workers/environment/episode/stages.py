@@ -6,13 +6,18 @@ This is the boundary where a failing environment becomes data: any exception of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 import anyio
 
+from fleetbus.deadlines import Deadline
+from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import Outcome
 from fleetbus_workers.environment.failure_location import locate_error
+
+DEADLINE_PASSED = "the episode's deadline passed"
 
 
 class EpisodeEnded(Exception):
@@ -37,60 +42,99 @@ class Stages:
     """
 
     def __init__(self, counters: MutableMapping[str, float] | None = None) -> None:
-        self._counters = {} if counters is None else counters
+        self.counters = {} if counters is None else counters
         self.timings: dict[str, float] = {}
         self.ended_at = 0.0
+        self.now = get_clock()
+        self.deadline: Deadline | None = None
+        """The deadline that is moved for a stage; without one every stage has a scope of its own."""
 
-    @contextmanager
-    def time_limit(self, stage: str, seconds: float, *, shield: bool = False, limit: str = "") -> Iterator[None]:
+    def time_limit(
+        self, stage: str, seconds: float, *, shield: bool = False, limit: str = ""
+    ) -> AbstractContextManager[None, None]:
         """Run a stage for at most ``seconds``; raises `EpisodeEnded` with ``timeout`` or ``env_failed``.
 
-        ``limit`` names the limit that ``seconds`` comes from if that is not the stage's own.
+        ``limit`` names the limit that ``seconds`` comes from if that is not the stage's own. After a stage that was late
+        nothing more may be awaited within `deadline`.
         """
-        started = anyio.current_time()
-        location = ""
-        self._count(f"begun_{stage}")
-        try:
-            with anyio.move_on_after(seconds, shield=shield) as scope:
-                try:
-                    yield
-                except anyio.get_cancelled_exc_class() as cancelled:
-                    location = locate_error(cancelled) if scope.cancel_called else ""
-                    raise
-        except (EpisodeEnded, Superseded):
-            raise
-        except anyio.get_cancelled_exc_class() as error:
+        return _TimeLimit(self, stage, seconds, limit or stage, shield=shield)
+
+    def count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + 1.0
+
+
+class _TimeLimit:
+    """One stage: see `Stages.time_limit`."""
+
+    __slots__ = ("_deadline", "_limit", "_scope", "_seconds", "_stage", "_stages", "_started")
+
+    def __init__(self, stages: Stages, stage: str, seconds: float, limit: str, *, shield: bool) -> None:
+        self._stages, self._stage, self._limit, self._seconds = stages, stage, limit, seconds
+        self._started = stages.now()
+        self._deadline = None if shield else stages.deadline
+        self._scope: anyio.CancelScope | None = None
+        if self._deadline is None:
+            self._scope = anyio.CancelScope(deadline=self._started + seconds, shield=shield)
+
+    def __enter__(self) -> None:
+        self._stages.count(f"begun_{self._stage}")
+        if self._scope is not None:
+            self._scope.__enter__()
+        elif self._deadline is not None:
+            self._deadline.move(self._started + self._seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None) -> None:
+        error = raised
+        location = locate_error(find_root_cause(error)) if error is not None and self._is_late else ""
+        if self._scope is not None:
+            try:
+                if self._scope.__exit__(kind, error, trace):
+                    error = None
+            except BaseException as remaining:  # of a group with a cancellation
+                error = remaining
+        elif self._deadline is not None:
+            self._deadline.clear()
+        self._record_end()
+        if isinstance(error, (EpisodeEnded, Superseded, GeneratorExit)):
+            return
+        is_cancelled = isinstance(error, anyio.get_cancelled_exc_class()) if error is not None else False
+        if self._scope is None or (error is None and self._scope.cancelled_caught):
+            self._check_time(location, None if is_cancelled else error)
+        if error is None:
+            return
+        if is_cancelled:
             if anyio.current_effective_deadline() > -math.inf:  # not cancelled by us: it came from a library on asyncio
-                raise EpisodeEnded(
-                    "env_failed",
-                    type(error).__name__,
-                    f"{stage}: cancelled by a library, not by fleetbus",
-                    location=locate_error(error),
-                ) from error
-            raise
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # foreign code may raise SystemExit or worse: it ends its episode, not the worker
-            if _holds_cancellation(error):
-                raise
-            if scope.cancel_called:  # raised because its time was up
-                raise _build_timeout(limit or stage, seconds, locate_error(find_root_cause(error))) from error
-            cause = find_root_cause(error)
-            location = locate_error(cause)
-            raise EpisodeEnded("env_failed", type(cause).__name__, f"{stage}: {cause}", location=location) from cause
-        finally:
-            self._count(f"ended_{stage}")
-            self.ended_at = anyio.current_time()
-            self.timings[stage] = self.timings.get(stage, 0.0) + self.ended_at - started
-        if scope.cancelled_caught:
-            raise _build_timeout(limit or stage, seconds, location)
+                reason = f"{self._stage}: cancelled by a library, not by fleetbus"
+                raise EpisodeEnded("env_failed", type(error).__name__, reason, location=locate_error(error)) from error
+            return
+        # foreign code may raise SystemExit or worse: it ends its episode, not the worker
+        if _holds_cancellation(error):
+            if error is not raised:
+                raise error
+            return
+        self._check_time(location, error)  # raised because its time was up
+        cause = find_root_cause(error)
+        location = locate_error(cause)
+        raise EpisodeEnded("env_failed", type(cause).__name__, f"{self._stage}: {cause}", location=location) from cause
 
-    def _count(self, name: str) -> None:
-        self._counters[name] = self._counters.get(name, 0.0) + 1.0
+    @property
+    def _is_late(self) -> bool:
+        return self._scope.cancel_called if self._scope is not None else self._deadline is not None and self._deadline.is_over
 
+    def _record_end(self) -> None:
+        stages = self._stages
+        stages.count(f"ended_{self._stage}")
+        stages.ended_at = stages.now()
+        stages.timings[self._stage] = stages.timings.get(self._stage, 0.0) + stages.ended_at - self._started
 
-def _build_timeout(stage: str, seconds: float, location: str) -> EpisodeEnded:
-    return EpisodeEnded("timeout", f"{stage}_timeout", f"{stage} took longer than {seconds:g} s", location=location)
+    def _check_time(self, location: str, error: BaseException | None = None) -> None:
+        """Raise if the stage was late, or the whole that it is a part of."""
+        if not self._is_late:
+            return
+        if self._deadline is not None and self._deadline.is_whole_over:
+            raise EpisodeEnded("timeout", "episode_timeout", DEADLINE_PASSED, location=location) from error
+        reason = f"{self._limit} took longer than {self._seconds:g} s"
+        raise EpisodeEnded("timeout", f"{self._limit}_timeout", reason, location=location) from error
 
 
 def to_printable(text: str) -> str:

@@ -1,0 +1,85 @@
+"""Time limits of many tasks under one timer: a task that is limited over and over enters one scope, and moves its deadline.
+
+`anyio.move_on_after` costs a scope and a timer each time, more than most of what it limits. Here a limit is a number that a
+task writes down and clears; one task for all of them sleeps until the earliest, and cancels the scope of whoever is late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+
+from fleetbus.loop_clock import get_clock
+from fleetbus.notifier import Notifier
+
+
+class Deadline:
+    """The limits of one task, one after another, within `Deadlines.open`. What is late is cancelled for good."""
+
+    __slots__ = ("_deadlines", "_end", "at", "is_over", "is_whole_over", "scope")
+
+    def __init__(self, deadlines: Deadlines, end: float) -> None:
+        self._deadlines = deadlines
+        self._end = self.at = end
+        self.scope = anyio.CancelScope()
+        self.is_over = False
+        """Whether a limit has passed: then everything in the scope is cancelled."""
+        self.is_whole_over = False
+        """Whether it was that of the whole."""
+
+    def move(self, at: float) -> None:
+        """Cancel what runs from now on once the loop's clock says ``at``, or at the end of the whole if that is earlier."""
+        self.at = min(at, self._end)
+        self._deadlines.watch(self.at)
+
+    def clear(self) -> None:
+        """Only the limit of the whole remains."""
+        self.at = self._end
+
+    def pass_by(self) -> None:
+        """The time of the limit that holds now has come."""
+        self.is_over, self.is_whole_over = True, self.at == self._end
+        self._end = self.at = math.inf
+        self.scope.cancel()
+
+
+class Deadlines:
+    """The deadlines of one worker; `run` has to run beside those who use them."""
+
+    def __init__(self) -> None:
+        self._open: set[Deadline] = set()
+        self._wakes_at = math.inf
+        self._earlier = Notifier()
+
+    @contextmanager
+    def open(self, end: float = math.inf) -> Iterator[Deadline]:
+        """A scope for the length of the block, which ends at ``end`` (of the loop's clock) or at a limit within it."""
+        deadline = Deadline(self, end)
+        self._open.add(deadline)
+        self.watch(end)
+        try:
+            with deadline.scope:
+                yield deadline
+        finally:
+            self._open.remove(deadline)
+
+    def watch(self, at: float) -> None:
+        """There is a deadline at that time: wake up earlier if need be."""
+        if at < self._wakes_at:
+            self._wakes_at = at
+            self._earlier.notify()
+
+    async def run(self) -> None:
+        """Cancel what is late until cancelled."""
+        now = get_clock()
+        while True:
+            self._wakes_at = min((each.at for each in self._open), default=math.inf)
+            if self._wakes_at > now():
+                with anyio.move_on_after(self._wakes_at - now()):
+                    await self._earlier.wait()
+                continue
+            for deadline in [each for each in self._open if each.at <= now()]:
+                deadline.pass_by()
