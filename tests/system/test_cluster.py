@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import anyio
@@ -14,87 +13,15 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.protocol import publish_command
-from fleetbus.bus.nats.server import find_server
-from fleetbus.bus.streams import plan_run, tasks_consumer
+from fleetbus.bus.streams import tasks_consumer
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import Subjects, Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.ports import free_ports
-from tests.support.small_deployment import LANES, RUN, build_configuration, small_deployment
+from tests.support.cluster import cluster, declare_streams, find_leader
+from tests.support.small_deployment import RUN, build_configuration, small_deployment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-class Cluster:
-    """Three nats-servers with routes among them, as deploy/kubernetes/nats.yaml starts them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        ports = free_ports(6)
-        self.clients, self._routes = ports[:3], ports[3:]
-        self.processes: dict[int, anyio.abc.Process] = {}
-
-    @property
-    def url(self) -> str:
-        return ",".join(f"nats://127.0.0.1:{port}" for port in self.clients)
-
-    async def start(self, index: int) -> None:
-        routes = ",".join(f"nats://127.0.0.1:{port}" for port in self._routes)
-        command = [
-            str(find_server()),
-            "-js",
-            "-sd",
-            str(self._folder / f"n{index}"),
-            "-a",
-            "127.0.0.1",
-            "-p",
-            str(self.clients[index]),
-        ]
-        command += [f"--server_name=n{index}", "--cluster_name=fleetbus", f"--cluster=nats://127.0.0.1:{self._routes[index]}"]
-        command += [f"--routes={routes}", "-l", str(self._folder / f"n{index}.log")]
-        self.processes[index] = await anyio.open_process(command, stdout=None, stderr=None)
-
-    async def kill(self, index: int) -> None:
-        process = self.processes.pop(index)
-        process.kill()
-        await process.wait()
-        await process.aclose()
-
-
-@asynccontextmanager
-async def cluster(folder: Path) -> AsyncIterator[Cluster]:
-    made = Cluster(folder)
-    try:
-        for index in range(3):
-            await made.start(index)
-        yield made
-    finally:
-        with anyio.CancelScope(shield=True):
-            for index in list(made.processes):
-                await made.kill(index)
-
-
-async def declare_streams(servers: Cluster) -> None:
-    """Create the run's streams with three copies; the servers take a moment to elect a leader."""
-    plan = plan_run(RUN, lanes=LANES, max_bytes=1 << 28, replicas=3)
-    with anyio.fail_after(60):
-        while True:
-            with suppress(BusError, UserError):
-                async with connect(servers.url, run=RUN, role="init") as bus:
-                    with anyio.fail_after(20):
-                        await bus.declare(plan)
-                        return
-            await anyio.sleep(0.5)
-
-
-async def find_leader(servers: Cluster) -> int:
-    async with connect(servers.url, run=RUN, role="look") as bus:
-        assert isinstance(bus, NatsBus)
-        info = await bus._connection.api.ask(f"STREAM.INFO.fb_{RUN}")
-    assert info["config"]["num_replicas"] == 3
-    return int(info["cluster"]["leader"].removeprefix("n"))
 
 
 async def test_a_fleet_trains_on_while_the_leader_of_its_log_is_killed(tmp_path: Path) -> None:

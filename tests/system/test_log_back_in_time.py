@@ -6,6 +6,9 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -14,7 +17,7 @@ import pytest
 from fleetbus.audit import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import (
     Configuration,
@@ -36,6 +39,7 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import run_recorder
+from tests.support.cluster import Cluster, cluster, declare_streams
 
 S = Subjects("cut")
 CUTS = 20
@@ -102,12 +106,66 @@ async def count_steps(bus: Bus) -> int:
     return len(decode_entries(StepTrained, entries, beside=OTHERS))
 
 
-async def copy_store(server: NatsServerProcess, to: Path) -> None:
-    os.kill(server.pid, signal.SIGSTOP)
+@asynccontextmanager
+async def stopped(pids: Iterable[int]) -> AsyncIterator[None]:
+    """Servers that neither store nor say anything: what their files hold now is what a loss of power would leave."""
+    pids = tuple(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
-        await anyio.to_thread.run_sync(shutil.copytree, server.store, to)
+        yield
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+async def train_and_copy(url: str, deployment: Deployment, draw: random.Random, copy: Callable[[], Awaitable[None]]) -> int:
+    """Train, copy the servers' files at a random moment, and train on. Returns the newest version that was published."""
+    async with connect(url, run="cut", worker="test") as bus:
+        async with anyio.create_task_group() as group:
+            drain = anyio.Event()
+
+            async def run() -> None:
+                await deployment.run(drain, archive=deployment.archive)
+
+            group.start_soon(run)
+            await wait_for_steps(bus, draw.randint(2, 6))
+            await anyio.sleep(draw.uniform(0.0, 0.3))
+            await copy()
+            await wait_for_steps(bus, await count_steps(bus) + draw.randint(4, 8))
+            drain.set()
+        policy = [entry async for entry in bus.scan([S.policy("default")])]
+    return max(version.version for _, version in decode_entries(PolicyPublished, policy, beside=(LineageStarted,)))
+
+
+async def check_that_it_goes_on(url: str, deployment: Deployment, folder: Path, reached: int) -> None:
+    """The recorder refuses, the audit names what was lost, and training goes on from a checkpoint with versions of its own."""
+    async with connect(url, run="cut", worker="test") as bus:
+        known = [entry async for entry in bus.scan([S.train("default")])]
+        steps = await count_steps(bus)
+        options = {"configuration": deployment.configuration, "name": "r", "drain": anyio.Event()}
+        with pytest.raises(UserError, match="lost entries from"):
+            await run_recorder(bus, **options, folder=deployment.archive)  # type: ignore[arg-type]
+        report = await audit_run(bus, S, archive=deployment.archive)
+        lost = next(finding for finding in report.findings if finding.kind == "entries_lost")
+        assert lost.count > 20
+        assert any(name.startswith("g0000") and name.endswith(": request") for name in lost.ids)
+
+        again = Deployment(url, folder, steps + 2)
+        await again.run(anyio.Event(), archive=folder / "second")
+        trained = [entry async for entry in bus.scan([S.train("default")])]
+        beside = (StepTrained, CheckpointStored, TrainingFinished)
+        lineages = [each for _, each in decode_entries(LineageStarted, trained, beside=beside)]
+        versions = [
+            version.version
+            async for entry in bus.scan([S.policy("default")], start=known[-1].sequence + 1)
+            for _, version in decode_entries(PolicyPublished, [entry], beside=(LineageStarted,))
+        ]
+        whole = await audit_run(bus, S)
+    assert len(lineages) == 2
+    assert lineages[1].parent_step > 0
+    assert min(version for version in versions if version > steps + 1) > reached
+    assert whole.findings == ()
 
 
 @pytest.mark.timeout(240)
@@ -115,55 +173,81 @@ async def copy_store(server: NatsServerProcess, to: Path) -> None:
 async def test_after_a_log_went_back_in_time_training_goes_on_from_what_it_knows_and_the_audit_names_what_was_lost(
     tmp_path: Path, seed: int
 ) -> None:
-    draw = random.Random(seed)
-    store = tmp_path / "nats"
+    store, copy = tmp_path / "nats", tmp_path / "copy"
     with anyio.fail_after(220):
         async with run_server(store) as server:
             deployment = Deployment(server.url, tmp_path, STEPS)
             async with connect(server.url, run="cut", worker="test") as bus:
                 await bus.declare(plan_run("cut", lanes=4))
-                async with anyio.create_task_group() as group:
-                    drain = anyio.Event()
 
-                    async def run() -> None:
-                        await deployment.run(drain, archive=deployment.archive)
+            async def copy_store() -> None:
+                async with stopped([server.pid]):
+                    await anyio.to_thread.run_sync(shutil.copytree, store, copy)
 
-                    group.start_soon(run)
-                    await wait_for_steps(bus, draw.randint(2, 6))
-                    await anyio.sleep(draw.uniform(0.0, 0.3))
-                    await copy_store(server, tmp_path / "copy")
-                    await wait_for_steps(bus, await count_steps(bus) + draw.randint(4, 8))
-                    drain.set()
-                before = [entry async for entry in bus.scan([S.policy("default")])]
+            reached = await train_and_copy(server.url, deployment, random.Random(seed), copy_store)
             await server.kill()
             shutil.rmtree(store)
-            shutil.copytree(tmp_path / "copy", store)
+            shutil.copytree(copy, store)
             await server.restart()
-            reached = max(version.version for _, version in decode_entries(PolicyPublished, before, beside=(LineageStarted,)))
-            async with connect(server.url, run="cut", worker="test") as bus:
-                known = [entry async for entry in bus.scan([S.train("default")])]
-                steps = await count_steps(bus)
-                with pytest.raises(UserError, match="lost entries from"):
-                    await run_recorder(
-                        bus, configuration=deployment.configuration, name="r", drain=anyio.Event(), folder=deployment.archive
-                    )
-                report = await audit_run(bus, S, archive=deployment.archive)
-                lost = next(finding for finding in report.findings if finding.kind == "entries_lost")
-                assert lost.count > 20
-                assert any(name.startswith("g0000") and name.endswith(": request") for name in lost.ids)
+            await check_that_it_goes_on(server.url, deployment, tmp_path, reached)
 
-                again = Deployment(server.url, tmp_path, steps + 2)
-                await again.run(anyio.Event(), archive=tmp_path / "second")
-                trained = [entry async for entry in bus.scan([S.train("default")])]
-                beside = (StepTrained, CheckpointStored, TrainingFinished)
-                lineages = [each for _, each in decode_entries(LineageStarted, trained, beside=beside)]
-                versions = [
-                    version.version
-                    async for entry in bus.scan([S.policy("default")], start=known[-1].sequence + 1)
-                    for _, version in decode_entries(PolicyPublished, [entry], beside=(LineageStarted,))
-                ]
-                whole = await audit_run(bus, S)
-    assert len(lineages) == 2
-    assert lineages[1].parent_step > 0
-    assert min(version for version in versions if version > steps + 1) > reached
-    assert whole.findings == ()
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("seed", "cut"), [(0, 3), (1, 3), (2, 3), (3, 2), (4, 2)])
+async def test_three_servers_of_which_most_went_back_in_time_go_on_as_one_does(tmp_path: Path, seed: int, cut: int) -> None:
+    """With ``cut`` 2 the third one comes back later, with entries that the others lost and have given new ones for."""
+    with anyio.fail_after(380):
+        async with cluster(tmp_path) as servers:
+            await declare_streams(servers, "cut")
+            deployment = Deployment(servers.url, tmp_path, STEPS)
+            reached = await train_and_copy(servers.url, deployment, random.Random(seed), partial(copy_stores, servers))
+            await put_back(servers, range(cut))
+            await declare_streams(servers, "cut")
+            if cut < 3:
+                await publish_something(servers.url)
+                await servers.start(2)
+            await check_that_it_goes_on(servers.url, deployment, tmp_path, reached)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_of_three_servers_one_that_went_back_in_time_loses_nothing(tmp_path: Path) -> None:
+    with anyio.fail_after(380):
+        async with cluster(tmp_path) as servers:
+            await declare_streams(servers, "cut")
+            deployment = Deployment(servers.url, tmp_path, STEPS)
+            await train_and_copy(servers.url, deployment, random.Random(5), partial(copy_stores, servers))
+            async with connect(servers.url, run="cut", worker="test") as bus:
+                last = await bus.last_sequence()
+            await put_back(servers, [0])
+            await servers.start(1)
+            await servers.start(2)
+            await declare_streams(servers, "cut")
+            async with connect(servers.url, run="cut", worker="test") as bus:
+                assert await bus.last_sequence() == last
+                report = await audit_run(bus, S, archive=deployment.archive)
+    assert report.findings == ()
+
+
+async def copy_stores(servers: Cluster) -> None:
+    async with stopped(process.pid for process in servers.processes.values()):
+        for index in range(3):
+            await anyio.to_thread.run_sync(shutil.copytree, servers.store(index), servers.folder / f"copy{index}")
+
+
+async def put_back(servers: Cluster, rolled_back: Iterable[int]) -> None:
+    """All servers lose their power; some begin again with what they had when their files were copied, the others wait."""
+    for index in list(servers.processes):
+        await servers.kill(index)
+    for index in rolled_back:
+        shutil.rmtree(servers.store(index))
+        (servers.folder / f"copy{index}").rename(servers.store(index))
+        await servers.start(index)
+
+
+async def publish_something(url: str) -> None:
+    """Other entries at positions that the server that is still away knows."""
+    async with connect(url, run="cut", worker="test") as bus:
+        for number in range(3):
+            await bus.publish(S.life("learner", f"t{number}"), b"x", timeout=120)
