@@ -187,6 +187,21 @@ async def test_a_draining_worker_hands_its_sessions_over() -> None:
         assert first.opened == first.closed
 
 
+async def test_a_session_that_is_handed_over_in_the_midst_of_a_call_goes_on_whatever_became_of_that_call() -> None:
+    """Its environment is closed under it, so what it fails with says nothing about the session."""
+    first, second = World(step_seconds=5, close_seconds=4), World()
+    first.error = RuntimeError("closed")
+    async with session_fixture(drain=3, close=10) as here:
+        leaving = here.worker("e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            await here.fleet.heard(here.worker("e2", second))
+            async with anyio.create_task_group() as group:
+                group.start_soon(here.fleet.drain_members, [leaving])
+                answer = await session.step("one")
+        assert (answer.worker, read_text(answer)) == ("e2", "1: one")
+
+
 async def test_a_session_whose_worker_and_client_are_gone_gets_a_tombstone_and_one_that_lives_does_not() -> None:
     async with session_fixture(idle=100, episode=10_000) as here:
         dying = here.worker("e1", World())

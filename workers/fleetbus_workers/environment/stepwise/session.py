@@ -135,6 +135,7 @@ class StepwiseSession:
                         "lost", "diverged", f"call {record.answer.number} shows something else than was recorded"
                     )
         except EpisodeEnded as ended:
+            self._require_held()
             await self.end(_map_session_end(ended), error_class=ended.error_class, error=ended.error)
 
     async def end(self, end: SessionEnd, *, key: str = "", error_class: str = "", error: str = "") -> None:
@@ -206,6 +207,7 @@ class StepwiseSession:
             answer = await self._perform(call)
         except EpisodeEnded as ended:
             answer = self._build_answer(call, end=_map_session_end(ended), error_class=ended.error_class, error=ended.error)
+        self._require_held()
         await self._store(
             SessionRecorded(
                 session=self._session,
@@ -241,6 +243,11 @@ class StepwiseSession:
                         return self._build_answer(call, reason=f"the verdict is {reward}, which is not a valid reward")
                     unpaid = None if reward is None else unpaid_reward(reward, self._rewards)
                     return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
+
+    def _require_held(self) -> None:
+        """A call whose environment was closed meanwhile tells nothing: the session goes on where it is held next."""
+        if self._is_closed:
+            raise Superseded(f"session {self._session} was left during a call")
 
     def _require_environment(self) -> Environment:
         if self._environment is None:
