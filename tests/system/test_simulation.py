@@ -82,8 +82,8 @@ def test_many_seeds_with_all_faults_keep_all_invariants(faults: FaultSet, seeds:
 def test_seeds_that_failed_once_hold(faults: FaultSet, seed: int) -> None:
     """Of the usual: a learner that began at the last step finished before it had read the results of what was still open.
 
-    Of all: a takeover from a worker that had lost its lane was taken for one from a healthy worker; a session that was handed on
-    in the midst of a reset ended as failed; rollouts and a learner filled one log together.
+    Of all: a takeover from a worker that had lost its lane was taken for one from a healthy worker; a session that was handed
+    on in the midst of a reset ended as failed; rollouts and a learner filled one log together.
     """
     assert run_seed(seed, faults=faults).passed
 
